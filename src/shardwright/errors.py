@@ -1,0 +1,162 @@
+"""Every error shardwright raises on purpose.
+
+```
+ShardwrightError
+├── LayoutError            (ValueError)    nonsense geometry: the value, the rule and the numbers
+│   ├── RegionError                        a region outside its parent, or of the wrong rank
+│   ├── PlacementError                     a placement that cannot be, or not on this tensor and mesh
+│   └── MeshError                          a mesh that cannot be, or a rank or name that is not in it
+├── ArgumentTypeError      (TypeError)     a value of a kind that has no meaning here
+├── CommError              (RuntimeError)  something went wrong between ranks
+│   ├── CollectiveArgumentError (ValueError) sizes that do not fit the tensor or the group
+│   ├── RankFailedError                    a step failed on some rank; raised alike on all of them
+│   └── RankLostError                      a rank died, or did not answer in time
+└── RanksError             (RuntimeError)  testing: ranks raised, died or hung
+```
+
+Catch `ShardwrightError` for all of them, or the builtin beside each name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "ArgumentTypeError",
+    "CollectiveArgumentError",
+    "CommError",
+    "Failure",
+    "LayoutError",
+    "MeshError",
+    "PlacementError",
+    "RankFailedError",
+    "RankLostError",
+    "RanksError",
+    "RegionError",
+    "ShardwrightError",
+]
+
+
+class ShardwrightError(Exception):
+    """The root of the tree: catches everything shardwright raises on purpose.
+
+    >>> from shardwright import Region
+    >>> try:
+    ...     Region((0,), (-1,))
+    ... except ShardwrightError as error:
+    ...     print(error)
+    Region size (-1,) is negative in dimension 0: sizes are 0 or more
+    """
+
+
+class LayoutError(ShardwrightError, ValueError):
+    """Geometry that cannot be: the message gives the value, the rule and the numbers.
+
+    >>> issubclass(LayoutError, ValueError)
+    True
+    """
+
+
+class RegionError(LayoutError):
+    """A region outside its parent, or regions of different numbers of dimensions.
+
+    >>> from shardwright import Region
+    >>> Region((0,), (4,)).slices(Region((2,), (4,)))
+    Traceback (most recent call last):
+    shardwright.errors.RegionError: region [0:4] is not inside [2:6]: ...
+    """
+
+
+class PlacementError(LayoutError):
+    """A placement that cannot be, or that does not fit this tensor and this mesh.
+
+    >>> from shardwright import Layout, Mesh, Shard
+    >>> Layout(Mesh((2,)), [Shard(3)], (8, 8))
+    Traceback (most recent call last):
+    shardwright.errors.PlacementError: S(3) on mesh dimension 0 ...
+    """
+
+
+class MeshError(LayoutError):
+    """A mesh that cannot be, or a rank or a dimension name that is not in it.
+
+    >>> from shardwright import Mesh
+    >>> Mesh((2, 2), ranks=(0, 1, 2))
+    Traceback (most recent call last):
+    shardwright.errors.MeshError: mesh of shape (2, 2) needs 4 ranks, got 3: ...
+    """
+
+
+class ArgumentTypeError(ShardwrightError, TypeError):
+    """A value of a kind that has no meaning here.
+
+    >>> from shardwright import Shard
+    >>> Shard("rows")
+    Traceback (most recent call last):
+    shardwright.errors.ArgumentTypeError: Shard dimension 'rows' is a str: an integer is needed
+    """
+
+
+class CommError(ShardwrightError, RuntimeError):
+    """Something went wrong between ranks."""
+
+
+class CollectiveArgumentError(CommError, ValueError):
+    """Sizes or ranks given to a collective that do not fit its tensor or its group.
+
+    >>> import torch
+    >>> from shardwright import comm
+    >>> comm.all_gather(torch.ones(3), sizes=[2])
+    Traceback (most recent call last):
+    shardwright.errors.CollectiveArgumentError: all_gather: sizes [2] give rank 0 extent 2 in dimension 0, ...
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What one rank said of its failure: its number, the error's type, message and traceback."""
+
+    rank: int
+    kind: str
+    message: str
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.kind}: {self.message}"
+
+
+class RankFailedError(CommError):
+    """A step failed on one rank or several; every rank raises this same error.
+
+    `failures` holds each failing rank's own words, lowest rank first; on a rank that failed, `__cause__`
+    is the exception itself.
+    """
+
+    def __init__(self, what: str, failures: tuple[Failure, ...]) -> None:
+        self.what = what
+        self.failures = failures
+        named = "\n  ".join(str(failure) for failure in failures)
+        super().__init__(f"{what} failed on {len(failures)} rank{'s' * (len(failures) > 1)}\n  {named}")
+
+    @property
+    def rank(self) -> int:
+        """The lowest rank that failed."""
+        return self.failures[0].rank
+
+    def __reduce__(self) -> tuple[type[RankFailedError], tuple[str, tuple[Failure, ...]]]:
+        return type(self), (self.what, self.failures)
+
+
+class RankLostError(CommError):
+    """A rank died, or did not answer within the timeout. `ranks` names those that are known to be lost."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[RankLostError], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)
+
+
+class RanksError(ShardwrightError, RuntimeError):
+    """Ranks borrowed from a test pool raised, died or hung; the message holds their tracebacks or stacks."""

@@ -1,0 +1,29 @@
+"""The pure geometry: regions, placements, meshes, layouts. Values only: no process group, no communication."""
+
+from shardwright.layout.cover import Coverage, Exact, Gap, Outside, Overlap
+from shardwright.layout.layout import Holding, Layout, RegionTable
+from shardwright.layout.mesh import Mesh
+from shardwright.layout.picture import picture
+from shardwright.layout.placement import Partial, Placement, Ragged, Replicate, Shard, as_placement
+from shardwright.layout.region import ByteRuns, Region
+
+__all__ = [
+    "ByteRuns",
+    "Coverage",
+    "Exact",
+    "Gap",
+    "Holding",
+    "Layout",
+    "Mesh",
+    "Outside",
+    "Overlap",
+    "Partial",
+    "Placement",
+    "Ragged",
+    "Region",
+    "RegionTable",
+    "Replicate",
+    "Shard",
+    "as_placement",
+    "picture",
+]

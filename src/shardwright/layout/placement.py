@@ -1,0 +1,210 @@
+"""`Placement`: what one mesh dimension does with a tensor."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeGuard, final
+
+from shardwright.errors import ArgumentTypeError, PlacementError
+from shardwright.layout.integers import integer, integers
+
+__all__ = ["Partial", "Placement", "Ragged", "Replicate", "Shard", "StridedShard", "as_placement"]
+
+REDUCTIONS = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
+
+
+class Placement(ABC):
+    """What one mesh dimension does with a tensor: `Shard`, `Replicate`, `Partial` or `Ragged`.
+
+    PyTorch's own placement objects are accepted wherever these are.
+
+    >>> Shard(0).is_shard(), Shard(0).is_shard(1), Replicate().is_replicate(), Partial().is_partial()
+    (True, False, True, True)
+    """
+
+    __slots__ = ()
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether it cuts the tensor (along `dim`, when given); true for `Shard` and `Ragged`."""
+        return isinstance(self, Shard | Ragged) and (dim is None or self.dim == dim)
+
+    def is_replicate(self) -> bool:
+        """Whether every rank of this mesh dimension holds the same."""
+        return isinstance(self, Replicate)
+
+    def is_partial(self, op: str | None = None) -> bool:
+        """Whether the ranks of this mesh dimension hold addends (of this reduction, when given)."""
+        return isinstance(self, Partial) and (op is None or self.op == op)
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """The short form that layouts are written with: `S(0)`, `R`, `P(sum)`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for JSON.
+
+        >>> Shard(1).to_json()
+        {'kind': 'shard', 'dim': 1}
+        """
+        fields = {name: getattr(self, name) for name in self.__match_args__}  # type: ignore[attr-defined]
+        return {"kind": type(self).__name__.lower()} | {k: list(v) if k == "sizes" else v for k, v in fields.items()}
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Placement:
+        """The placement that `to_json` wrote.
+
+        >>> Placement.from_json({"kind": "partial", "op": "max"})
+        Partial('max')
+        """
+        fields = dict(value)
+        kind = fields.pop("kind", None)
+        kinds: dict[str, type[Placement]] = {
+            "shard": Shard,
+            "replicate": Replicate,
+            "partial": Partial,
+            "ragged": Ragged,
+        }
+        if kind not in kinds:
+            raise PlacementError(f"placement kind {kind!r} is unknown: it is one of {', '.join(kinds)}")
+        return kinds[kind](**fields)
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Shard(Placement):
+    """Cut along `dim` into as many pieces as the mesh dimension has ranks, sized as `torch.chunk` does.
+
+    A negative `dim` counts from the end, once the tensor is known.
+
+    >>> Shard(0), str(Shard(-1))
+    (Shard(0), 'S(-1)')
+    """
+
+    dim: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dim", integer(self.dim, "Shard dimension"))
+
+    def __repr__(self) -> str:
+        return f"Shard({self.dim})"
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Replicate(Placement):
+    """The same values on every rank of the mesh dimension.
+
+    >>> Replicate(), str(Replicate())
+    (Replicate(), 'R')
+    """
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Partial(Placement):
+    """Every rank holds one addend of the value, which is their reduction by `op`.
+
+    >>> Partial(), str(Partial("max"))
+    (Partial('sum'), 'P(max)')
+    """
+
+    op: str = "sum"
+    reductions: ClassVar[tuple[str, ...]] = REDUCTIONS
+
+    def __post_init__(self) -> None:
+        if self.op not in REDUCTIONS:
+            raise PlacementError(f"Partial op {self.op!r} is unknown: it is one of {', '.join(REDUCTIONS)}")
+
+    @property
+    def reduce_op(self) -> str:
+        """The reduction, under the name PyTorch's Partial has for it."""
+        return self.op
+
+    def __repr__(self) -> str:
+        return f"Partial({self.op!r})"
+
+    def __str__(self) -> str:
+        return f"P({self.op})"
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Ragged(Placement):
+    """Cut along `dim` into pieces of these sizes, one per rank of the mesh dimension; zeros are welcome.
+
+    >>> Ragged(0, (3, 0, 5)), str(Ragged(0, (3, 0, 5)))
+    (Ragged(0, (3, 0, 5)), 'S(0: 3+0+5)')
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def __init__(self, dim: int, sizes: Iterable[int]) -> None:
+        checked = integers(sizes, "Ragged sizes")
+        if any(size < 0 for size in checked):
+            raise PlacementError(f"Ragged sizes {checked} hold a negative number: sizes are 0 or more")
+        object.__setattr__(self, "dim", integer(dim, "Ragged dimension"))
+        object.__setattr__(self, "sizes", checked)
+
+    def __repr__(self) -> str:
+        return f"Ragged({self.dim}, {self.sizes})"
+
+    def __str__(self) -> str:
+        return f"S({self.dim}: {'+'.join(map(str, self.sizes))})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StridedShard(Placement):
+    """PyTorch's `_StridedShard`, read but not kept: a `Layout` turns it into an explicit order of mesh dimensions.
+
+    `split_factor` is into how many pieces mesh dimensions further right have cut `dim` before this one does.
+    """
+
+    dim: int
+    split_factor: int
+
+    def __str__(self) -> str:
+        return f"S({self.dim}, after {self.split_factor} pieces)"
+
+
+def as_placement(value: object) -> Placement:
+    """`value` as a placement of ours. PyTorch's are recognised by their type's name, so nothing is imported.
+
+    >>> as_placement(Shard(0))
+    Shard(0)
+    """
+    if isinstance(value, Placement):
+        return value
+    if _is_torch_placement(value):
+        match type(value).__name__:
+            case "Shard":
+                return Shard(value.dim)
+            case "_StridedShard":
+                return StridedShard(value.dim, value.split_factor)
+            case "Replicate":
+                return Replicate()
+            case "Partial":
+                return Partial(value.reduce_op)
+            case name:
+                raise PlacementError(f"{name} of torch.distributed.tensor has no counterpart here: {value!r}")
+    raise ArgumentTypeError(
+        f"{value!r} is a {type(value).__name__}, not a placement: use Shard(dim), Replicate(), Partial(op) or Ragged"
+    )
+
+
+def _is_torch_placement(value: object) -> TypeGuard[Any]:
+    return any(
+        base.__name__ == "Placement" and base.__module__.startswith("torch.distributed") for base in type(value).__mro__
+    )

@@ -1,0 +1,283 @@
+"""`Region`: an axis-aligned box of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.errors import RegionError
+from shardwright.layout.integers import integers
+
+if TYPE_CHECKING:
+    from shardwright.layout.cover import Coverage
+
+__all__ = ["ByteRuns", "Region"]
+
+
+class ByteRuns(NamedTuple):
+    """Where a region's bytes lie in a row-major buffer: `starts` (ascending), each `length` bytes long."""
+
+    starts: npt.NDArray[np.int64]
+    length: int
+
+
+@final
+class Region:
+    """A box of a tensor: where it starts and how far it reaches in every dimension.
+
+    It is a value: frozen, hashable, picklable. Text shows it as Python would slice it.
+
+    >>> box = Region((0, 2), (4, 3))
+    >>> box
+    Region[0:4, 2:5]
+    >>> box.volume, box.end
+    (12, (4, 5))
+    >>> box.intersect(Region((2, 0), (4, 4)))
+    Region[2:4, 2:4]
+    """
+
+    __slots__ = ("offset", "size")
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def __init__(self, offset: Iterable[int], size: Iterable[int]) -> None:
+        offset, size = integers(offset, "Region offset"), integers(size, "Region size")
+        if len(offset) != len(size):
+            raise RegionError(
+                f"Region offset {offset} has {len(offset)} dimensions and size {size} has {len(size)}: "
+                "both need one number per dimension"
+            )
+        for what, numbers in (("offset", offset), ("size", size)):
+            for dim, number in enumerate(numbers):
+                if number < 0:
+                    raise RegionError(f"Region {what} {numbers} is negative in dimension {dim}: {what}s are 0 or more")
+        _set(self, "offset", offset)
+        _set(self, "size", size)
+
+    @classmethod
+    def whole(cls, shape: Iterable[int]) -> Region:
+        """The region that is all of a tensor of this shape.
+
+        >>> Region.whole((4, 6))
+        Region[0:4, 0:6]
+        """
+        shape = integers(shape, "shape")
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def ndim(self) -> int:
+        """How many dimensions it has."""
+        return len(self.size)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """One past the last index, in every dimension."""
+        return tuple(o + s for o, s in zip(self.offset, self.size, strict=True))
+
+    @property
+    def volume(self) -> int:
+        """How many elements it holds: 1 for a region of no dimensions (a scalar).
+
+        >>> Region((), ()).volume, Region((3, 0), (5, 0)).volume
+        (1, 0)
+        """
+        return prod(self.size)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds no element at all."""
+        return 0 in self.size
+
+    def intersect(self, other: Region) -> Region | None:
+        """What both hold, or None where that is nothing.
+
+        >>> Region((0,), (4,)).intersect(Region((3,), (4,)))
+        Region[3:4]
+        >>> Region((0,), (4,)).intersect(Region((4,), (4,))) is None
+        True
+        """
+        self._same_ndim(other)
+        offset, size = [], []
+        for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True):
+            start, stop = max(a, b), min(a + n, b + m)
+            if stop <= start:
+                return None
+            offset.append(start)
+            size.append(stop - start)
+        return region_unchecked(tuple(offset), tuple(size))
+
+    def subtract(self, other: Region) -> tuple[Region, ...]:
+        """What is left of this region without `other`: disjoint boxes, at most two per dimension.
+
+        >>> Region((0, 0), (4, 4)).subtract(Region((1, 1), (2, 3)))
+        (Region[0:1, 0:4], Region[1:3, 0:1], Region[3:4, 0:4])
+        """
+        common = self.intersect(other)
+        if common is None:
+            return () if self.is_empty else (self,)
+        before: list[Region] = []
+        after: list[Region] = []
+        offset, size = list(self.offset), list(self.size)
+        # Peel one dimension after another: what lies before and after `common` there is whole in later dimensions.
+        for dim in range(self.ndim):
+            low, high = common.offset[dim] - offset[dim], offset[dim] + size[dim] - common.end[dim]
+            if low:
+                before.append(region_unchecked(tuple(offset), (*size[:dim], low, *size[dim + 1 :])))
+            if high:
+                start = (*offset[:dim], common.end[dim], *offset[dim + 1 :])
+                after.append(region_unchecked(start, (*size[:dim], high, *size[dim + 1 :])))
+            offset[dim], size[dim] = common.offset[dim], common.size[dim]
+        return (*before, *reversed(after))
+
+    def contains(self, other: Region) -> bool:
+        """Whether `other` lies within these bounds. An empty region counts by its bounds, too.
+
+        >>> Region((0, 0), (4, 4)).contains(Region((1, 1), (3, 3)))
+        True
+        """
+        self._same_ndim(other)
+        return all(
+            a <= b and b + m <= a + n
+            for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True)
+        )
+
+    def shift(self, by: Sequence[int]) -> Region:
+        """The same box, moved.
+
+        >>> Region((4, 0), (2, 2)).shift((-4, 1))
+        Region[0:2, 1:3]
+        """
+        by = integers(by, "shift")
+        if len(by) != self.ndim:
+            raise RegionError(f"shift {by} has {len(by)} numbers, {self} has {self.ndim} dimensions: give one for each")
+        return Region(tuple(o + d for o, d in zip(self.offset, by, strict=True)), self.size)
+
+    def within(self, parent: Region) -> Region:
+        """This region in the coordinates of a buffer that holds `parent`.
+
+        >>> Region((6, 2), (2, 2)).within(Region((4, 0), (4, 8)))
+        Region[2:4, 2:4]
+        """
+        if not parent.contains(self):
+            raise RegionError(f"region {self} is not inside {parent}: a part can only be taken of what is there")
+        return region_unchecked(tuple(o - p for o, p in zip(self.offset, parent.offset, strict=True)), self.size)
+
+    def slices(self, buffer: Region | None = None) -> tuple[slice, ...]:
+        """What to index a tensor with to get this region: the whole tensor, or a buffer that holds only `buffer`.
+
+        >>> Region((6, 2), (2, 2)).slices()
+        (slice(6, 8, None), slice(2, 4, None))
+        >>> Region((6, 2), (2, 2)).slices(Region((4, 0), (4, 8)))
+        (slice(2, 4, None), slice(2, 4, None))
+        """
+        box = self if buffer is None else self.within(buffer)
+        return tuple(slice(o, o + s) for o, s in zip(box.offset, box.size, strict=True))
+
+    def byte_runs(self, parent: Region | Sequence[int], itemsize: int) -> ByteRuns:
+        """Where this region's bytes lie in the row-major buffer of `parent` (a region, or a tensor's shape).
+
+        A box in a box has runs of one length, so this is one number and an array of starts, in order.
+
+        >>> runs = Region((1, 0), (2, 3)).byte_runs((4, 6), itemsize=4)
+        >>> runs.starts.tolist(), runs.length
+        ([24, 48], 12)
+        """
+        if itemsize < 1:
+            raise RegionError(f"itemsize {itemsize} is not positive: an element has at least one byte")
+        parent = parent if isinstance(parent, Region) else Region.whole(parent)
+        box = self.within(parent)
+        if box.is_empty:
+            return ByteRuns(np.empty(0, np.int64), 0)
+        # Trailing dimensions that are taken whole make one run together with the dimension before them.
+        split, run = box.ndim, 1
+        while split > 0:
+            split -= 1
+            run *= box.size[split]
+            if box.size[split] != parent.size[split]:
+                break
+        starts = np.zeros(1, np.int64)
+        stride = itemsize * prod(parent.size)
+        for dim in range(box.ndim):
+            stride //= parent.size[dim]
+            first = box.offset[dim] * stride
+            count = 1 if dim >= split else box.size[dim]
+            starts = (starts[:, None] + (first + stride * np.arange(count, dtype=np.int64))).reshape(-1)
+        return ByteRuns(starts, run * itemsize)
+
+    def covers(self, regions: Iterable[Region]) -> Coverage:
+        """Whether these regions tile this one exactly: true, or the first gap, overlap or stray in row-major order.
+
+        It takes n log n for n regions, in any number of dimensions; empty regions are welcome.
+
+        >>> bool(Region((0,), (4,)).covers([Region((0,), (1,)), Region((1,), (3,))]))
+        True
+        >>> print(Region((0, 0), (2, 4)).covers([Region((0, 0), (2, 3))]))
+        gap: nothing holds [0:2, 3:4] of [0:2, 0:4]
+        """
+        from shardwright.layout.cover import coverage  # cover builds Regions: a cycle, were it imported above
+
+        return coverage(self, list(regions))
+
+    def to_json(self) -> dict[str, list[int]]:
+        """Plain lists, for JSON.
+
+        >>> Region((0, 2), (4, 3)).to_json()
+        {'offset': [0, 2], 'size': [4, 3]}
+        """
+        return {"offset": list(self.offset), "size": list(self.size)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Region:
+        """The region that `to_json` wrote.
+
+        >>> Region.from_json({"offset": [0, 2], "size": [4, 3]})
+        Region[0:4, 2:5]
+        """
+        return cls(value["offset"], value["size"])
+
+    def _same_ndim(self, other: Region) -> None:
+        if len(self.size) != len(other.size):
+            raise RegionError(
+                f"region {self} has {self.ndim} dimensions and {other} has {other.ndim}: "
+                "only regions of one tensor can be compared"
+            )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Region):
+            return NotImplemented
+        return self.offset == other.offset and self.size == other.size
+
+    def __hash__(self) -> int:
+        return hash((self.offset, self.size))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a Region is frozen: cannot set {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Region is frozen: cannot delete {name!r}")
+
+    def __reduce__(self) -> tuple[type[Region], tuple[tuple[int, ...], tuple[int, ...]]]:
+        return Region, (self.offset, self.size)
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(self.offset, self.size, strict=True)) + "]"
+
+    def __repr__(self) -> str:
+        return f"Region{self}"
+
+
+_new, _set = object.__new__, object.__setattr__
+_set_offset, _set_size = Region.__dict__["offset"].__set__, Region.__dict__["size"].__set__  # the slots themselves
+
+
+def region_unchecked(offset: tuple[int, ...], size: tuple[int, ...]) -> Region:
+    """A Region from numbers that arithmetic has just made: no checks, a quarter of the time."""
+    region = _new(Region)
+    _set_offset(region, offset)
+    _set_size(region, size)
+    return region
