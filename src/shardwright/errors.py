@@ -98,7 +98,11 @@ class ArgumentTypeError(ShardwrightError, TypeError):
 
 
 class CommError(ShardwrightError, RuntimeError):
-    """Something went wrong between ranks."""
+    """Something went wrong between ranks: a step failed on one of them, or one is lost.
+
+    >>> issubclass(RankLostError, CommError), issubclass(CommError, RuntimeError)
+    (True, True)
+    """
 
 
 class CollectiveArgumentError(CommError, ValueError):
@@ -114,7 +118,11 @@ class CollectiveArgumentError(CommError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What one rank said of its failure: its number, the error's type, message and traceback."""
+    """What one rank said of its failure: its number, the error's type, message and traceback.
+
+    >>> print(Failure(3, "OSError", "disk full"))
+    rank 3: OSError: disk full
+    """
 
     rank: int
     kind: str
@@ -130,12 +138,21 @@ class RankFailedError(CommError):
 
     `failures` holds each failing rank's own words, lowest rank first; on a rank that failed, `__cause__`
     is the exception itself.
+
+    >>> error = RankFailedError("save", (Failure(3, "OSError", "disk full"),))
+    >>> print(error)
+    save failed on 1 rank
+      rank 3: OSError: disk full
+    >>> error.rank
+    3
     """
 
     def __init__(self, what: str, failures: tuple[Failure, ...]) -> None:
         self.what = what
         self.failures = failures
-        named = "\n  ".join(str(failure) for failure in failures)
+        named = "\n  ".join(str(failure) for failure in failures[:16])
+        if len(failures) > 16:
+            named += f"\n  and {len(failures) - 16} more"
         super().__init__(f"{what} failed on {len(failures)} rank{'s' * (len(failures) > 1)}\n  {named}")
 
     @property
@@ -148,7 +165,11 @@ class RankFailedError(CommError):
 
 
 class RankLostError(CommError):
-    """A rank died, or did not answer within the timeout. `ranks` names those that are known to be lost."""
+    """A rank died, or did not answer within the timeout. `ranks` names those that are known to be lost.
+
+    >>> RankLostError("rank 2 did not answer within 5 s", ranks=(2,)).ranks
+    (2,)
+    """
 
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
@@ -159,4 +180,11 @@ class RankLostError(CommError):
 
 
 class RanksError(ShardwrightError, RuntimeError):
-    """Ranks borrowed from a test pool raised, died or hung; the message holds their tracebacks or stacks."""
+    """Ranks borrowed from a test pool raised, died or hung; the message holds their tracebacks or stacks.
+
+    >>> from shardwright.testing import run_ranks
+    >>> run_ranks(1, lambda: 1 // 0)
+    Traceback (most recent call last):
+    shardwright.errors.RanksError: 1 of 1 rank failed
+    rank 0 raised ZeroDivisionError: ...
+    """

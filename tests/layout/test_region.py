@@ -132,7 +132,7 @@ def test_a_region_is_a_value() -> None:
     assert pickle.loads(pickle.dumps(region)) == region
     assert Region.from_json(region.to_json()) == region
     with pytest.raises(AttributeError, match="frozen"):
-        region.offset = (0, 0)  # type: ignore[misc]
+        region.offset = (0, 0)
     with pytest.raises(AttributeError, match="frozen"):
         del region.size
 
@@ -157,4 +157,4 @@ def test_a_region_is_a_value() -> None:
 )
 def test_nonsense_is_refused_with_the_value_and_the_rule(make: object, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        make()  # type: ignore[operator]
+        make()

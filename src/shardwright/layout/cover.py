@@ -27,7 +27,11 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 @final
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """The regions tile the parent: every element is held once. True in a condition; the others are false."""
+    """The regions tile the parent: every element is held once. True in a condition; the others are false.
+
+    >>> Region((0,), (4,)).covers([Region((0,), (1,)), Region((1,), (3,))])
+    Exact()
+    """
 
     def __bool__(self) -> bool:
         return True
@@ -39,7 +43,11 @@ class Exact:
 @final
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """No region holds `region`, a box that starts at the first missing element."""
+    """No region holds `region`, a box that starts at the first missing element.
+
+    >>> print(Region((0,), (8,)).covers([Region((0,), (2,)), Region((5,), (3,))]))
+    gap: nothing holds [2:5] of [0:8]
+    """
 
     region: Region
     parent: Region
@@ -54,7 +62,11 @@ class Gap:
 @final
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Regions number `first` and `second` both hold `region`."""
+    """Regions number `first` and `second` both hold `region`.
+
+    >>> print(Region((0,), (8,)).covers([Region((0,), (5,)), Region((4,), (4,))]))
+    overlap: region 0 [0:5] and region 1 [4:8] both hold [4:5]
+    """
 
     region: Region
     first: int
@@ -72,7 +84,11 @@ class Overlap:
 @final
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """Region number `index` reaches outside the parent."""
+    """Region number `index` reaches outside the parent.
+
+    >>> print(Region((0,), (8,)).covers([Region((0,), (9,))]))
+    outside: region 0 [0:9] is not inside [0:8]
+    """
 
     region: Region
     index: int

@@ -25,14 +25,23 @@ _lock = threading.Lock()
 
 
 class Holding(NamedTuple):
-    """A region, and the ranks that hold it."""
+    """A region, and the ranks that hold it.
+
+    >>> Holding(Region((0,), (4,)), ranks=(0, 2))
+    Holding(region=Region[0:4], ranks=(0, 2))
+    """
 
     region: Region
     ranks: tuple[int, ...]
 
 
 class RegionTable(NamedTuple):
-    """The region of every rank, as arrays: row i is the rank `ranks[i]`, in the mesh's order."""
+    """The region of every rank, as arrays: row i is the rank `ranks[i]`, in the mesh's order.
+
+    >>> table = Layout(Mesh((2,)), [Shard(0)], (5,)).table()
+    >>> table.ranks.tolist(), table.offsets.tolist(), table.sizes.tolist()
+    ([0, 1], [[0], [3]], [[3], [2]])
+    """
 
     ranks: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
@@ -272,6 +281,16 @@ class Layout:
         return cls(Mesh.from_json(value["mesh"]), placements, value["shape"], value.get("order"))
 
     @cached_property
+    def fast(self) -> dict[Any, Any]:
+        """Room for the dispatcher's shortest path: equal layouts are one object, so what is here is found again."""
+        return {}
+
+    @cached_property
+    def plans(self) -> dict[Any, Any]:
+        """Room for plans of calls on tensors laid out like this; they are forgotten with the layout."""
+        return {}
+
+    @cached_property
     def _cuts(self) -> tuple[tuple[int, int], ...]:
         """(mesh dimension, tensor dimension) of everything that cuts, in cutting order."""
         cuts = []
@@ -314,9 +333,11 @@ class Layout:
     def __str__(self) -> str:
         parts = []
         for mesh_dim, placement in enumerate(self.placements):
-            nested = placement.is_shard() and self._reordered and len(self.cut_by(placement.dim)) > 1  # type: ignore[attr-defined]
-            # "@0" cuts first: said only where it is not simply left to right.
-            turn = f"@{self.cut_by(placement.dim).index(mesh_dim)}" if nested else ""  # type: ignore[attr-defined]
+            turn = ""
+            if self._reordered and isinstance(placement, Shard | Ragged):
+                cutting = self.cut_by(placement.dim)
+                # "@0" cuts first: said only where it is not simply left to right.
+                turn = f"@{cutting.index(mesh_dim)}" if len(cutting) > 1 else ""
             parts.append(f"{self.mesh.label(mesh_dim)}: {placement}{turn}")
         return f"[{', '.join(map(str, self.shape))}] ({', '.join(parts)})"
 
@@ -441,3 +462,11 @@ def _resolve_strided(placements: tuple[Placement, ...], mesh: Mesh) -> tuple[tup
         order.insert(place, mesh_dim)
     plain = tuple(Shard(p.dim) if isinstance(p, StridedShard) else p for p in placements)
     return plain, tuple(order)
+
+
+def forget_plans() -> None:
+    """Empties what others have kept on layouts: this process has become another rank, or joined another world."""
+    with _lock:
+        for layout in list(_interned.values()):
+            layout.__dict__.pop("fast", None)
+            layout.__dict__.pop("plans", None)

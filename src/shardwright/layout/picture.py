@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -16,8 +17,8 @@ COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "
 MAX_CELLS = 256
 
 
-def picture(layout: Layout, title: str | None = None) -> Table:
-    """A rich table of who holds what: a grid for one or two dimensions, a list of regions otherwise.
+def picture(layout: Layout, title: str | None = None) -> Group:
+    """A rich picture of who holds what: a grid for one or two dimensions, a list of regions otherwise.
 
     >>> from rich.console import Console
     >>> from shardwright import Mesh, Replicate, Shard
@@ -31,29 +32,42 @@ def picture(layout: Layout, title: str | None = None) -> Table:
     │ 2:4 │ rank 2 3 │
     └─────┴──────────┘
     """
-    table = Table(title=title or str(layout), title_justify="left", title_style="", box=box.SQUARE, header_style="dim")
-    holdings = layout.regions()
-    rows = sorted({(r.offset[0], r.end[0]) for r, _ in holdings}) if layout.ndim else []
-    columns = sorted({(r.offset[1], r.end[1]) for r, _ in holdings}) if layout.ndim == 2 else [(0, 1)]
-    if layout.ndim not in (1, 2) or len(rows) * len(columns) > MAX_CELLS:
-        table.add_column("region")
-        table.add_column("held by")
-        for region, ranks in holdings[:MAX_CELLS]:
-            table.add_row(str(region), _owners(ranks, layout))
-        if len(holdings) > MAX_CELLS:
-            table.add_row("…", f"{len(holdings) - MAX_CELLS} regions more")
-        return table
-    held = dict(holdings)
+    # The title stands above the table, not in it: a table would fold it to its own width.
+    return Group(Text(title or str(layout)), _grid(layout) or _list(layout))
+
+
+def _grid(layout: Layout) -> Table | None:
+    """One cell per region, for tensors of one or two dimensions with few enough regions."""
+    if layout.ndim not in (1, 2):
+        return None
+    held = dict(layout.regions())
+    rows = sorted({(region.offset[0], region.end[0]) for region in held})
+    columns = sorted({(region.offset[1:], region.end[1:]) for region in held})
+    if not held or len(rows) * len(columns) > MAX_CELLS:
+        return None
+    table = Table(box=box.SQUARE, header_style="dim")
     table.add_column("", style="dim")
-    for start, stop in columns:
-        table.add_column(f"{start}:{stop}" if layout.ndim == 2 else "held by")
+    for left, right in columns:
+        table.add_column(f"{left[0]}:{right[0]}" if left else "held by")
     for top, bottom in rows:
         cells = []
         for left, right in columns:
-            two = layout.ndim == 2
-            cell = Region((top, left) if two else (top,), (bottom - top, right - left) if two else (bottom - top,))
-            cells.append(_owners(held[cell], layout))
+            width = [stop - start for start, stop in zip(left, right, strict=True)]
+            cells.append(_owners(held[Region((top, *left), (bottom - top, *width))], layout))
         table.add_row(f"{top}:{bottom}", *cells)
+    return table
+
+
+def _list(layout: Layout) -> Table:
+    """One row per region."""
+    table = Table(box=box.SQUARE, header_style="dim")
+    table.add_column("region")
+    table.add_column("held by")
+    holdings = layout.regions()
+    for region, ranks in holdings[:MAX_CELLS]:
+        table.add_row(str(region), _owners(ranks, layout))
+    if len(holdings) > MAX_CELLS:
+        table.add_row("…", f"{len(holdings) - MAX_CELLS} regions more")
     return table
 
 

@@ -48,7 +48,7 @@ class Placement(ABC):
         >>> Shard(1).to_json()
         {'kind': 'shard', 'dim': 1}
         """
-        fields = {name: getattr(self, name) for name in self.__match_args__}  # type: ignore[attr-defined]
+        fields = {name: getattr(self, name) for name in self.__match_args__}  # type: ignore[attr-defined]  # all are dataclasses
         return {"kind": type(self).__name__.lower()} | {k: list(v) if k == "sizes" else v for k, v in fields.items()}
 
     @staticmethod

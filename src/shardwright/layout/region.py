@@ -19,7 +19,12 @@ __all__ = ["ByteRuns", "Region"]
 
 
 class ByteRuns(NamedTuple):
-    """Where a region's bytes lie in a row-major buffer: `starts` (ascending), each `length` bytes long."""
+    """Where a region's bytes lie in a row-major buffer: `starts` (ascending), each `length` bytes long.
+
+    >>> starts, length = Region((1, 0), (2, 3)).byte_runs((4, 6), itemsize=4)
+    >>> [(start, start + length) for start in starts.tolist()]
+    [(24, 36), (48, 60)]
+    """
 
     starts: npt.NDArray[np.int64]
     length: int

@@ -1,0 +1,67 @@
+"""The only door to torch.distributed: groups, collectives, traffic, and agreement among ranks."""
+
+from shardwright.comm.agree import agree
+from shardwright.comm.collectives import (
+    all_gather,
+    all_to_all,
+    broadcast,
+    start_all_gather,
+    start_all_to_all,
+    start_broadcast,
+)
+from shardwright.comm.coordinate import default_timeout, gather_bytes
+from shardwright.comm.exchange import exchange, start_exchange
+from shardwright.comm.fold import ReduceOp
+from shardwright.comm.group import Group, forget, mesh_group, on_forget, subgroup, world
+from shardwright.comm.join import host_store, join, leave, reach_store
+from shardwright.comm.mesh import DeviceMesh, bind, device_mesh_of, group_along, init_device_mesh, rank
+from shardwright.comm.pending import Pending
+from shardwright.comm.reduce import (
+    all_reduce,
+    all_reduce_,
+    reduce_scatter,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from shardwright.comm.traffic import Traffic, Transfer, count, listen
+
+__all__ = [
+    "DeviceMesh",
+    "Group",
+    "Pending",
+    "ReduceOp",
+    "Traffic",
+    "Transfer",
+    "agree",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_",
+    "all_to_all",
+    "bind",
+    "broadcast",
+    "count",
+    "default_timeout",
+    "device_mesh_of",
+    "exchange",
+    "forget",
+    "gather_bytes",
+    "group_along",
+    "host_store",
+    "init_device_mesh",
+    "join",
+    "leave",
+    "listen",
+    "mesh_group",
+    "on_forget",
+    "rank",
+    "reach_store",
+    "reduce_scatter",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_all_to_all",
+    "start_broadcast",
+    "start_exchange",
+    "start_reduce_scatter",
+    "subgroup",
+    "world",
+]

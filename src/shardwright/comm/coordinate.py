@@ -1,0 +1,325 @@
+"""Messages among the ranks of a group, over a tree of connections of their own.
+
+Never the training group: a message must get through, or its failure be explained, while that one is stuck.
+Ranks find each other through the store of the default process group. In a round every rank gives some bytes
+and gets everybody's: up the tree, then down. A parent watches each child's connection by itself, so a rank
+that dies is named by its neighbours, and the news is passed on. The timeout counts from the last arrival.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from typing import final
+
+import torch.distributed as dist
+
+from shardwright.comm.group import Group, world
+from shardwright.comm.rendezvous import Door, LostNoteError, leave_note, reach, read_note
+from shardwright.comm.wire import Frame, Kind, Link, LinkError, readable
+from shardwright.errors import CommError, RankLostError
+
+__all__ = ["Channel", "default_timeout", "gather_bytes", "open_channel"]
+
+_FANOUT = 32
+_SLACK = (
+    0.5  # seconds a level of the tree waits longer than the one below, so that those nearest to a silence speak first
+)
+_ENTRY = struct.Struct("!IHQ")
+
+
+def gather_bytes(
+    payload: bytes, group: Group | None = None, *, what: str = "gather_bytes", timeout: float | None = None
+) -> list[bytes]:
+    """Every rank's bytes, in rank order, on every rank; lengths may differ.
+
+    `what` names the exchange: ranks that meet in different ones all get a `CommError` that says who is where.
+
+    >>> gather_bytes(b"hello")
+    [b'hello']
+    """
+    group = group or world()
+    if group.size == 1:
+        return [payload]
+    seconds = default_timeout() if timeout is None else timeout
+    return open_channel(group, what=what, timeout=seconds).round(payload, what, seconds)
+
+
+def default_timeout() -> float:
+    """How many seconds ranks wait for each other: 300, or the environment's SHARDWRIGHT_TIMEOUT.
+
+    >>> default_timeout()
+    300.0
+    """
+    return float(os.environ.get("SHARDWRIGHT_TIMEOUT", "300"))
+
+
+def open_channel(group: Group, *, what: str = "set-up", timeout: float | None = None, fanout: int = _FANOUT) -> Channel:
+    """The group's channel, connected to this rank's parent in the tree; `fanout` counts on first use only."""
+    if group.channel is None:
+        group.channel = Channel(group, fanout)
+    group.channel.connect(what, default_timeout() if timeout is None else timeout)
+    return group.channel
+
+
+@final
+class Channel:
+    """This rank's place in a group's tree: a link to its parent, and one to each child."""
+
+    def __init__(self, group: Group, fanout: int) -> None:
+        if group.process_group is None:
+            raise CommError(f"{group!r} has no process group: one rank alone needs no channel")
+        me = group.rank
+        self._group = group
+        self._parent = None if me == 0 else (me - 1) // fanout
+        self._children = range(me * fanout + 1, min(me * fanout + fanout + 1, group.size))
+        self._height = _levels(me, fanout, group.size)
+        self._patience = _levels(0, fanout, group.size) + _depth(me, fanout)  # in levels, for an answer from above
+        self._links: dict[int, Link] = {}
+        self._round = 0
+        self._lost: RankLostError | None = None
+        self._lock = threading.Lock()
+        self._store = dist.distributed_c10d._get_default_store()
+        self._prefix = f"shardwright/coordinate/{group.process_group.group_name}"
+        self._door = Door(self._store, f"{self._prefix}/{me}", len(self._children)) if self._children else None
+
+    def connect(self, what: str, timeout: float) -> None:
+        """Makes the connections to the parent and the children, waiting for them to arrive."""
+        with self._lock:
+            self._refuse_after_loss(what)
+            if self._parent is not None and self._parent not in self._links:
+                self._find_parent(self._parent, what, timeout)
+            if self._door is not None:
+                self._await_children(self._door, what, timeout)
+
+    def _find_parent(self, parent: int, what: str, timeout: float) -> None:
+        try:
+            deadline = time.monotonic() + timeout
+            self._links[parent] = reach(self._store, f"{self._prefix}/{parent}", self._group.rank, deadline)
+        except LostNoteError as note:
+            raise self._spread(_about(str(note), note.ranks, what), parent) from None
+        except TimeoutError:
+            raise self._lose([parent], what, f"did not arrive within {timeout:g} s") from None
+        except LinkError as error:
+            raise self._lose([parent], what, str(error)) from error
+
+    def _await_children(self, door: Door, what: str, timeout: float) -> None:
+        deadline = time.monotonic() + timeout + _SLACK * self._height
+        while missing := sorted(set(self._children) - self._links.keys()):
+            if (left := deadline - time.monotonic()) <= 0:
+                raise self._lose(missing, what, f"did not arrive within {timeout:g} s")
+            self._pull(readable([*door.sockets, *(link.sock for link in self._links.values())], left), what)
+            self._links.update(door.admit())
+            for source, link in self._links.items():
+                for frame in link.frames:
+                    if frame.kind == Kind.LOST:
+                        raise self._spread(_heard_of(frame, what), source)
+        door.close()
+        self._door = None
+
+    def round(self, payload: bytes, what: str, timeout: float) -> list[bytes]:
+        """Every rank's payload, in rank order."""
+        with self._lock:
+            self._refuse_after_loss(what)
+            self._round += 1
+            try:
+                body = self._up_and_down(payload, what, timeout)
+            except BaseException:
+                if self._lost is None:  # interrupted half-way: the others must not wait for the other half
+                    me = self._group.ranks[self._group.rank]
+                    self._spread(RankLostError(f"{what}: rank {me} was interrupted while it waited", (me,)), None)
+                raise
+        return _unpack(body, self._group)
+
+    def _up_and_down(self, payload: bytes, what: str, timeout: float) -> bytes:
+        self._announce(self._neighbours() if self._children else ())
+        entries = {self._group.rank: _pack(self._group.rank, what, payload)}
+        self._collect(entries, what, timeout)
+        body = b"".join(entries[index] for index in sorted(entries))
+        if self._parent is not None:
+            body = self._ask_parent(self._parent, body, what, timeout)
+        self._pass_down(body, timeout)
+        return body
+
+    def close(self) -> None:
+        """Hangs up on everybody."""
+        for link in self._links.values():
+            link.close()
+        if self._door is not None:
+            self._door.close()
+        self._lost = RankLostError("this channel was closed", ())
+
+    def _collect(self, entries: dict[int, bytes], what: str, timeout: float) -> None:
+        waiting = set(self._children)
+        patience = timeout + _SLACK * self._height
+        deadline = time.monotonic() + patience
+        while waiting:
+            source, frame = self._hear({*waiting, *self._above()}, deadline, what)
+            if frame is None:
+                raise self._lose(sorted(waiting), what, f"did not arrive within {timeout:g} s")
+            if frame.kind == Kind.HERE:
+                deadline = time.monotonic() + patience
+                self._relay(source)
+            else:
+                entries[source] = frame.body
+                waiting.discard(source)
+
+    def _ask_parent(self, parent: int, body: bytes, what: str, timeout: float) -> bytes:
+        try:
+            self._links[parent].send(Frame(Kind.UP, self._round, body), timeout)
+        except LinkError as error:
+            raise self._lose([parent], what, str(error)) from error
+        patience = timeout + _SLACK * self._patience
+        deadline = time.monotonic() + patience
+        while True:
+            _, frame = self._hear({parent}, deadline, what)
+            if frame is None:
+                raise self._lose([parent], what, f"gave no answer within {timeout:g} s")
+            if frame.kind == Kind.DOWN:
+                return frame.body
+            deadline = time.monotonic() + patience
+            self._relay(parent)
+
+    def _pass_down(self, body: bytes, timeout: float) -> None:
+        for child in self._children:
+            try:
+                self._links[child].send(Frame(Kind.DOWN, self._round, body), timeout)
+            except LinkError:
+                continue  # this round is decided and others have its result; the next one will miss the child
+
+    def _hear(self, sources: set[int], deadline: float, what: str) -> tuple[int, Frame | None]:
+        """The next frame of any of these, and whose it is; a frame of `None` once the deadline has passed."""
+        while True:
+            for source in sorted(sources):
+                if self._links[source].frames:
+                    # In the order they came: a loss that follows an answer is no matter of this round.
+                    frame = self._links[source].frames.popleft()
+                    if frame.kind == Kind.LOST:
+                        raise self._spread(_heard_of(frame, what), source)
+                    return source, frame
+            if (left := deadline - time.monotonic()) <= 0:
+                return -1, None
+            self._pull(readable([self._links[source].sock for source in sources], left), what)
+
+    def _pull(self, sockets: list[socket.socket], what: str) -> None:
+        """Takes in what has arrived on these sockets; the end of a neighbour is raised."""
+        for source, link in self._links.items():
+            if link.sock in sockets:
+                try:
+                    link.pull()
+                except LinkError as error:
+                    raise self._lose([source], what, str(error)) from error
+
+    def _above(self) -> list[int]:
+        return [] if self._parent is None else [self._parent]
+
+    def _neighbours(self) -> list[int]:
+        return [*self._above(), *self._children]
+
+    def _relay(self, source: int) -> None:
+        # News of an arrival travels on in its direction: from above to all below, from below to all above.
+        self._announce(self._children if source == self._parent else self._above())
+
+    def _announce(self, targets: Iterable[int]) -> None:
+        self._say(Frame(Kind.HERE, self._round), targets)
+
+    def _say(self, frame: Frame, targets: Iterable[int]) -> None:
+        for target in targets:
+            if target in self._links:
+                # A neighbour that cannot be told is dead, and will be found so when it is next listened to.
+                with contextlib.suppress(LinkError):
+                    self._links[target].send(frame, _SLACK)
+
+    def _refuse_after_loss(self, what: str) -> None:
+        if self._lost is not None:
+            raise RankLostError(f"{what}: this group cannot go on. Before: {self._lost}", self._lost.ranks)
+
+    def _lose(self, indices: list[int], what: str, why: str) -> RankLostError:
+        """The error for neighbours that are gone, after telling the others; or what they said in parting."""
+        for index in indices:
+            if index in self._links:
+                with contextlib.suppress(LinkError):
+                    self._links[index].pull()
+                for frame in self._links[index].frames:
+                    if frame.kind == Kind.LOST:
+                        return self._spread(_heard_of(frame, what), index)
+        if self._parent in indices:
+            # It may have closed its door on us before it could tell us why.
+            with contextlib.suppress(RuntimeError):
+                note = read_note(self._store, f"{self._prefix}/{self._parent}")
+                if note is not None:
+                    return self._spread(_about(str(note), note.ranks, what), self._parent)
+        ranks = tuple(self._group.ranks[index] for index in indices)
+        named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        return self._spread(RankLostError(f"{what}: {named} {why}", ranks), None)
+
+    def _spread(self, loss: RankLostError, source: int | None) -> RankLostError:
+        self._lost = loss
+        if self._door is not None:
+            self._links.update(self._door.admit())
+            # The store may be what was lost.
+            with contextlib.suppress(RuntimeError):
+                leave_note(self._store, f"{self._prefix}/{self._group.rank}", str(loss), loss.ranks)
+            self._door.close()
+            self._door = None
+        body = json.dumps({"ranks": loss.ranks, "why": str(loss)}).encode()
+        self._say(Frame(Kind.LOST, self._round, body), [near for near in self._neighbours() if near != source])
+        return loss
+
+
+def _heard_of(frame: Frame, what: str) -> RankLostError:
+    news = json.loads(frame.body)
+    return _about(news["why"], tuple(news["ranks"]), what)
+
+
+def _about(why: str, ranks: tuple[int, ...], what: str) -> RankLostError:
+    return RankLostError(why if why.startswith(f"{what}: ") else f"{what}: {why}", ranks)
+
+
+def _levels(index: int, fanout: int, size: int) -> int:
+    """How many levels of the tree lie below a rank.
+
+    >>> [_levels(index, 2, 7) for index in (0, 1, 3)]
+    [2, 1, 0]
+    """
+    first = index * fanout + 1
+    return 0 if first >= size else 1 + _levels(first, fanout, size)
+
+
+def _depth(index: int, fanout: int) -> int:
+    """How many levels of the tree lie above a rank.
+
+    >>> [_depth(index, 2) for index in (0, 1, 3)]
+    [0, 1, 2]
+    """
+    return 0 if index == 0 else 1 + _depth((index - 1) // fanout, fanout)
+
+
+def _pack(index: int, what: str, payload: bytes) -> bytes:
+    name = what.encode()
+    return _ENTRY.pack(index, len(name), len(payload)) + name + payload
+
+
+def _unpack(body: bytes, group: Group) -> list[bytes]:
+    payloads = [b""] * group.size
+    names = [b""] * group.size
+    at = 0
+    while at < len(body):
+        index, name, length = _ENTRY.unpack_from(body, at)
+        at += _ENTRY.size
+        names[index] = body[at : at + name]
+        payloads[index] = body[at + name : at + name + length]
+        at += name + length
+    for index, name in enumerate(names):
+        if name != names[0]:
+            raise CommError(
+                f"ranks run different programs: rank {group.ranks[0]} is in {names[0].decode()!r}, "
+                f"rank {group.ranks[index]} in {name.decode()!r}"
+            )
+    return payloads

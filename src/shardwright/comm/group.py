@@ -1,0 +1,156 @@
+"""Who talks: a `Group` of ranks, cheap enough to ask for on every operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, final
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.errors import ArgumentTypeError, CommError
+
+if TYPE_CHECKING:
+    from shardwright.comm.coordinate import Channel
+
+__all__ = ["Group", "forget", "mesh_group", "on_forget", "subgroup", "world"]
+
+
+@final
+class Group:
+    """The ranks that take part in a collective, seen from one of them.
+
+    `ranks` are their global numbers, `rank` is this process's index among them, `size` their number, and
+    `process_group` what torch calls them (`None` where this process is alone). A Group exists on its members
+    only. Collectives count ranks by their index in the group, error messages by their global number.
+
+    >>> from shardwright import comm
+    >>> comm.world()
+    Group(ranks=(0,), rank=0)
+    """
+
+    __slots__ = ("channel", "process_group", "rank", "ranks", "size")
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, process_group: dist.ProcessGroup | None) -> None:
+        self.ranks = ranks
+        self.rank = rank
+        self.size = len(ranks)
+        self.process_group = process_group
+        self.channel: Channel | None = None  # opened by the first message, see coordinate.py
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup | None) -> Group:
+        """The Group of a torch process group; `None` means the world, as it does for torch.
+
+        >>> Group.of(None) is world()
+        True
+        """
+        if process_group is None:
+            return world()
+        known = _groups.get(process_group)
+        return known if known is not None else _remember(process_group)
+
+    def __repr__(self) -> str:
+        return f"Group(ranks={self.ranks}, rank={self.rank})"
+
+    def __reduce__(self) -> str:
+        raise ArgumentTypeError(f"{self!r} is bound to this process: send its ranks and call comm.subgroup there")
+
+
+_ALONE = Group((0,), 0, None)
+_world = _ALONE
+_groups: dict[dist.ProcessGroup, Group] = {}
+_subgroups: dict[tuple[int, ...], Group] = {}
+_others_who_forget: list[Callable[[], None]] = []
+
+
+def world() -> Group:
+    """All ranks: the default process group where there is one, else this process alone, with no set-up.
+
+    >>> world().size
+    1
+    """
+    process_group = dist.group.WORLD if dist.is_initialized() else None
+    if _world.process_group is not process_group:
+        return _enter(process_group)
+    return _world
+
+
+def subgroup(ranks: Sequence[int]) -> Group:
+    """The Group of these global ranks, made on first use. Its members call this alike; the others need not.
+
+    >>> subgroup([0]).size
+    1
+    """
+    wanted = tuple(ranks)
+    everyone = world()
+    known = _subgroups.get(wanted)
+    if known is not None:
+        return known
+    me = everyone.ranks[everyone.rank]
+    if list(wanted) != sorted(set(wanted)) or not set(wanted) <= set(everyone.ranks):
+        raise CommError(f"subgroup {wanted}: ranks must be ascending, distinct and among {everyone.ranks}")
+    if me not in wanted:
+        raise CommError(f"subgroup {wanted}: rank {me} is not in it, so it cannot ask for it")
+    if wanted == everyone.ranks:
+        group = everyone
+    elif len(wanted) == 1:
+        group = Group(wanted, 0, None)
+    else:
+        group = Group.of(dist.new_group(list(wanted), use_local_synchronization=True))
+    _subgroups[wanted] = group
+    return group
+
+
+def mesh_group(mesh: DeviceMesh, dim: int | str) -> Group:
+    """The Group of the ranks that differ from this one along one dimension of a DeviceMesh only."""
+    if mesh.get_coordinate() is None:
+        raise CommError(f"rank {dist.get_rank()} is not in the mesh {mesh}, so it has no group along {dim!r}")
+    return Group.of(mesh.get_group(dim))
+
+
+def forget() -> None:
+    """Drops everything remembered about process groups and closes the coordination channels.
+
+    Call it before `destroy_process_group` in a process that goes on to join another world.
+
+    >>> forget()
+    >>> world().size
+    1
+    """
+    global _world
+    for group in [_world, *_groups.values(), *_subgroups.values()]:
+        if group.channel is not None:
+            group.channel.close()
+            group.channel = None
+    _groups.clear()
+    _subgroups.clear()
+    _world = _ALONE
+    for other in _others_who_forget:
+        other()
+
+
+def on_forget(also: Callable[[], None]) -> None:
+    """Has `also` called whenever process groups are forgotten, for what is remembered about them elsewhere.
+
+    >>> on_forget(lambda: None)
+    """
+    _others_who_forget.append(also)
+
+
+def _enter(process_group: dist.ProcessGroup | None) -> Group:
+    # The world has changed under us: groups of the old one must not be handed out again.
+    global _world
+    forget()
+    if process_group is not None:
+        _world = _remember(process_group)
+    return _world
+
+
+def _remember(process_group: dist.ProcessGroup) -> Group:
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise CommError(f"rank {dist.get_rank()} is not in this process group (torch gave {process_group!r} for it)")
+    ranks = tuple(dist.get_process_group_ranks(process_group))
+    group = Group(ranks, process_group.rank(), process_group)
+    _groups[process_group] = group
+    return group

@@ -1,0 +1,55 @@
+"""Joining and leaving a world of local processes: what `shardwright.testing` and launchers need."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from shardwright.comm.group import Group, forget, world
+
+__all__ = ["host_store", "join", "leave", "reach_store"]
+
+
+def host_store() -> TCPStore:
+    """A store on a free port of this machine, where ranks find each other; it lives as long as the object.
+
+    >>> host_store().port > 0
+    True
+    """
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+
+
+def reach_store(port: int) -> TCPStore:
+    """This process's own connection to a store that another process of this machine hosts on `port`.
+
+    >>> store = host_store()
+    >>> reach_store(store.port).port == store.port
+    True
+    """
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+
+def join(rank: int, size: int, store: TCPStore, name: str) -> Group:
+    """The world `name` of `size` local ranks that know each other through `store`, as its rank `rank` (gloo).
+
+    >>> join(0, 1, host_store(), "alone").size
+    1
+    >>> leave()
+    """
+    shared = PrefixStore(name, store)
+    dist.init_process_group("gloo", store=shared, rank=rank, world_size=size)
+    # Nobody begins before all have come: one that dies at once would break the others' joining, not their work.
+    if shared.add("joined", 1) == size:
+        shared.set("everyone", "here")
+    shared.wait(["everyone"])
+    return world()
+
+
+def leave() -> None:
+    """Leaves the world, if there is one: its process groups and channels are gone.
+
+    >>> leave()
+    """
+    forget()
+    if dist.is_initialized():
+        dist.destroy_process_group()

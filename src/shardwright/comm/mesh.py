@@ -1,0 +1,105 @@
+"""Meshes of ranks that can talk: PyTorch's `DeviceMesh` beside the abstract `Mesh`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
+
+from shardwright.comm.group import Group, mesh_group, on_forget, subgroup, world
+from shardwright.errors import MeshError
+from shardwright.layout import Mesh
+
+__all__ = ["DeviceMesh", "bind", "device_mesh_of", "group_along", "init_device_mesh", "rank"]
+
+_abstract: dict[int, tuple[DeviceMesh, Mesh]] = {}  # by identity: hashing a DeviceMesh is slow
+_bound: dict[Mesh, DeviceMesh] = {}
+_lines: dict[tuple[Mesh, int], Group] = {}
+
+
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+) -> DeviceMesh:
+    """A DeviceMesh of this shape, as PyTorch's function of the name makes it.
+
+    Where there is neither a process group nor a launcher's variables, a world of one is started first, so that the
+    same script runs under `torchrun` and as a plain process.
+
+    >>> init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)).size()
+    1
+    """
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+    return _init_device_mesh(device_type, tuple(mesh_shape), mesh_dim_names=names)
+
+
+def bind(mesh: DeviceMesh | Mesh) -> Mesh:
+    """The abstract mesh of a DeviceMesh, which communication along it will go through from now on.
+
+    >>> bind(Mesh((1,)))
+    Mesh(1)
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    known = _abstract.get(id(mesh))
+    if known is None:
+        known = _abstract[id(mesh)] = (mesh, Mesh.of(mesh))
+        _bound.setdefault(known[1], mesh)
+    return known[1]
+
+
+def device_mesh_of(mesh: Mesh) -> DeviceMesh:
+    """The DeviceMesh that an abstract mesh was bound to.
+
+    >>> device_mesh = init_device_mesh("cpu", (1,))
+    >>> device_mesh_of(bind(device_mesh)).size()
+    1
+    """
+    try:
+        return _bound[mesh]
+    except KeyError:
+        raise MeshError(
+            f"{mesh!r} has no DeviceMesh in this process: make one with init_device_mesh, or pass it to bind"
+        ) from None
+
+
+def group_along(mesh: Mesh, dim: int) -> Group:
+    """The Group of the ranks that differ from this one along one dimension of a mesh only.
+
+    >>> group_along(Mesh((1,)), 0).size
+    1
+    """
+    group = _lines.get((mesh, dim))
+    if group is None:
+        device_mesh = _bound.get(mesh)
+        if device_mesh is not None and mesh.shape[dim] > 1:
+            group = mesh_group(device_mesh, dim)
+        else:
+            group = subgroup(sorted(mesh.peers(rank(), dim)))
+        _lines[mesh, dim] = group
+    return group
+
+
+def rank() -> int:
+    """This process's global rank: 0 where it is alone.
+
+    >>> rank()
+    0
+    """
+    everyone = world()
+    return everyone.ranks[everyone.rank]
+
+
+def _forget_meshes() -> None:
+    _abstract.clear()
+    _bound.clear()
+    _lines.clear()
+
+
+on_forget(_forget_meshes)

@@ -1,0 +1,182 @@
+"""Collectives that add up: all-reduce and reduce-scatter, for every dtype that has arithmetic.
+
+The backend reduces where it does so rightly. Elsewhere the pieces are moved and reduced here, in rank order:
+reduce-scatter on a CPU (each rank receives exactly its piece of the others), dtypes gloo lacks, and `max` and
+`min` of floats, where gloo loses NaNs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.comm.collectives import bad_sizes, gather, like, native, others_in, wrap_dim
+from shardwright.comm.exchange import dense, post
+from shardwright.comm.fold import ReduceOp, check, fold
+from shardwright.comm.group import Group, world
+from shardwright.comm.pending import Pending
+from shardwright.comm.traffic import report
+from shardwright.errors import CollectiveArgumentError
+
+__all__ = ["all_reduce", "all_reduce_", "reduce_scatter", "start_all_reduce", "start_reduce_scatter"]
+
+_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_INTEGERS = frozenset((torch.uint8, torch.int8, torch.int32, torch.int64))
+_COMPLEX = frozenset((torch.complex64, torch.complex128))
+_NATIVE = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,  # divided afterwards: not every backend has AVG
+    "product": dist.ReduceOp.PRODUCT,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
+}
+
+
+def all_reduce(tensor: Tensor, group: Group | None = None, op: ReduceOp = "sum") -> Tensor:
+    """The reduction of all ranks' tensors, which have one shape and dtype; a new tensor, the same on each.
+
+    >>> all_reduce(torch.tensor([1.0, 2.0]), op="max")
+    tensor([1., 2.])
+    """
+    return start_all_reduce(tensor, group, op).wait()
+
+
+def start_all_reduce(tensor: Tensor, group: Group | None = None, op: ReduceOp = "sum") -> Pending[Tensor]:
+    """`all_reduce`, under way.
+
+    >>> start_all_reduce(torch.tensor([3])).wait()
+    tensor([3])
+    """
+    group = group or world()
+    check(tensor.dtype, op)
+    if group.size == 1 or not _backend_reduces(tensor, op):
+        return _gather_and_fold(tensor, group, op)
+    return _reduce_natively(dense(tensor).clone(), group, op)
+
+
+def all_reduce_(tensor: Tensor, group: Group | None = None, op: ReduceOp = "sum") -> Tensor:
+    """`tensor` itself, holding the reduction: no second copy where the backend reduces a dense tensor.
+
+    >>> total = torch.tensor([3])
+    >>> all_reduce_(total) is total
+    True
+    """
+    group = group or world()
+    check(tensor.dtype, op)
+    direct = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    if group.size > 1 and direct and _backend_reduces(tensor, op):
+        _reduce_natively(tensor.detach(), group, op).wait()
+    elif group.size > 1:
+        tensor.detach().copy_(start_all_reduce(tensor, group, op).wait())
+    return tensor
+
+
+def _backend_reduces(tensor: Tensor, op: str) -> bool:
+    if op in ("band", "bor", "bxor"):
+        return tensor.dtype in _INTEGERS and tensor.device.type == "cpu"  # NCCL has no bitwise reductions
+    if op in ("max", "min"):
+        return tensor.dtype in _INTEGERS or (tensor.dtype in _FLOATS and tensor.device.type != "cpu")
+    if op == "product":
+        return tensor.dtype in _INTEGERS or tensor.dtype in _FLOATS
+    return tensor.dtype in _INTEGERS or tensor.dtype in _FLOATS or tensor.dtype in _COMPLEX
+
+
+def _reduce_natively(target: Tensor, group: Group, op: str) -> Pending[Tensor]:
+    size = group.size
+    report("all_reduce", 2 * (size - 1) * target.nbytes // size, group)
+    flights = native(
+        lambda: dist.all_reduce(target, _NATIVE[op], group=group.process_group, async_op=True), "all_reduce", group
+    )
+    return Pending("all_reduce", group, flights, lambda: target.div_(size) if op == "avg" else target)
+
+
+def _gather_and_fold(tensor: Tensor, group: Group, op: str) -> Pending[Tensor]:
+    if group.size > 1:
+        report("all_reduce", (group.size - 1) * tensor.nbytes, group)
+    gathered = gather(dense(tensor).reshape(1, *tensor.shape), group, [1] * group.size, 0, "all_reduce")
+    return Pending("all_reduce", group, (), lambda: fold(gathered.wait().unbind(0), op))
+
+
+def reduce_scatter(
+    tensor: Tensor, group: Group | None = None, sizes: Sequence[int] | None = None, dim: int = 0, op: ReduceOp = "sum"
+) -> Tensor:
+    """This rank's piece along `dim` of the reduction of all ranks' tensors, which have one shape and dtype.
+
+    `sizes` holds every rank's extent along `dim`; `None` says they are all equal.
+
+    >>> reduce_scatter(torch.tensor([1, 2, 3]), sizes=[3])
+    tensor([1, 2, 3])
+    """
+    return start_reduce_scatter(tensor, group, sizes, dim, op).wait()
+
+
+def start_reduce_scatter(
+    tensor: Tensor, group: Group | None = None, sizes: Sequence[int] | None = None, dim: int = 0, op: ReduceOp = "sum"
+) -> Pending[Tensor]:
+    """`reduce_scatter`, under way.
+
+    >>> start_reduce_scatter(torch.tensor([1, 2])).wait()
+    tensor([1, 2])
+    """
+    group = group or world()
+    check(tensor.dtype, op)
+    dim = wrap_dim(dim, tensor, "reduce_scatter")
+    parts = _parts(tensor, group, sizes, dim)
+    mine = torch.split(tensor, parts, dim)[group.rank]
+    if group.size > 1:
+        report("reduce_scatter", (group.size - 1) * mine.nbytes, group)
+    even = len(set(parts)) == 1 and tensor.numel() > 0
+    if tensor.device.type != "cpu" and even and group.size > 1 and _backend_reduces(tensor, op):
+        return _reduce_scatter_natively(tensor, group, parts, dim, op)
+    outgoing = {peer: dense(piece) for peer, piece in enumerate(torch.split(tensor, parts, dim)) if peer != group.rank}
+    pieces = [torch.empty(mine.shape, **like(tensor)) for _ in parts]
+    pieces[group.rank] = dense(mine)
+    others = others_in(group)
+    flights = post(
+        [(peer, outgoing[peer]) for peer in others], [(peer, pieces[peer]) for peer in others], group, "reduce_scatter"
+    )
+
+    def finish() -> Tensor:
+        outgoing.clear()  # kept until now: what is being sent must outlive the sending
+        return fold(pieces, op)
+
+    return Pending("reduce_scatter", group, flights, finish)
+
+
+def _parts(tensor: Tensor, group: Group, sizes: Sequence[int] | None, dim: int) -> list[int]:
+    extent = tensor.shape[dim]
+    if sizes is None:
+        if extent % group.size:
+            raise CollectiveArgumentError(
+                f"reduce_scatter: extent {extent} of dimension {dim} is not a multiple of {group.size}: give sizes"
+            )
+        return [extent // group.size] * group.size
+    if len(sizes) != group.size:
+        raise bad_sizes("reduce_scatter", sizes, tensor, dim, group)
+    if sum(sizes) != extent or min(sizes) < 0:
+        raise CollectiveArgumentError(
+            f"reduce_scatter: sizes {list(sizes)} add up to {sum(sizes)}, but dimension {dim} has extent {extent}"
+        )
+    return list(sizes)
+
+
+def _reduce_scatter_natively(tensor: Tensor, group: Group, parts: list[int], dim: int, op: str) -> Pending[Tensor]:
+    stacked = torch.stack(torch.split(tensor.detach(), parts, dim))
+    result = torch.empty(stacked.shape[1:], **like(tensor))
+    # torch 2.13 renamed it and warns about the old name.
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    flights = native(
+        lambda: call(result, stacked, op=_NATIVE[op], group=group.process_group, async_op=True), "reduce_scatter", group
+    )
+
+    def finish() -> Tensor:
+        _ = stacked  # what is being sent must outlive the sending
+        return result.div_(group.size) if op == "avg" else result
+
+    return Pending("reduce_scatter", group, flights, finish)

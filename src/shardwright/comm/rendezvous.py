@@ -1,0 +1,196 @@
+"""How one rank finds another: a door it opens, and its whereabouts written in the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch.distributed as dist
+
+from shardwright.comm.wire import Frame, Kind, Link, LinkError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Door", "LostNoteError", "leave_note", "reach", "read_note"]
+
+_REFUSAL = 5.0  # seconds until a door that stays shut counts as a death
+_SLICE = 1.0  # seconds in torch's store at a time: it does not hear Ctrl-C
+
+
+class LostNoteError(Exception):
+    """The door sought was closed because ranks were lost; `ranks` names them."""
+
+    def __init__(self, why: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(why)
+        self.ranks = ranks
+
+
+@final
+class Door:
+    """Where children of the tree come in: each must know the token that stands in the store."""
+
+    def __init__(self, store: Store, key: str, expected: int) -> None:
+        self.sock = _listener(backlog=expected + 16)
+        self._token = secrets.token_bytes(16)
+        self._strangers: list[Link] = []
+        port = self.sock.getsockname()[1]
+        whereabouts = {"machine": _machine(), "addresses": _addresses(), "port": port, "token": self._token.hex()}
+        store.set(key, json.dumps(whereabouts))
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """What to watch for news at the door."""
+        return [self.sock, *(link.sock for link in self._strangers)]
+
+    def admit(self) -> dict[int, Link]:
+        """Those who have come in and said who they are, by index."""
+        while True:
+            try:
+                sock, _ = self.sock.accept()
+            except BlockingIOError:
+                break
+            self._strangers.append(Link(sock))
+        guests = {}
+        for link in list(self._strangers):
+            try:
+                link.pull()
+            except LinkError:
+                # Gone before saying who it was: it is missed, and named, by the round.
+                self._dismiss(link)
+                continue
+            if not link.frames:
+                continue
+            hello = link.frames.popleft()
+            if hello.kind == Kind.HELLO and hello.body[:16] == self._token:
+                self._strangers.remove(link)
+                guests[struct.unpack("!I", hello.body[16:])[0]] = link
+            else:
+                self._dismiss(link)
+        return guests
+
+    def close(self) -> None:
+        """Lets nobody in any more."""
+        self.sock.close()
+        for link in list(self._strangers):
+            self._dismiss(link)
+
+    def _dismiss(self, link: Link) -> None:
+        self._strangers.remove(link)
+        link.close()
+
+
+def reach(store: Store, key: str, index: int, deadline: float) -> Link:
+    """A link through the door under `key`, introduced as `index`; `TimeoutError` if nobody opens in time."""
+    tried: dict[str, Any] = {}
+    since = time.monotonic()
+    while True:
+        whereabouts = _look_up(store, key, deadline)
+        if whereabouts != tried:
+            tried, since = whereabouts, time.monotonic()
+        if "lost" in whereabouts:
+            raise LostNoteError(whereabouts["why"], tuple(whereabouts["lost"]))
+        near = ["127.0.0.1"] if whereabouts["machine"] == _machine() else []
+        for address in [*near, *whereabouts["addresses"]]:
+            left = deadline - time.monotonic()
+            try:
+                sock = socket.create_connection((address, whereabouts["port"]), timeout=max(0.1, min(left, 5.0)))
+            except OSError:
+                continue  # perhaps another address, perhaps the note of an earlier world: look again
+            link = Link(sock)
+            link.send(Frame(Kind.HELLO, 0, bytes.fromhex(whereabouts["token"]) + struct.pack("!I", index)), 5.0)
+            return link
+        # A door is open before it is announced: one that stays shut belongs to a rank that died.
+        if time.monotonic() - since > _REFUSAL:
+            raise LinkError(f"refuses connections on {whereabouts['addresses']}, port {whereabouts['port']}")
+        time.sleep(0.02)
+
+
+def leave_note(store: Store, key: str, why: str, ranks: tuple[int, ...]) -> None:
+    """Tells those who come to the door later why it is closed."""
+    store.set(key, json.dumps({"lost": ranks, "why": why}))
+
+
+def read_note(store: Store, key: str) -> LostNoteError | None:
+    """Why the door under `key` was closed, if a note says so."""
+    if not store.check([key]):
+        return None
+    found = json.loads(store.get(key))
+    return LostNoteError(found["why"], tuple(found["lost"])) if "lost" in found else None
+
+
+def _look_up(store: Store, key: str, deadline: float) -> dict[str, Any]:
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        try:
+            store.wait([key], timedelta(seconds=min(left, _SLICE)))
+        except dist.DistStoreError:
+            continue
+        found: dict[str, Any] = json.loads(store.get(key))
+        return found
+
+
+def _listener(backlog: int) -> socket.socket:
+    """A socket that takes connections on a free port: of GLOO_SOCKET_IFNAME if set, else of every interface."""
+    chosen = _interface_address()
+    if chosen is None and socket.has_dualstack_ipv6():
+        sock = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    else:
+        sock = socket.create_server((chosen or "", 0), backlog=backlog)
+    sock.setblocking(False)
+    return sock
+
+
+def _addresses() -> list[str]:
+    """Under which addresses other machines may reach this one, the likeliest first."""
+    chosen = _interface_address()
+    if chosen is not None:
+        return [chosen]
+    found: list[str] = []
+    if "MASTER_ADDR" in os.environ:
+        found += _address_towards(os.environ["MASTER_ADDR"])
+    try:
+        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+    except socket.gaierror:
+        found.append("127.0.0.1")  # a machine without a name can be reached from itself at least
+    return list(dict.fromkeys(found))
+
+
+def _machine() -> str:
+    """Names what shares a loopback interface: this boot of this machine, and the network namespace in it."""
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    if boot.exists() and namespace.exists():
+        return f"{boot.read_text().strip()}/{namespace.stat().st_ino}"
+    return socket.gethostname()
+
+
+def _interface_address() -> str | None:
+    name = os.environ.get("GLOO_SOCKET_IFNAME")
+    if not name:
+        return None
+    import fcntl  # only here: not on every system
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        siocgifaddr = 0x8915
+        answer = fcntl.ioctl(probe.fileno(), siocgifaddr, struct.pack("256s", name.encode()[:15]))
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _address_towards(host: str) -> list[str]:
+    # Connecting a datagram socket sends nothing, but makes the system choose the interface.
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return [str(probe.getsockname()[0])]
+    except OSError:
+        return []  # the master's name may mean nothing here: there are other ways

@@ -1,0 +1,134 @@
+"""A process that has imported torch once and forks a rank process whenever it is asked to.
+
+`multiprocessing` has one too, but its children import the caller's main script again, which scripts, notebooks
+and doctests do not survive.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import final
+
+__all__ = ["ForkServer", "main"]
+
+
+@final
+class ForkServer:
+    """The caller's side: makes rank processes and knows how they ended. `folder` is removed after the last of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._control, theirs = socket.socketpair()
+        # One thread per rank, loopback only: ranks share this machine with each other and the tests.
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | dict(os.environ)
+        if sys.platform != "linux":
+            environment.pop("GLOO_SOCKET_IFNAME")
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import main; main({theirs.fileno()}, {str(folder)!r})"],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+            )
+        self._answers = self._control.makefile("r")
+        self._exits: dict[int, int] = {}
+
+    def fork(self) -> tuple[int, socket.socket]:
+        """A new rank process: its pid, and our end of a connection to it."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+        while True:
+            answer = self._read()
+            if "pid" in answer:
+                return answer["pid"], ours
+
+    def exit_code(self, pid: int) -> int:
+        """How a rank process ended, waiting until it has; negative for a signal, as in `subprocess`."""
+        while pid not in self._exits:
+            self._read()
+        return self._exits.pop(pid)
+
+    def close(self) -> None:
+        """Ends the server and every process it made."""
+        self._answers.close()
+        self._control.close()
+        self._process.wait()
+
+    def _read(self) -> dict[str, int]:
+        line = self._answers.readline()
+        if not line:
+            raise EOFError(f"the fork server has ended with exit code {self._process.poll()}")
+        answer: dict[str, int] = json.loads(line)
+        if "ended" in answer:
+            self._exits[answer["ended"]] = answer["exitcode"]
+        return answer
+
+
+def main(descriptor: int, folder: str) -> None:
+    """Forks on request until the caller is gone, however it went; then ends the children and removes the folder."""
+    from shardwright.testing import worker
+
+    control = socket.socket(fileno=descriptor)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, who then closes the connection
+    wake_read, wake_write = socket.socketpair()
+    wake_write.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write.fileno())
+    children: set[int] = set()
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    selector.register(wake_read, selectors.EVENT_READ)
+    while True:
+        ready = {key.fileobj for key, _ in selector.select()}
+        if wake_read in ready:
+            wake_read.recv(4096)
+            _tell_of_ends(control, children)
+        if control in ready:
+            request, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            if not request:
+                break
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for sock in (control, wake_read, wake_write):
+                    sock.close()
+                worker.serve(descriptors[0])
+                os._exit(0)
+            os.close(descriptors[0])
+            children.add(pid)
+            control.sendall(json.dumps({"pid": pid}).encode() + b"\n")
+    _end(children)
+    shutil.rmtree(folder)
+
+
+def _tell_of_ends(control: socket.socket, children: set[int]) -> None:
+    for pid in list(children):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            children.discard(pid)
+            exit_code = os.waitstatus_to_exitcode(status)
+            with suppress(OSError):  # nobody left to tell
+                control.sendall(json.dumps({"ended": pid, "exitcode": exit_code}).encode() + b"\n")
+
+
+def _end(children: set[int]) -> None:
+    # Idle ranks see their connection close and leave; one stuck in a collective never looks.
+    deadline = time.monotonic() + 1.0
+    while children and time.monotonic() < deadline:
+        for pid in list(children):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                children.discard(pid)
+        time.sleep(0.005)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)

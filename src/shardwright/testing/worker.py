@@ -1,0 +1,101 @@
+"""The life of a rank process: join a world when told to, run what it is sent, answer.
+
+Runs in a child of the fork server, where torch and shardwright are imported already.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+import traceback
+import warnings
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwright import comm
+from shardwright.testing.filters import Filter, apply_filters
+from shardwright.testing.outcome import Raised, Returned
+from shardwright.testing.pickling import dumps, loads
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+__all__ = ["Task", "Welcome", "serve"]
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """What a rank process is told first: where to find the others, and where to write its stacks on SIGUSR2."""
+
+    port: int
+    stacks: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A function to run, pickled with its arguments, as one rank of the world `world`."""
+
+    world: str
+    rank: int
+    size: int
+    call: bytes
+    path: list[str]
+    filters: list[Filter]
+
+
+def serve(descriptor: int) -> None:
+    """Answers tasks until the other end of the connection closes."""
+    connection = Connection(descriptor)
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that runs the tests
+    try:
+        welcome: Welcome = loads(connection.recv_bytes())
+        with open(welcome.stacks, "w") as stacks:
+            faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+            store = comm.reach_store(welcome.port)
+            joined = ""
+            while True:
+                task: Task = loads(connection.recv_bytes())
+                answer = _answer(task, store, joined)
+                joined = task.world
+                connection.send_bytes(answer)
+    except (EOFError, ConnectionError):
+        return  # the pool is gone
+
+
+def _answer(task: Task, store: TCPStore, joined: str) -> bytes:
+    try:
+        if task.world != joined:
+            comm.leave()
+            comm.join(task.rank, task.size, store, task.world)
+        sys.path[:] = task.path
+        with warnings.catch_warnings():
+            apply_filters(task.filters)
+            function, args, kwargs = loads(task.call)
+            return _pickled(function(*args, **kwargs), task.rank)
+    except BaseException as error:  # noqa: BLE001  whatever a test raises is its outcome
+        return _pickled_error(error)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _pickled(value: Any, rank: int) -> bytes:
+    try:
+        return dumps((Returned(value), b""))
+    except Exception as error:
+        raise TypeError(f"rank {rank} returned a {type(value).__name__} that cannot be pickled: {error}") from error
+
+
+def _pickled_error(error: BaseException) -> bytes:
+    # The exception travels apart from its text: many do not pickle, others do and then do not come back.
+    raised = Raised(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+    try:
+        exception = dumps(error)
+    except Exception:  # noqa: BLE001  its text is all that can travel
+        exception = b""
+    return dumps((raised, exception))

@@ -1,0 +1,132 @@
+"""What users may import: every name exists, is listed, is explained, and is shown at work."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import shardwright
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src/shardwright"
+FACADES = [
+    "shardwright",
+    "shardwright.errors",
+    *(
+        f"shardwright.{init.parent.relative_to(PACKAGE).as_posix().replace('/', '.')}"
+        for init in sorted(PACKAGE.rglob("*/__init__.py"))
+        if not any(part.startswith("_") for part in init.parent.relative_to(PACKAGE).parts)
+    ),
+]
+# Names without an example of their own, each with the reason.
+WITHOUT_EXAMPLE = {
+    "shardwright.comm.mesh_group": "needs a DeviceMesh, and so a process group: tested on ranks",
+}
+
+facades = pytest.mark.parametrize("facade", FACADES)
+
+
+def listed(module: ModuleType) -> list[str]:
+    return list(getattr(module, "__all__", ()))  # a package that offers nothing lists nothing
+
+
+def place_in_list(name: str) -> tuple[int, str]:
+    """Constants, then classes, then functions, each in alphabetical order: as ruff sorts them."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+
+
+def needs_example(value: object) -> bool:
+    """Classes and functions do; aliases of types, constants and submodules do not."""
+    return inspect.isclass(value) or inspect.isroutine(value)
+
+
+def leaks(module: ModuleType) -> list[str]:
+    """Public names that are not in `__all__`; in a plain module, only those that are defined in it."""
+    is_package = hasattr(module, "__path__")
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and name not in listed(module)
+        and not inspect.ismodule(value)
+        and (is_package or getattr(value, "__module__", None) == module.__name__)
+    )
+
+
+def lacks_example(value: object) -> bool:
+    return needs_example(value) and ">>> " not in (inspect.getdoc(value) or "")
+
+
+def test_the_front_door_offers_just_this() -> None:
+    assert shardwright.__all__ == [
+        "Layout",
+        "Mesh",
+        "Partial",
+        "Placement",
+        "Ragged",
+        "Region",
+        "Replicate",
+        "Shard",
+    ]
+
+
+def test_the_version_is_the_one_of_the_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert shardwright.__version__ == project["version"]
+
+
+@facades
+def test_every_listed_name_exists(facade: str) -> None:
+    module = importlib.import_module(facade)
+    assert [name for name in listed(module) if not hasattr(module, name)] == []
+
+
+@facades
+def test_listed_names_are_sorted_and_unique(facade: str) -> None:
+    names = listed(importlib.import_module(facade))
+    assert names == sorted(set(names), key=place_in_list)
+
+
+@facades
+def test_no_public_name_is_unlisted(facade: str) -> None:
+    assert leaks(importlib.import_module(facade)) == []
+
+
+@facades
+def test_every_listed_name_says_what_it_is(facade: str) -> None:
+    module = importlib.import_module(facade)
+    assert module.__doc__
+    silent = [n for n in listed(module) if needs_example(getattr(module, n)) and not inspect.getdoc(getattr(module, n))]
+    assert silent == []
+
+
+@facades
+def test_every_listed_class_and_function_is_shown_at_work(facade: str) -> None:
+    module = importlib.import_module(facade)
+    lacking = {f"{facade}.{name}" for name in listed(module) if lacks_example(getattr(module, name))}
+    assert lacking - WITHOUT_EXAMPLE.keys() == set()
+
+
+@pytest.mark.parametrize("name", WITHOUT_EXAMPLE)
+def test_an_exception_to_the_rule_is_still_needed(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    assert lacks_example(getattr(importlib.import_module(module), attribute)), "take it off the list"
+
+
+def test_the_checks_can_fail() -> None:
+    package = ModuleType("package", "A package.")
+    package.__path__ = []  # type: ignore[attr-defined]  # what makes a module a package
+    package.__all__ = ["shown"]  # type: ignore[attr-defined]  # modules may have any attribute
+
+    def shown() -> None:
+        """Without an example."""
+
+    package.shown = package.unlisted = shown  # type: ignore[attr-defined]  # likewise
+    assert leaks(package) == ["unlisted"]
+    assert lacks_example(shown)
+    assert not lacks_example(shardwright.Region)
