@@ -9,8 +9,18 @@ ShardwrightError
 ├── ArgumentTypeError      (TypeError)     a value of a kind that has no meaning here
 ├── CommError              (RuntimeError)  something went wrong between ranks
 │   ├── CollectiveArgumentError (ValueError) sizes that do not fit the tensor or the group
+│   ├── ProgramMismatchError               ranks run different programs: who is where
 │   ├── RankFailedError                    a step failed on some rank; raised alike on all of them
 │   └── RankLostError                      a rank died, or did not answer in time
+├── TensorError            (RuntimeError)  a DTensor was asked for what it cannot do
+│   ├── MixedTensorsError                  plain tensors beside DTensors
+│   ├── MeshMismatchError                  DTensors on different meshes in one call
+│   ├── InPlaceError                       a write that would change its target's layout, or be lost
+│   ├── CommunicationError                 a movement nobody asked for, where the policy forbids it
+│   ├── PartialGradientError               a gradient through a partial maximum, which has none
+│   ├── RandomArgumentError  (ValueError)  a parameter that a distribution does not have
+│   ├── LocalTensorError                   a local tensor that does not fit its layout, on some rank
+│   └── UnsupportedError                   a path that would silently see the shard alone
 └── RanksError             (RuntimeError)  testing: ranks raised, died or hung
 ```
 
@@ -25,15 +35,25 @@ __all__ = [
     "ArgumentTypeError",
     "CollectiveArgumentError",
     "CommError",
+    "CommunicationError",
     "Failure",
+    "InPlaceError",
     "LayoutError",
+    "LocalTensorError",
     "MeshError",
+    "MeshMismatchError",
+    "MixedTensorsError",
+    "PartialGradientError",
     "PlacementError",
+    "ProgramMismatchError",
+    "RandomArgumentError",
     "RankFailedError",
     "RankLostError",
     "RanksError",
     "RegionError",
     "ShardwrightError",
+    "TensorError",
+    "UnsupportedError",
 ]
 
 
@@ -116,6 +136,14 @@ class CollectiveArgumentError(CommError, ValueError):
     """
 
 
+class ProgramMismatchError(CommError):
+    """Ranks were about to make different movements: the message says which rank, which operator, which line.
+
+    >>> issubclass(ProgramMismatchError, RuntimeError)
+    True
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """What one rank said of its failure: its number, the error's type, message and traceback.
@@ -177,6 +205,95 @@ class RankLostError(CommError):
 
     def __reduce__(self) -> tuple[type[RankLostError], tuple[str, tuple[int, ...]]]:
         return type(self), (str(self), self.ranks)
+
+
+class TensorError(ShardwrightError, RuntimeError):
+    """A DTensor was asked for what it cannot do.
+
+    A RuntimeError, never a TypeError: Python's operators turn a TypeError into "unsupported operand".
+
+    >>> issubclass(TensorError, RuntimeError)
+    True
+    """
+
+
+class MixedTensorsError(TensorError):
+    """Plain tensors beside DTensors in one call: nothing says how the plain ones are laid out.
+
+    >>> import torch, shardwright as sw
+    >>> sw.ones(2, mesh=sw.Mesh((1,))) + torch.ones(2)
+    Traceback (most recent call last):
+    shardwright.errors.MixedTensorsError: add: argument 1 is a plain tensor of shape (2,) ...
+    """
+
+
+class MeshMismatchError(TensorError):
+    """DTensors on different meshes in one call.
+
+    >>> import shardwright as sw
+    >>> sw.ones(2, mesh=sw.Mesh((1,))) + sw.ones(2, mesh=sw.Mesh((1, 1)))
+    Traceback (most recent call last):
+    shardwright.errors.MeshMismatchError: add: arguments are on different meshes, ...
+    """
+
+
+class InPlaceError(TensorError):
+    """A write in place that would change its target's layout, or that would be lost.
+
+    >>> import shardwright as sw
+    >>> sw.ones(2, mesh=sw.Mesh((1,)), placements=[sw.Partial()]).relu_()
+    Traceback (most recent call last):
+    shardwright.errors.InPlaceError: relu_ would change the layout of the tensor it writes to, ...
+    """
+
+
+class CommunicationError(TensorError):
+    """A movement nobody asked for, where the policy forbids it.
+
+    >>> import shardwright as sw
+    >>> with sw.communication("never"):
+    ...     pass
+    Traceback (most recent call last):
+    shardwright.errors.CommunicationError: communication policy 'never' is unknown: ...
+    """
+
+
+class PartialGradientError(TensorError):
+    """A gradient was asked for through a partial maximum, minimum or product, which has none.
+
+    >>> issubclass(PartialGradientError, TensorError)
+    True
+    """
+
+
+class LocalTensorError(TensorError, ValueError):
+    """A local tensor that does not fit its layout: its size, dtype or device, on the rank that is named.
+
+    >>> import torch, shardwright as sw
+    >>> sw.DTensor.from_local(torch.ones(3), sw.Mesh((1,)), [sw.Shard(0)], shape=(4,))
+    Traceback (most recent call last):
+    shardwright.errors.LocalTensorError: rank 0: a local tensor of shape (3,) ...
+    """
+
+
+class RandomArgumentError(TensorError, ValueError):
+    """A parameter that a distribution does not have, or a seed on which ranks disagree.
+
+    >>> import shardwright as sw
+    >>> sw.zeros(2, mesh=sw.Mesh((1,))).bernoulli_(1.5)
+    Traceback (most recent call last):
+    shardwright.errors.RandomArgumentError: ...
+    """
+
+
+class UnsupportedError(TensorError):
+    """A path that would silently see the shard alone, refused with the reason and what to do instead.
+
+    >>> import torch, shardwright as sw
+    >>> torch.func.grad(torch.sum)(sw.ones(2, mesh=sw.Mesh((1,))))
+    Traceback (most recent call last):
+    shardwright.errors.UnsupportedError: torch.func ...
+    """
 
 
 class RanksError(ShardwrightError, RuntimeError):

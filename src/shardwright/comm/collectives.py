@@ -67,7 +67,8 @@ def gather(tensor: Tensor, group: Group, sizes: Sequence[int], dim: int, kind: s
         pieces = list(torch.split(whole, list(sizes), dim))
     else:
         pieces = [torch.empty(shape, **like(tensor)) for shape in shapes]
-    if in_place and tensor.device.type != "cpu" and len(set(sizes)) == 1 and group.size > 1 and piece.numel():
+    natively = tensor.device.type != "cpu" and group.moves(tensor.device)
+    if in_place and natively and len(set(sizes)) == 1 and group.size > 1 and piece.numel():
         target = as_bytes(whole)
         flights = native(lambda: _all_gather_single(target, as_bytes(piece), group), kind, group)
     else:

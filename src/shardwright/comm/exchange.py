@@ -99,7 +99,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
     >>> as_bytes(torch.zeros(2, 3, dtype=torch.float8_e4m3fn)).shape
     torch.Size([6])
     """
-    return tensor.reshape(-1).view(torch.uint8)
+    # A dense tensor of one element may have any stride, with which it cannot be seen as bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def post(
@@ -112,7 +113,10 @@ def post(
     if not everything:
         return []
     process_group = group.process_group
-    if everything[0][1].device.type != "cpu":
+    device = everything[0][1].device
+    if not group.moves(device):
+        return _post_through_host(sends, receives, group, kind)
+    if device.type != "cpu":
         # NCCL must be told of all of them at once, or two ranks that send first wait for each other.
         batch = [dist.P2POp(dist.irecv, data, group=process_group, group_peer=peer) for peer, data in receives]
         batch += [dist.P2POp(dist.isend, data, group=process_group, group_peer=peer) for peer, data in sends]
@@ -129,3 +133,42 @@ def post(
         if work is not None:
             flights.append(Flight(work, peer))
     return flights
+
+
+class _Landing:
+    """A message that lands in host memory and is copied to its device when it is there."""
+
+    def __init__(self, work: Flight, landing: Tensor, target: Tensor) -> None:
+        self._work, self._landing, self._target = work, landing, target
+
+    def wait(self) -> None:
+        self._work.work.wait()
+        self._target.copy_(self._landing)
+
+
+class _Departure:
+    """A message sent from host memory, which must outlive the sending."""
+
+    def __init__(self, work: Flight, copy: Tensor) -> None:
+        self._work, self._copy = work, copy
+
+    def wait(self) -> None:
+        self._work.work.wait()
+
+
+def _post_through_host(
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: Group, kind: str
+) -> list[Flight]:
+    """gloo moves host memory only: tensors of a device are copied there and back."""
+    departing = [(peer, data.cpu()) for peer, data in sends]
+    landing = [(peer, torch.empty(data.shape, dtype=data.dtype)) for peer, data in receives]
+    flights = post(departing, landing, group, kind)
+    there = [
+        Flight(_Landing(flight, buffer, target), flight.peer)
+        for flight, (_, buffer), (_, target) in zip(flights, landing, receives, strict=False)
+    ]
+    back = [
+        Flight(_Departure(flight, copy), flight.peer)
+        for flight, (_, copy) in zip(flights[len(there) :], departing, strict=True)
+    ]
+    return there + back

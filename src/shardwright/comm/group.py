@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, final
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -50,6 +51,17 @@ class Group:
         known = _groups.get(process_group)
         return known if known is not None else _remember(process_group)
 
+    def moves(self, device: torch.device) -> bool:
+        """Whether the backend moves tensors of this device point to point; else they go through host memory.
+
+        >>> world().moves(torch.device("cpu"))
+        True
+        """
+        if device.type == "cpu" or self.process_group is None:
+            return True
+        config = dist.get_backend_config(self.process_group)
+        return config == "nccl" or f"{device.type}:nccl" in config
+
     def __repr__(self) -> str:
         return f"Group(ranks={self.ranks}, rank={self.rank})"
 
@@ -61,6 +73,7 @@ _ALONE = Group((0,), 0, None)
 _world = _ALONE
 _groups: dict[dist.ProcessGroup, Group] = {}
 _subgroups: dict[tuple[int, ...], Group] = {}
+_turns: dict[tuple[int, ...], int] = {}
 _others_who_forget: list[Callable[[], None]] = []
 
 
@@ -97,9 +110,31 @@ def subgroup(ranks: Sequence[int]) -> Group:
     elif len(wanted) == 1:
         group = Group(wanted, 0, None)
     else:
-        group = Group.of(dist.new_group(list(wanted), use_local_synchronization=True))
+        group = Group.of(_new_group(wanted, me))
     _subgroups[wanted] = group
     return group
+
+
+def _new_group(ranks: tuple[int, ...], me: int) -> dist.ProcessGroup:
+    """A process group that only its members make, whatever other groups each of them has made before.
+
+    torch puts the number of groups a process has into the new group's name, so members that have made different
+    numbers would wait for each other under different names. They tell each other, and count up to the largest.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    known = dist.distributed_c10d._world.pg_names
+    turn = _turns[ranks] = _turns.get(ranks, 0) + 1
+    key = f"shardwright/subgroup/{turn}/{'-'.join(map(str, ranks))}"
+    store.set(f"{key}/{me}", str(len(known)))
+    most = max(int(store.get(f"{key}/{rank}")) for rank in ranks)
+    counted = [object() for _ in range(most - len(known))]
+    known.update(dict.fromkeys(counted, ""))  # type: ignore[arg-type]  # they stand for groups that others have made
+    try:
+        made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+        return made
+    finally:
+        for each in counted:
+            known.pop(each)  # type: ignore[call-overload]  # likewise
 
 
 def mesh_group(mesh: DeviceMesh, dim: int | str) -> Group:

@@ -32,6 +32,7 @@ def reach_store(port: int) -> TCPStore:
 def join(rank: int, size: int, store: TCPStore, name: str) -> Group:
     """The world `name` of `size` local ranks that know each other through `store`, as its rank `rank` (gloo).
 
+    >>> leave()  # one world at a time
     >>> join(0, 1, host_store(), "alone").size
     1
     >>> leave()

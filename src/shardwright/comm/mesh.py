@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,6 +36,8 @@ def init_device_mesh(
     if not dist.is_initialized() and "RANK" not in os.environ:
         backend = "nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    if device_type == "cuda" and "LOCAL_RANK" not in os.environ:
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())  # a launcher would have said which
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
     return _init_device_mesh(device_type, tuple(mesh_shape), mesh_dim_names=names)
 

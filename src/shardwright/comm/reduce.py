@@ -132,7 +132,8 @@ def start_reduce_scatter(
     if group.size > 1:
         report("reduce_scatter", (group.size - 1) * mine.nbytes, group)
     even = len(set(parts)) == 1 and tensor.numel() > 0
-    if tensor.device.type != "cpu" and even and group.size > 1 and _backend_reduces(tensor, op):
+    natively = tensor.device.type != "cpu" and group.moves(tensor.device)
+    if natively and even and group.size > 1 and _backend_reduces(tensor, op):
         return _reduce_scatter_natively(tensor, group, parts, dim, op)
     outgoing = {peer: dense(piece) for peer, piece in enumerate(torch.split(tensor, parts, dim)) if peer != group.rank}
     pieces = [torch.empty(mine.shape, **like(tensor)) for _ in parts]

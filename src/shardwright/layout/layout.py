@@ -222,12 +222,12 @@ class Layout:
         """
         return tuple(mesh_dim for mesh_dim, cut in self._cuts if cut == dim)
 
-    @property
+    @cached_property
     def is_partial(self) -> bool:
         """Whether any mesh dimension holds addends."""
         return any(placement.is_partial() for placement in self.placements)
 
-    @property
+    @cached_property
     def is_replicated(self) -> bool:
         """Whether every rank holds the whole value."""
         return all(placement.is_replicate() for placement in self.placements)

@@ -1,0 +1,111 @@
+"""Choosing, mesh dimension by mesh dimension, the cheapest way to run an operator. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from shardwright.layout import Layout, Partial, Placement, Ragged, Shard
+from shardwright.tensor.rules.notation import Operand, Way, Ways
+from shardwright.tensor.types import ENTERED, REPLICATE, Entered
+
+__all__ = ["Impossible", "choose"]
+
+
+class Impossible(Exception):  # noqa: N818  # a signal between choose and its callers, never shown
+    """No way keeps the input that must stay where it is; `mesh_dim` is where."""
+
+    def __init__(self, mesh_dim: int) -> None:
+        self.mesh_dim = mesh_dim
+        super().__init__(mesh_dim)
+
+
+def choose(
+    operands: Sequence[Operand], ways: Ways, out_shapes: Sequence[tuple[int, ...]]
+) -> tuple[list[Layout], list[Layout]]:
+    """The layouts to bring the inputs to, and those of the outputs that follow."""
+    mesh = operands[0].layout.mesh
+    chosen: list[Way] = []
+    order = next((o.layout.order for o in operands if o.layout.order != tuple(range(mesh.ndim))), None)
+    for mesh_dim in range(mesh.ndim):
+        candidates = [way for way in ways.at(mesh_dim) if _nests(way, chosen, order is None)]
+        if ways.unmoved is not None:
+            here = operands[ways.unmoved].layout.placements[mesh_dim]
+            candidates = [way for way in candidates if way.ins[ways.unmoved] == here == way.outs[0]]
+            if not candidates:
+                raise Impossible(mesh_dim)
+        chosen.append(_cheapest(candidates, operands, mesh_dim, out_shapes))
+    ins = []
+    for place, operand in enumerate(operands):
+        placements = [_entering(way, place, mesh.shape[m]) for m, way in enumerate(chosen)]
+        ins.append(Layout(mesh, placements, operand.shape, order))
+    outs = [Layout(mesh, [way.outs[place] for way in chosen], shape, order) for place, shape in enumerate(out_shapes)]
+    return ins, outs
+
+
+def _nests(way: Way, before: Sequence[Way], in_order: bool) -> bool:
+    """Whether a way goes together with those of earlier mesh dimensions: given sizes cut a dimension first."""
+    for earlier in before:
+        for first, then in zip((*earlier.ins, *earlier.outs), (*way.ins, *way.outs), strict=True):
+            both = isinstance(first, Shard | Ragged) and isinstance(then, Shard | Ragged) and first.dim == then.dim
+            if both and (isinstance(then, Ragged) or (isinstance(first, Ragged) and not in_order)):
+                return False
+    return True
+
+
+def _entering(way: Way, place: int, ranks: int) -> Placement:
+    """A replicate used beside inputs that differ from rank to rank has a gradient that does, too: it enters."""
+    placement = way.ins[place]
+    if placement != REPLICATE or ranks == 1 or all(other == REPLICATE for other in way.ins):
+        return placement
+    return ENTERED
+
+
+def _cheapest(
+    candidates: list[Way], operands: Sequence[Operand], mesh_dim: int, out_shapes: Sequence[tuple[int, ...]]
+) -> Way:
+    ranks = operands[0].layout.mesh.shape[mesh_dim]
+    current = [operand.layout.placements[mesh_dim] for operand in operands]
+    for way in candidates:
+        if list(way.ins) == current:
+            return way
+    if all(isinstance(placement, Partial) or placement == REPLICATE for placement in current):
+        # Nothing is cut yet: a sum is completed where it is, rather than cut in a manner nobody asked for.
+        uncut = [way for way in candidates if not any(p.is_shard() for p in way.ins)]
+        candidates = uncut or candidates
+
+    def cost(way: Way) -> tuple[bool, float, int]:
+        moved, changed = 0.0, 0
+        for operand, now, then in zip(operands, current, way.ins, strict=True):
+            # Activations stay where they are and parameters come to them, unless that is dearer by far.
+            weight = 1 if operand.parameter else 4
+            moved += weight * _move_cost(now, then, ranks) * prod(operand.shape) * operand.dtype.itemsize
+            changed += prod(operand.shape) if now != then else 0
+        due = 0.0  # a partial result will have to be summed up
+        for placement, shape in zip(way.outs, out_shapes, strict=True):
+            if isinstance(placement, Partial):
+                due += 6 * prod(shape) * operands[0].dtype.itemsize * (ranks - 1) / ranks
+        # What needs no communication now is never passed over; at equal cost, most is left where it is.
+        return moved > 0, moved + due, changed
+
+    return min(candidates, key=cost)
+
+
+def _move_cost(now: Placement, then: Placement, ranks: int) -> float:
+    """Bytes received per rank, as a share of the whole tensor."""
+    part = (ranks - 1) / ranks
+    if now == then:
+        return 0.0
+    match now, then:
+        case (Shard() | Ragged(), Shard() | Ragged()):
+            return part / ranks
+        case (Shard() | Ragged(), _):
+            return part
+        case (Partial(), Shard() | Ragged()):
+            return part
+        case (Partial(), _):
+            return 2 * part
+        case (_, Entered()):
+            return 0.0
+        case _:
+            return 0.0  # slicing, or zeroing: no communication

@@ -1,0 +1,246 @@
+"""From an operator's rule to its result: one look in a cache, then the local call.
+
+    function, layouts, static arguments ──cache──> CallPlan: inputs to move, local call, layouts of the outputs
+
+A plan holds no tensors. It lives in a table on the first operand's Layout, which is interned: equal calls meet the
+same plan, and plans die with their layouts. `Layout.fast` is the shortest path: where the inputs need nothing and the
+result is one new tensor, all there is to remember is the layout of that result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from inspect import signature
+from typing import Any
+
+import torch
+
+from shardwright import comm
+from shardwright.errors import InPlaceError
+from shardwright.layout import Layout
+from shardwright.tensor import policy
+from shardwright.tensor.call import Call, map_tensors, take_apart
+from shardwright.tensor.choose import Impossible, choose
+from shardwright.tensor.enter import move_operand
+from shardwright.tensor.local import (
+    DTensorBase,
+    disabled,
+    mark_copied,
+    no_torch_function,
+    refuse_copied,
+    tag_results,
+)
+from shardwright.tensor.movement import differs
+from shardwright.tensor.registry import FAST, UNIFORM, Op
+from shardwright.tensor.rules.foreach import LIST_FUNCTIONS
+from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation
+from shardwright.tensor.strides import global_stride
+from shardwright.tensor.types import settled
+
+__all__ = ["CallPlan", "call_by_rule", "call_known", "call_uniform", "meta_of"]
+
+MAX_PLANS = 512  # per layout; when it is full it is emptied: a cache, not a history
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """How to make a call: where each tensor goes first, the local call, what the results are. Holds no tensors."""
+
+    name: str
+    moves: tuple[tuple[Layout, Layout] | None, ...]
+    moving: bool  # whether any of them is one
+    run: Local | None
+    outs: tuple[Layout, ...]
+    inplace: bool
+    enters: bool  # some input enters where a gradient is asked for
+    view: bool  # the result may be a view of the first input
+    copied: bool  # the input of a view had to move: the result looks like a view, but is a copy
+
+
+def call_uniform(cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an element-wise call on tensors of one layout, if they are: nothing moves, nothing is looked up."""
+    layout = None
+    for value in args if not kwargs else (*args, *kwargs.values()):
+        kind = type(value)
+        if kind is cls:
+            if layout is None:
+                layout = value._layout
+            elif value._layout is not layout:
+                return NotImplemented
+        elif kind is float or kind is int:
+            continue
+        elif kind is list or kind is tuple or isinstance(value, torch.Tensor):
+            return NotImplemented
+    if layout is None or layout.is_partial:
+        return NotImplemented
+    inplace = UNIFORM[func]
+    if inplace and (type(args[0]) is not cls or "_copied" in args[0].__dict__):
+        return NotImplemented  # the longer way says what is wrong
+    result = disabled(func, types, args, kwargs or {})
+    if inplace:
+        return args[0]
+    result.__class__ = cls
+    result._layout = layout
+    return result
+
+
+def call_known(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The result of a call whose plan is known; NotImplemented where it is not."""
+    if func in LIST_FUNCTIONS:
+        return NotImplemented  # they need no plan, and their arguments are long
+    call = take_apart(func, args, kwargs)
+    if call.key is None or not call.tensors:
+        return NotImplemented
+    plan = call.tensors[0]._layout.plans.get(call.key)
+    return NotImplemented if plan is None else _execute(plan, func, args, kwargs, call)
+
+
+def call_by_rule(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The result of a call by the operator's rule; NotImplemented where the rule has no answer."""
+    kwargs = _in_order(op.rule, kwargs) if len(kwargs) > 1 else kwargs
+    call = take_apart(func, args, kwargs)
+    first = call.tensors[0]._layout
+    plan = first.plans.get(call.key) if call.key is not None else None
+    if plan is None:
+        plan = _make_plan(op, inplace, func, args, kwargs, call)
+        if plan is None:
+            return NotImplemented
+        if call.key is not None:
+            if len(first.plans) >= MAX_PLANS:
+                first.plans.clear()
+            first.plans[call.key] = plan
+            _remember_fast(op, plan, func, args, kwargs)
+    return _execute(plan, func, args, kwargs, call)
+
+
+def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call: Call) -> Any:
+    if plan.inplace:
+        refuse_copied(plan.name + "_", call.tensors[0])
+    if plan.moving:
+        args, kwargs = _moved(plan, args, kwargs, call)
+    if plan.run is None:
+        result = disabled(func, (), args, kwargs)
+    else:
+        with no_torch_function():
+            result = plan.run(func, args, kwargs)
+    if plan.inplace:
+        return call.tensors[0]
+    tagged = tag_results(result, plan.outs, call.tensors)
+    if plan.copied:
+        mark_copied(tagged, plan.name)
+    elif plan.view and "_copied" in call.tensors[0].__dict__:  # a view of a copy is no view of the original either
+        mark_copied(tagged, call.tensors[0]._copied, sharing=call.tensors[0])
+    return tagged
+
+
+def _moved(plan: CallPlan, args: Any, kwargs: dict[str, Any], call: Call) -> tuple[Any, dict[str, Any]]:
+    policy.check(plan.name, plan.moves)
+    with no_torch_function():
+        moved = [
+            tensor if step is None else move_operand(tensor, *step)
+            for tensor, step in zip(call.tensors, plan.moves, strict=True)
+        ]
+    each = iter(moved)
+    return map_tensors(args, kwargs, lambda _: next(each))
+
+
+def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any], call: Call) -> CallPlan | None:
+    assert op.rule is not None
+    operands = [_operand(tensor) for tensor in call.tensors]
+    stand_ins = iter(operands)
+    answer = op.rule(*(spec := map_tensors(args, kwargs, lambda _: next(stand_ins)))[0], **spec[1])
+    if answer is None:
+        return None
+    if isinstance(answer, Decided):
+        if inplace and answer.ins[0] is not operands[0].layout:
+            raise _cannot_keep(op, operands[0], None)
+        ins, outs = list(answer.ins), list(answer.outs)
+    else:
+        shapes = answer.shapes if answer.shapes is not None else _output_shapes(func, args, kwargs)
+        try:
+            inplace = inplace or answer.unmoved is not None
+            ins, outs = choose(operands, replace(answer, unmoved=0 if inplace else None), shapes)
+        except Impossible as where:
+            if answer.written_back:
+                return None
+            raise _cannot_keep(op, operands[0], where.mesh_dim) from None
+    if inplace and outs[0] is not operands[0].layout:  # `t_` and its like
+        raise _cannot_keep(op, operands[0], None)
+    enters = any(settled(layout) is not layout for layout in ins)
+    # Without a gradient, entering is nothing.
+    ins = [layout if operand.grad else settled(layout) for operand, layout in zip(operands, ins, strict=True)]
+    moves = tuple(
+        (operand.layout, layout) if differs(operand.layout, layout) else None
+        for operand, layout in zip(operands, ins, strict=True)
+    )
+    run = answer.run(Situation(tuple(ins), tuple(outs), comm.rank())) if answer.run is not None else None
+    copied = (not answer.fresh and moves[0] is not None) or (isinstance(answer, Decided) and answer.copied)
+    return CallPlan(op.name, moves, any(moves), run, tuple(outs), inplace, enters, not answer.fresh, copied)
+
+
+def _in_order(rule: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments as the rule lists them: a rule counts tensors in its own order, callers name them in any."""
+    places = _places(rule)
+    return dict(sorted(kwargs.items(), key=lambda item: places.get(item[0], len(places))))
+
+
+@lru_cache(maxsize=1024)
+def _places(rule: Any) -> dict[str, int]:
+    return {name: place for place, name in enumerate(signature(rule).parameters)}
+
+
+def _cannot_keep(op: Op, target: Operand, mesh_dim: int | None) -> InPlaceError:
+    where = "" if mesh_dim is None else f" on mesh dimension {target.layout.mesh.label(mesh_dim)}"
+    return InPlaceError(
+        f"{op.name}_ would change the layout of the tensor it writes to, {target.layout}{where}: an in-place operator "
+        f"keeps its target's layout. Use the out-of-place {op.name}, or redistribute the target first"
+    )
+
+
+def _operand(tensor: DTensorBase) -> Operand:
+    with no_torch_function():
+        grad = tensor.requires_grad and torch.is_grad_enabled()
+        return Operand(tensor._layout, tensor.dtype, grad, "_is_param" in tensor.__dict__)
+
+
+def meta_of(tensor: DTensorBase) -> torch.Tensor:
+    """The global tensor's shape, strides and dtype, without its values."""
+    with no_torch_function():
+        dtype = tensor.dtype
+    return torch.empty_strided(tensor._layout.shape, global_stride(tensor), dtype=dtype, device="meta")
+
+
+def _output_shapes(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """The outputs' global shapes, by a call on meta tensors: torch's own checks come with it, alike on all ranks."""
+    meta_args, meta_kwargs = map_tensors(args, kwargs, meta_of)  # type: ignore[arg-type]  # only DTensors are mapped
+    meta_kwargs = {k: torch.device("meta") if k == "device" and v is not None else v for k, v in meta_kwargs.items()}
+    with torch.no_grad():
+        result = func(*meta_args, **meta_kwargs)
+    flat = result if isinstance(result, list | tuple) else [result]
+    return tuple(tuple(value.shape) for value in flat if isinstance(value, torch.Tensor))
+
+
+def _remember_fast(op: Op, plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Plans that are nothing but a local call on one tensor, or on two, get the shortest path.
+
+    They are found by the second tensor's layout, by the type of the number that is the second operand, or by all
+    the static arguments.
+    """
+    if kwargs or plan.enters or plan.moving or plan.inplace or len(plan.outs) != 1 or func not in FAST:
+        return
+    if not isinstance(args[0], DTensorBase) or args[0]._layout.is_partial:
+        return
+    other: Any = tuple(args[1:])
+    if len(args) == 2 and isinstance(args[1], DTensorBase):
+        other = args[1]._layout
+        if other.is_partial:
+            return
+    elif len(args) == 2 and op.numbers_by_type and type(args[1]) in (int, float):
+        other = type(args[1])
+    elif not all(type(value) in (int, torch.Size) or value is None for value in other):
+        return
+    known = args[0]._layout.fast.setdefault(func, {})
+    if len(known) >= MAX_PLANS:
+        known.clear()
+    known[other] = plan.outs[0] if plan.run is None else (plan.run, plan.outs[0])

@@ -1,0 +1,438 @@
+"""`DTensor`: a tensor over a mesh of ranks. It is its local tensor, wearing a layout."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright import comm
+from shardwright.errors import MixedTensorsError, TensorError
+from shardwright.layout import Layout, Placement
+from shardwright.tensor import engine, memory, refusals
+from shardwright.tensor.dispatch import call_known, call_uniform
+from shardwright.tensor.intercept import PASS_FUNCTIONS, intercept
+from shardwright.tensor.local import DTensorBase, disabled, no_torch_function, tag
+from shardwright.tensor.registry import UNIFORM
+from shardwright.tensor.strides import global_stride
+from shardwright.tensor.trace import on_trace
+from shardwright.tensor.types import REPLICATE
+
+__all__ = ["DTensor"]
+
+_enabled = torch._C._is_torch_function_enabled
+
+
+def _attribute(name: str) -> Any:
+    """Torch's own descriptor of a tensor attribute, which answers for the local tensor."""
+    return getattr(Tensor, name)
+
+
+_get_grad, _set_grad = _attribute("grad").__get__, _attribute("grad").__set__
+_get_data, _set_data = _attribute("data").__get__, _attribute("data").__set__
+_get_requires_grad, _set_requires_grad = _attribute("requires_grad").__get__, _attribute("requires_grad").__set__
+_get_shape, _get_dtype, _get_device = (_attribute(name).__get__ for name in ("shape", "dtype", "device"))
+
+
+class DTensor(DTensorBase):
+    """A tensor spread over a mesh of ranks, computed with by ordinary torch code.
+
+    Make one with `distribute_tensor`, `DTensor.from_local` or a factory (`sw.zeros`, `sw.randn`, …). Everything a
+    tensor answers, it answers for the global one: `shape`, `stride`, indexing, arithmetic, gradients.
+
+    >>> import torch, shardwright as sw
+    >>> mesh = sw.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    >>> x = sw.distribute_tensor(torch.arange(6.0).reshape(2, 3), mesh, [sw.Shard(0)])
+    >>> (x * 2).sum().item()
+    30.0
+    >>> x
+    DTensor([2, 3] (dp: S(0)), float32, local on rank 0: tensor([[0., 1., 2.], [3., 4., 5.]]))
+    """
+
+    is_sparse = False
+    is_quantized = False
+    is_mkldnn = False
+    is_nested = False
+    is_sparse_csr = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and args and type(args[0]) is cls:
+            known = args[0]._layout.fast.get(func)
+            if known is not None:
+                short = None
+                if len(args) == 2:
+                    second = args[1]
+                    short = known.get(second._layout if type(second) is cls else type(second))
+                if short is None:
+                    try:
+                        short = known.get(args[1:])
+                    except TypeError:
+                        short = None  # a list among the arguments: the longer way
+                if type(short) is Layout:
+                    result = disabled(func, types, args, {})
+                    result.__class__ = cls
+                    result._layout = short
+                    return result
+                if short is not None:
+                    run, layout = short
+                    with no_torch_function():
+                        result = run(func, args, {})
+                    result.__class__ = cls
+                    result._layout = layout
+                    return result
+        if func in UNIFORM:
+            result = call_uniform(cls, func, types, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        kwargs = kwargs or {}
+        if func in PASS_FUNCTIONS:
+            return disabled(func, types, args, kwargs)
+        result = call_known(func, args, kwargs)
+        return intercept(func, types, args, kwargs) if result is NotImplemented else result
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Nothing: its tensors are tagged, not made, so torch asks it nothing below autograd.
+
+        It is here for torch.compile, which guards a tensor without it by its local size, and one with it not at all.
+        """
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **(kwargs or {}))
+
+    # --- making one, and getting back -------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_local(
+        local_tensor: Tensor,
+        device_mesh: Any,
+        placements: Sequence[object] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+    ) -> DTensor:
+        """A DTensor whose local part is `local_tensor` on every rank, differentiably.
+
+        Without `shape`, the global shape is taken to be that of equal shards (`run_check=True` asks the other ranks
+        and finds uneven ones). With `shape`, the local tensor must be what the layout says; `run_check=True` verifies
+        it on all ranks, with dtypes, and raises on all of them alike. `stride` is accepted for torch's sake: strides
+        follow from the local tensor.
+
+        >>> import torch, shardwright as sw
+        >>> mesh = sw.init_device_mesh("cpu", (1,))
+        >>> sw.DTensor.from_local(torch.ones(2, 3), mesh, [sw.Shard(0)]).shape
+        torch.Size([2, 3])
+        """
+        from shardwright.tensor.boundary import from_local
+
+        return from_local(local_tensor, device_mesh, placements, run_check=run_check, shape=shape, stride=stride)
+
+    def to_local(self, *, grad_placements: Sequence[object] | None = None) -> Tensor:
+        """This rank's part, as a plain tensor, differentiably.
+
+        The gradient that comes back is taken to be laid out as this tensor's is. Where a replicate is used
+        differently on every rank, say `grad_placements=[Partial()]`: its gradient is then summed over the ranks.
+
+        >>> import torch, shardwright as sw
+        >>> sw.ones(2, mesh=sw.init_device_mesh("cpu", (1,))).to_local()
+        tensor([1., 1.])
+        """
+        from shardwright.tensor.boundary import to_local
+
+        return to_local(self, grad_placements)
+
+    def full_tensor(self, *, grad_placements: Sequence[object] | None = None) -> Tensor:
+        """The whole value on every rank, as a plain tensor, differentiably.
+
+        >>> import torch, shardwright as sw
+        >>> sw.zeros(3, mesh=sw.init_device_mesh("cpu", (1,)), placements=[sw.Shard(0)]).full_tensor()
+        tensor([0., 0., 0.])
+        """
+        whole = self.redistribute(placements=[REPLICATE] * self._layout.mesh.ndim)
+        return whole.to_local(grad_placements=grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: Any = None,
+        placements: Sequence[object] | None = None,
+        *,
+        order: Sequence[int | str] | None = None,
+        async_op: bool = False,
+    ) -> DTensor:
+        """The same tensor under another layout, differentiably; on another mesh, where one is given.
+
+        Between meshes it is collective over the ranks of both. `async_op=True` starts the movement and returns at
+        once; the result waits when it is first used. Where a gradient is to be recorded, it does not overlap.
+
+        >>> import torch, shardwright as sw
+        >>> x = sw.ones(4, 2, mesh=sw.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
+        >>> print(x.redistribute(placements=[sw.Shard(1)]).sharding)
+        [4, 2] (tp: S(1))
+        """
+        from shardwright.tensor.boundary import redistribute
+
+        return redistribute(self, device_mesh, placements, order, async_op)
+
+    # --- what it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def sharding(self) -> Layout:
+        """Who holds which region: its Layout. (`Tensor.layout` keeps torch's meaning.)"""
+        return self._layout
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh dimension."""
+        return self._layout.placements
+
+    @property
+    def device_mesh(self) -> comm.DeviceMesh:
+        """The mesh it is spread over."""
+        return comm.device_mesh_of(self._layout.mesh)
+
+    @property
+    def shape(self) -> torch.Size:
+        if _enabled():
+            return torch.Size(self._layout.shape)
+        return disabled(_get_shape, (), (self,), {})
+
+    @property
+    def ndim(self) -> int:
+        return len(self._layout.shape)
+
+    @property
+    def T(self) -> Tensor:  # noqa: N802  # torch's name
+        return self.permute(*reversed(range(self.ndim)))
+
+    @property
+    def mT(self) -> Tensor:  # noqa: N802  # torch's name
+        return self.transpose(-2, -1)
+
+    @property
+    def H(self) -> Tensor:  # noqa: N802  # torch's name
+        return self.mT.conj() if self.is_complex() else self.mT
+
+    @property
+    def mH(self) -> Tensor:  # noqa: N802  # torch's name
+        return self.H
+
+    @property
+    def real(self) -> Tensor:
+        return torch.real(self)
+
+    @property
+    def imag(self) -> Tensor:
+        return torch.imag(self)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * self.element_size()
+
+    @property
+    def requires_grad(self) -> bool:
+        return disabled(_get_requires_grad, (), (self,), {})
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        disabled(_set_requires_grad, (), (self, value), {})
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return disabled(_get_dtype, (), (self,), {})
+
+    @property
+    def device(self) -> torch.device:
+        return disabled(_get_device, (), (self,), {})
+
+    def size(self, dim: int | None = None) -> Any:
+        if not _enabled():
+            return disabled(Tensor.size, (), (self,) if dim is None else (self, dim), {})
+        shape = torch.Size(self._layout.shape)
+        return shape if dim is None else shape[dim]
+
+    def dim(self) -> int:
+        return len(self._layout.shape)
+
+    def ndimension(self) -> int:
+        return len(self._layout.shape)
+
+    def numel(self) -> int:
+        if _enabled():
+            return torch.Size(self._layout.shape).numel()
+        return disabled(Tensor.numel, (), (self,), {})
+
+    def nelement(self) -> int:
+        return self.numel()
+
+    # torch asks nobody before these: they are overridden here.
+    set_ = memory.set_
+    as_subclass = refusals.as_subclass  # type: ignore[assignment]  # it only refuses
+    resize_ = memory.resize_
+    resize_as_ = memory.resize_as_  # type: ignore[assignment]  # narrower than torch's
+    is_same_size = memory.is_same_size
+
+    def stride(self, dim: int | None = None) -> Any:
+        if not _enabled():
+            return disabled(Tensor.stride, (), (self,) if dim is None else (self, dim), {})
+        strides = global_stride(self)
+        return strides if dim is None else strides[dim]
+
+    def __len__(self) -> int:
+        if not self._layout.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if not self._layout.shape:
+            raise TypeError("iteration over a 0-d tensor")
+        return iter(self.unbind(0))
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __index__(self) -> int:
+        return self.item().__index__()
+
+    def __complex__(self) -> complex:
+        return complex(self.item())
+
+    def __contains__(self, element: Any) -> bool:
+        return bool((self == element).any().item())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if not self._layout.shape and spec else str(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with no_torch_function():
+            kind = "Parameter" if getattr(self, "_is_param", False) else "DTensor"
+            rank, dtype = comm.rank(), str(self.dtype).removeprefix("torch.")
+            local = " ".join(repr(self.detach().view_as(self)).split())
+            grad = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
+            grad = f", grad_fn={type(self.grad_fn).__name__}" if self.grad_fn is not None else grad
+        return f"{kind}({self._layout}, {dtype}{grad}, local on rank {rank}: {local})"
+
+    # --- its value, whole -------------------------------------------------------------------------------------------
+
+    def item(self) -> Any:
+        """The one element, the same on every rank."""
+        return self.full_tensor().item() if _enabled() else disabled(Tensor.item, (), (self,), {})
+
+    def tolist(self) -> Any:
+        """The whole value as nested lists, on every rank."""
+        return self.full_tensor().tolist() if _enabled() else disabled(Tensor.tolist, (), (self,), {})
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole value as a numpy array, on every rank."""
+        if not _enabled():
+            return disabled(Tensor.numpy, (), (self,), {"force": force})
+        return self.full_tensor().numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        whole: Any = self.full_tensor()
+        return whole.__array__() if dtype is None else whole.__array__(dtype)
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    @property
+    def grad(self) -> DTensor | None:
+        gradient = disabled(_get_grad, (), (self,), {})
+        if gradient is not None and type(gradient) is not DTensor:
+            # Autograd has just put it there: it is tagged where it is, because its identity matters.
+            gradient.__class__ = DTensor
+            gradient._layout = engine.gradient_layout(self._layout)
+        return gradient
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            if not isinstance(gradient, DTensor):
+                raise MixedTensorsError(f".grad of a DTensor {self._layout} is a DTensor, not a plain tensor")
+            layout = engine.gradient_layout(self._layout)
+            if gradient._layout is not layout:
+                raise TensorError(f".grad {gradient._layout} does not fit {self._layout}: redistribute it to {layout}")
+        disabled(_set_grad, (), (self, gradient), {})
+
+    @grad.deleter
+    def grad(self) -> None:
+        disabled(_set_grad, (), (self, None), {})
+
+    @property
+    def data(self) -> DTensor:
+        plain = disabled(_get_data, (), (self,), {})
+        return tag(plain, self._layout)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, DTensor):
+            raise MixedTensorsError(f".data of a DTensor {self._layout} is a DTensor, not a plain tensor")
+        with no_torch_function():
+            alias_of = value.detach()
+            disabled(_set_data, (), (self, alias_of), {})
+        self._layout = value._layout
+
+    def backward(
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Accumulates gradients in the leaves, as torch's does; the engine runs natively on local tensors."""
+        engine.backward(self, gradient, retain_graph, create_graph, inputs)
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Calls `hook` with the gradient, as a DTensor; what it returns replaces the gradient."""
+        return engine.register_hook(self, hook)
+
+    # --- copies -----------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("only DTensors created by the user (graph leaves) support the deepcopy protocol")
+        with no_torch_function():
+            result = tag(self.detach().clone(), self._layout)
+            result.requires_grad_(self.requires_grad)
+        memo[id(self)] = result
+        gradient = self.grad
+        if gradient is not None:
+            result.grad = copy.deepcopy(gradient, memo)
+        others = {k: v for k, v in self.__dict__.items() if k not in ("_layout", "_copied")}
+        result.__dict__.update(copy.deepcopy(others, memo))
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from shardwright.tensor.boundary import rebuild
+
+        with no_torch_function():
+            local = self.detach().view_as(self)
+            return rebuild, (local, self._layout.to_json(), self.requires_grad, getattr(self, "_is_param", False))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _traced(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """What stands in for `__torch_function__` while a trace is open: every call is seen, none is short-cut."""
+    return intercept(func, types, args, kwargs or {})
+
+
+_untraced = DTensor.__dict__["__torch_function__"]
+
+
+def _switch(on: bool) -> None:
+    setattr(DTensor, "__torch_function__", classmethod(_traced) if on else _untraced)  # noqa: B010  # mypy refuses it plain
+
+
+on_trace(_switch)

@@ -1,0 +1,148 @@
+"""Backward passes: native autograd on local tensors, with seeds and gradients of the dual layout.
+
+The engine is always called with interception on: hooks it runs (activation checkpointing among them) compute with
+DTensors, and would silently see shards otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from shardwright.errors import MixedTensorsError, TensorError
+from shardwright.layout import Layout, Partial
+from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag
+from shardwright.tensor.movement import move
+from shardwright.tensor.types import dual, settled
+
+__all__ = ["backward", "grad", "gradient_layout", "register_hook"]
+
+_engine = torch.autograd.Variable._execution_engine
+
+
+def gradient_layout(layout: Layout) -> Layout:
+    """The layout, as users see it, of the gradient of a tensor laid out like this."""
+    return settled(dual(layout))
+
+
+def backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`torch.autograd.backward` for DTensors: gradients accumulate in the leaves' `.grad`."""
+    roots, seeds = _roots(tensors, grad_tensors)
+    wanted = () if inputs is None else (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
+    keep = create_graph if retain_graph is None else retain_graph
+    _engine.run_backward(roots, seeds, keep, create_graph, wanted, allow_unreachable=True, accumulate_grad=True)
+
+
+def grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad` for DTensors: the gradients, each laid out as its input's gradient is."""
+    if is_grads_batched or not only_inputs:
+        raise TensorError("torch.autograd.grad of DTensors: is_grads_batched and only_inputs=False are not available")
+    roots, seeds = _roots(outputs, grad_outputs)
+    wanted = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
+    keep = create_graph if retain_graph is None else retain_graph
+    allowed = materialize_grads if allow_unused is None else allow_unused
+    found: Any = _engine.run_backward(
+        roots, seeds, keep, create_graph, wanted, allow_unreachable=allowed, accumulate_grad=False
+    )
+    results: list[Tensor | None] = []
+    seen = {id(seed) for seed in seeds}
+    for value, target in zip(found, wanted, strict=True):
+        if value is None and materialize_grads:
+            value = torch.zeros_like(target)
+        elif value is not None and isinstance(target, DTensorBase) and not isinstance(value, DTensorBase):
+            if id(value) in seen:  # one tensor may be the gradient of several inputs, or the seed itself
+                value = alias(value)
+            if value.requires_grad and target._layout.is_partial:
+                # Its type is Entered: users compute on with a replicate, whose own gradient is counted once.
+                with no_torch_function():
+                    value = move(value, dual(target._layout), gradient_layout(target._layout))
+            seen.add(id(value))
+            value = tag(value, gradient_layout(target._layout))
+        results.append(value)
+    return tuple(results)
+
+
+def _roots(tensors: Any, seeds: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    roots = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
+    given: Sequence[Any] = (seeds,) if seeds is None or isinstance(seeds, Tensor) else tuple(seeds)
+    if len(given) == 1 and given[0] is None:
+        given = (None,) * len(roots)
+    if len(given) != len(roots):
+        raise TensorError(f"backward: {len(roots)} tensors and {len(given)} gradients: give one gradient for each")
+    return roots, tuple(_seed(root, seed) for root, seed in zip(roots, given, strict=True))
+
+
+def _seed(root: Any, given: Tensor | None) -> Tensor | None:
+    """The plain local gradient to start from."""
+    if not isinstance(root, DTensorBase):
+        return given if given is not None or not isinstance(root, Tensor) else torch.ones_like(root)
+    layout = root._layout
+    if given is None:
+        with no_torch_function():
+            if not root.requires_grad:
+                return None  # the engine says what is wrong
+            if any(size != 1 for size in layout.shape):
+                raise TensorError(
+                    f"backward of a tensor {layout}: a gradient can be created implicitly only for one element; "
+                    "give `gradient=`, or reduce the tensor first"
+                )
+            return torch.full_like(root, _share(layout)).detach()
+    if isinstance(given, DTensorBase):
+        if given._layout.shape != layout.shape:
+            raise TensorError(f"backward: the gradient {given._layout} has not the shape of the tensor {layout}")
+        with no_torch_function():
+            moved = move(given, given._layout, dual(layout))
+            seed = moved if type(moved) is Tensor else moved.view_as(moved)
+            return seed * _share(layout) if _share(layout) != 1.0 else seed
+    if torch._C._current_graph_task_id() != -1:
+        return given  # inside a backward pass gradients are local: reentrant checkpointing hands them on
+    raise MixedTensorsError(
+        f"backward: the gradient is a plain tensor of shape {tuple(given.shape)} for a DTensor {layout}: "
+        "give a DTensor (distribute_tensor, or DTensor.from_local)"
+    )
+
+
+def _share(layout: Layout) -> float:
+    share = 1.0
+    for placement, ranks in zip(layout.placements, layout.mesh.shape, strict=True):
+        if isinstance(placement, Partial) and placement.op == "avg":
+            share /= ranks
+    return share
+
+
+def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """`Tensor.register_hook`, for a hook that sees the gradient as a DTensor."""
+    layout = gradient_layout(tensor._layout)
+
+    def tagged(gradient: Tensor) -> Tensor | None:
+        answer = hook(tag(alias(gradient), layout))
+        if answer is None:
+            return None
+        if not isinstance(answer, DTensorBase):
+            raise MixedTensorsError(f"a hook of a DTensor {tensor._layout} returned a plain tensor: return a DTensor")
+        with no_torch_function():
+            moved = move(answer, answer._layout, dual(tensor._layout))
+            return moved if type(moved) is Tensor else moved.view_as(moved)
+
+    with no_torch_function():
+        return Tensor.register_hook(tensor, tagged)  # type: ignore[no-untyped-call]  # torch's own

@@ -1,0 +1,65 @@
+"""Operators without a rule still run: inputs replicated, computed, result replicated. Correct, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.layout import Layout
+from shardwright.tensor import policy
+from shardwright.tensor.call import map_tensors, take_apart
+from shardwright.tensor.local import DTensorBase, mark_copied, no_torch_function, refuse_copied, tag_results
+from shardwright.tensor.movement import move
+from shardwright.tensor.types import REPLICATE
+
+__all__ = ["call_replicated"]
+
+# What these write to is not in what they return, and no version counter tells of it.
+_SILENT_WRITES = {"batch_norm": (1, 2), "instance_norm": (1, 2)}
+
+
+def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The result of a call on whole tensors, the same on every rank. What the call wrote to is written back."""
+    call = take_apart(func, args, kwargs)
+    mesh = call.tensors[0]._layout.mesh
+    targets = [Layout(mesh, [REPLICATE] * mesh.ndim, tensor._layout.shape) for tensor in call.tensors]
+    policy.check(name, [(tensor._layout, target) for tensor, target in zip(call.tensors, targets, strict=True)])
+    with no_torch_function():
+        whole = [move(tensor, tensor._layout, target) for tensor, target in zip(call.tensors, targets, strict=True)]
+        versions = [tensor._version for tensor in whole]
+        each = iter(whole)
+        plain_args, plain_kwargs = map_tensors(args, kwargs, lambda _: next(each))
+        result = func(*plain_args, **plain_kwargs)
+        silent = [args[i] for i in _SILENT_WRITES.get(name, ()) if i < len(args)]
+        for tensor, moved, version, target in zip(call.tensors, whole, versions, targets, strict=True):
+            written = moved._version != version or any(tensor is other for other in silent)
+            if written:
+                refuse_copied(name, tensor)
+            if written and moved is not tensor:
+                tensor.copy_(move(moved, target, tensor._layout))
+    returned = {id(moved): tensor for moved, tensor in zip(whole, call.tensors, strict=True)}
+    tagged = _tag(result, mesh, returned)
+    for tensor, moved in zip(call.tensors, whole, strict=True):
+        if moved is not tensor and tagged is not tensor:
+            mark_copied(tagged, name, sharing=moved)
+    return tagged
+
+
+def _tag(result: Any, mesh: Any, returned: dict[int, DTensorBase]) -> Any:
+    """Results as replicates; where the call returned an argument (in-place, `out=`), that argument itself."""
+    if isinstance(result, Tensor) and id(result) in returned:
+        return returned[id(result)]
+    layouts: list[Layout] = []
+
+    def count(value: Any) -> None:
+        if isinstance(value, Tensor):
+            layouts.append(Layout(mesh, [REPLICATE] * mesh.ndim, torch.Size(value.shape)))
+        elif isinstance(value, list | tuple):
+            for item in value:
+                count(item)
+
+    with no_torch_function():
+        count(result)
+    return tag_results(result, layouts, returned.values())

@@ -1,0 +1,186 @@
+"""Every torch function called with a DTensor arrives here, unless the cache answered before.
+
+In order: what DTensor answers itself; operators with a rule or a composition; functions written in Python, taken
+apart; everything else on replicated tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import InPlaceError
+from shardwright.layout import Layout
+from shardwright.tensor import engine, trace
+from shardwright.tensor.call import admit
+from shardwright.tensor.dispatch import call_by_rule
+from shardwright.tensor.fallback import call_replicated
+from shardwright.tensor.local import DTensorBase, disabled, tag
+from shardwright.tensor.randomness import refuse_plain_draws
+from shardwright.tensor.reenter import body_of
+from shardwright.tensor.refusals import refuse
+from shardwright.tensor.registry import canonical_name, operator
+from shardwright.tensor.reshape_in_place import RESHAPES, reshape_in_place
+from shardwright.tensor.rules.foreach import LISTS, call_on_lists
+from shardwright.tensor.types import REPLICATE
+
+__all__ = ["PASS_FUNCTIONS", "intercept"]
+
+# Answered by the local tensor alone, the same on every rank.
+PASS = frozenset(
+    (
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_contiguous",
+        "element_size",
+        "get_device",
+        "is_pinned",
+        "is_shared",
+        "is_inference",
+        "is_conj",
+        "is_neg",
+        "requires_grad_",
+        "retain_grad",
+        "dim_order",
+        "_is_view",
+        "_is_zerotensor",
+        "is_distributed",
+        "is_coalesced",
+        "register_post_accumulate_grad_hook",
+        "share_memory_",
+        "record_stream",
+        "is_tensor",
+        "has_names",
+        "_use_count",
+        "result_type",
+        "can_cast",
+        "_has_compatible_shallow_copy_type",
+        "__hash__",
+        "type_hint",
+        "_nested_tensor_size",
+        "_backward_hooks",
+        "data_ptr",
+        "untyped_storage",
+        "storage",
+        "_typed_storage",
+        "storage_offset",
+        "_dimI",
+        "_dimV",
+        "_has_symbolic_sizes_strides",
+    )
+)
+PASS_FUNCTIONS = frozenset(
+    function for name in PASS for place in (torch, Tensor) if (function := getattr(place, name, None)) is not None
+)
+
+
+def intercept(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The result of a torch function some of whose arguments are DTensors."""
+    name, inplace = canonical_name(func)
+    if name == "__get__" or name == "__set__":
+        return _attribute(func, args)
+    full = name + "_" * inplace
+    if full in PASS:
+        return disabled(func, types, args, kwargs)
+    own = _own_method(full)
+    if own is not None and args and isinstance(args[0], DTensorBase):
+        return own(*args, **kwargs)
+    if name == "backward" or name == "grad":
+        return getattr(engine, name)(*args, **kwargs)
+    if name in LISTS:
+        with trace.operation(name):
+            return call_on_lists(name, inplace, func, args, kwargs)
+    if not args and "input" in kwargs and "condition" not in kwargs:
+        kwargs = dict(kwargs)
+        args = (kwargs.pop("input"),)  # torch's name for the first argument
+    refuse(name, func)
+    if "axis" in kwargs or "keepdims" in kwargs:  # numpy's names, which torch takes as well
+        kwargs = {{"axis": "dim", "keepdims": "keepdim"}.get(key, key): value for key, value in kwargs.items()}
+    args, kwargs = admit(full, args, _numbers(kwargs))
+    if "out" in kwargs:
+        if kwargs["out"] is not None:
+            return _into(func, args, kwargs)
+        kwargs = {key: value for key, value in kwargs.items() if key != "out"}
+    return _call(name, inplace, func, args, kwargs)
+
+
+def _numbers(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments that torch reads as numbers, where they are given as tensors without dimensions."""
+    found = [k for k in ("alpha", "beta", "value") if isinstance(v := kwargs.get(k), Tensor) and v.ndim == 0]
+    return {**kwargs, **{key: kwargs[key].item() for key in found}} if found else kwargs
+
+
+def _call(name: str, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    op = operator(name)
+    with trace.operation(name) as record:
+        if inplace and name in RESHAPES:
+            return reshape_in_place(name, func, args[0], args[1:], kwargs)
+        if op is not None and not _is_spelled_otherwise(func, kwargs):
+            if op.composite is not None and not inplace:
+                result = op.composite(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            if op.rule is not None:
+                result = call_by_rule(op, inplace, func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+        body = body_of(func)
+        if body is not None:
+            return body(*args, **kwargs)
+        record.fell_back = True
+        return call_replicated(name, func, args, kwargs)
+
+
+def _is_spelled_otherwise(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a Python function means another operator than its name says: its body tells which.
+
+    `F.relu(x, inplace=True)` means `relu_`; `nn.init.normal_` means `Tensor.normal_` without gradients.
+    """
+    return bool(kwargs.get("inplace")) or getattr(func, "__module__", None) == "torch.nn.init"
+
+
+def _attribute(func: Any, args: Any) -> Any:
+    """A getter or setter: DTensor's own where it has one, else the local tensor's."""
+    attribute: Any = func.__self__
+    name: str = (attribute.fget if isinstance(attribute, property) else attribute).__name__  # type: ignore[union-attr]  # torch's properties have getters
+    refuse(name, None)
+    own = DTensorBase.concrete.__dict__.get(name)
+    if isinstance(own, property):
+        if func.__name__ == "__get__":
+            return own.fget(args[0])  # type: ignore[misc]  # DTensor's properties all have getters
+        if own.fset is not None:
+            return own.fset(*args)
+    return disabled(func, (), args, {})
+
+
+def _own_method(name: str) -> Callable[..., Any] | None:
+    own = DTensorBase.concrete.__dict__.get(name)
+    return own if callable(own) else None
+
+
+def _into(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`out=`: computed as ever, then written to the given tensors, which keep their layouts."""
+    out = kwargs.pop("out")
+    targets = out if isinstance(out, list | tuple) else (out,)
+    for target in targets:
+        if not isinstance(target, DTensorBase):
+            raise InPlaceError(f"{canonical_name(func)[0]}: `out` is a plain tensor, the result is a DTensor: give one")
+    refuse_plain_draws(canonical_name(func)[0])
+    result = func(*args, **kwargs)
+    results = result if isinstance(result, list | tuple) else (result,)
+    for target, value in zip(targets, results, strict=True):
+        if tuple(target.shape) != tuple(value.shape):
+            raise InPlaceError(
+                f"{canonical_name(func)[0]}: `out` {target._layout} has not the shape {tuple(value.shape)} of the "
+                "result: a DTensor is not resized"
+            )
+        if not isinstance(value, DTensorBase):  # torch.eye(3, out=x): made of numbers alone, the same on every rank
+            mesh = target._layout.mesh
+            value = tag(value, Layout(mesh, [REPLICATE] * mesh.ndim, value.shape))
+        with torch.no_grad():
+            target.copy_(value)
+    return out

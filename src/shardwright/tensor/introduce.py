@@ -1,0 +1,53 @@
+"""What torch is told of DTensor when `boundary` is imported: it keeps lists of the tensor types it knows.
+
+- `foreach` optimizers and gradient clipping take lists of tensors only of types they know. Without this they go
+  through parameters one by one, with a collective for each norm.
+- `torch.load` with `weights_only=True` calls only functions it was told are safe; `rebuild` is one.
+- `torch.compile` leaves out what it is told to: operators of DTensors stay eager, plain code around them is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+from torch import serialization
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.optim.optimizer import _foreach_supported_types as optimized
+from torch.utils._foreach_utils import _foreach_supported_types as clipped
+
+from shardwright.tensor import refusals
+from shardwright.tensor.local import DTensorBase
+
+__all__ = ["introduce"]
+
+
+def introduce(kind: type[DTensorBase], rebuild: Callable[..., Any]) -> None:
+    """Tells torch of DTensor and of what rebuilds one from a file, and puts the refusals in place.
+
+    Doing it twice changes nothing.
+    """
+    for known in (optimized, clipped):
+        if kind not in known:
+            known.append(kind)
+    serialization.add_safe_globals([rebuild])
+    for function in _functions_of(kind):
+        _leave_eager(function)
+    refusals.install()
+
+
+def _functions_of(kind: type) -> Iterator[FunctionType]:
+    """The methods of a class that are written in Python, getters and setters of its properties among them."""
+    for value in vars(kind).values():
+        found = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
+        yield from (function for function in found if isinstance(function, FunctionType))
+
+
+def _leave_eager(function: FunctionType) -> None:
+    """Has torch.compile call this function as it is, and look into nothing that runs below it.
+
+    `torch.compiler.disable` would do the same by a wrapper, which costs every eager call half a microsecond.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compiler.disable sets
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

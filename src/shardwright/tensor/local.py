@@ -1,0 +1,124 @@
+"""A DTensor *is* its local tensor, tagged with a layout: how the tag is put on, read and taken off.
+
+Tagging changes the class of a tensor object: no copy, no autograd node. So only objects nobody else holds may be
+tagged: fresh results. Everything else is aliased first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from shardwright import comm
+from shardwright.errors import InPlaceError
+from shardwright.layout import Layout, Region
+from shardwright.layout.layout import forget_plans
+
+__all__ = [
+    "DTensorBase",
+    "alias",
+    "disabled",
+    "layout_of",
+    "local_region",
+    "mark_copied",
+    "no_torch_function",
+    "refuse_copied",
+    "tag",
+    "tag_results",
+]
+
+comm.on_forget(forget_plans)  # plans know this process's rank
+
+disabled = torch._C._disabled_torch_function_impl
+no_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+class DTensorBase(Tensor):
+    """What the modules below `DTensor` know of it: a tensor with a layout. `DTensor` is the one concrete class."""
+
+    _layout: Layout
+    _copied: str  # set where the tensor looks like a view but is a copy: which operator made it
+    concrete: ClassVar[type[DTensorBase]]
+
+    def __init_subclass__(cls) -> None:
+        if cls.__base__ is DTensorBase:
+            DTensorBase.concrete = cls
+
+
+def layout_of(tensor: DTensorBase) -> Layout:
+    """The layout a tensor is tagged with."""
+    return tensor._layout
+
+
+def local_region(layout: Layout) -> Region:
+    """The region this process holds; an empty one at the origin where it is not in the mesh."""
+    rank = comm.rank()
+    if rank in layout.mesh:
+        return layout.region(rank)
+    return Region((0,) * layout.ndim, (0,) * layout.ndim)
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The same memory and history as a plain tensor object of its own."""
+    with no_torch_function():
+        return tensor.view_as(tensor)
+
+
+def tag(fresh: Tensor, layout: Layout) -> Any:
+    """A tensor object nobody else holds, as a DTensor."""
+    fresh.__class__ = DTensorBase.concrete
+    fresh._layout = layout  # type: ignore[attr-defined]  # it has just become one
+    return fresh
+
+
+def tag_results(result: Any, layouts: Sequence[Layout], inputs: Iterable[Tensor]) -> Any:
+    """A local call's result with its tensors tagged, in order; what is not a tensor is left as it is."""
+    if type(result) is Tensor:  # by far the most frequent: one new tensor
+        return tag(result, layouts[0])
+    given = {id(tensor) for tensor in inputs}
+    each = iter(layouts)
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            layout = next(each)
+            if id(value) in given or type(value) is not Tensor:
+                if isinstance(value, DTensorBase) and value._layout is layout:
+                    return value
+                value = alias(value)  # some functions return their input: it keeps its own layout
+            return tag(value, layout)
+        if isinstance(value, list | tuple):
+            items = [visit(item) for item in value]
+            if isinstance(value, list):
+                return items
+            return type(value)(items) if type(value) is tuple or hasattr(value, "n_fields") else type(value)(*items)
+        return value
+
+    return visit(result)
+
+
+def mark_copied(results: Any, operator: str, sharing: Tensor | None = None) -> None:
+    """Notes that results which look like views are copies (only those that share memory with a tensor, if given)."""
+    if isinstance(results, DTensorBase):
+        if sharing is None or _memory(results) == _memory(sharing):
+            results._copied = operator
+    elif isinstance(results, list | tuple):
+        for result in results:
+            mark_copied(result, operator, sharing)
+
+
+def _memory(tensor: Tensor) -> int:
+    with no_torch_function():
+        return int(tensor.untyped_storage()._cdata)
+
+
+def refuse_copied(name: str, target: DTensorBase) -> None:
+    """Refuses to write to what looks like a view but is a copy: the write would be lost."""
+    if "_copied" in target.__dict__:
+        raise InPlaceError(
+            f"{name}: this tensor looks like a view but is a copy, because {target._copied} of a sharded dimension "
+            "needed communication: write to the original tensor (x[i] = …, or through x[i:i+1], which is a view), or "
+            "take the view along a dimension that is not sharded"
+        )

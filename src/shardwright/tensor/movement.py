@@ -1,0 +1,97 @@
+"""Movements between layouts as autograd sees them: each one's backward applies the dual movement.
+
+The dual of a movement from `a` to `b` goes from `dual(b)` to `dual(a)`: that one line is the whole table of the
+gradient contract, and because the backward is a movement again, gradients of gradients are right too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright import comm
+from shardwright.errors import CommError, PartialGradientError
+from shardwright.layout import Layout, Partial
+from shardwright.tensor import divergence, trace
+from shardwright.tensor.redistribute import execute, local_shape, plan
+from shardwright.tensor.types import dual
+
+__all__ = ["differs", "move", "unaveraged"]
+
+
+def differs(source: Layout, target: Layout) -> bool:
+    """Whether anything must be done: placements on mesh dimensions of one rank make no difference."""
+    if source is target:
+        return False
+    if source.mesh is not target.mesh or source.order != target.order:
+        return True
+    return any(
+        a != b and ranks > 1
+        for a, b, ranks in zip(source.placements, target.placements, source.mesh.shape, strict=True)
+    )
+
+
+def move(local: Tensor, source: Layout, target: Layout) -> Tensor:
+    """The local tensor under `target`, differentiably. Call it where torch functions are not intercepted."""
+    if not differs(source, target):
+        return local
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        return _move(local, source, target)
+    scaled, summed = unaveraged(local, source)
+    for placement in summed.placements:
+        if isinstance(placement, Partial) and placement.op != "sum":
+            raise PartialGradientError(
+                f"{source} holds {placement}, which has no gradient: reduce it where no gradient is needed "
+                "(`x.detach().redistribute(...)`), or compute the reduction with torch.amax or torch.amin"
+            )
+    if not differs(summed, target):
+        return scaled
+    moved: Tensor = Move.apply(scaled, summed, target)  # type: ignore[no-untyped-call]  # torch's apply is untyped
+    return moved
+
+
+def unaveraged(local: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
+    """Averages as sums of shares, so that only sums are left to differentiate."""
+    share = 1.0
+    placements = list(layout.placements)
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Partial) and placement.op == "avg":
+            share /= layout.mesh.shape[mesh_dim]
+            placements[mesh_dim] = Partial("sum")
+    if share == 1.0 and tuple(placements) == layout.placements:
+        return local, layout
+    scaled = local if share == 1.0 else local * share
+    return scaled, layout.replace(placements=placements, order=layout.order)
+
+
+class Move(torch.autograd.Function):
+    """One movement, and its dual on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, source: Layout, target: Layout) -> Tensor:
+        ctx.source, ctx.target = source, target
+        return _move(local, source, target)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return move(gradient, dual(ctx.target), dual(ctx.source)), None, None
+
+
+def _move(local: Tensor, source: Layout, target: Layout) -> Tensor:
+    steps = plan(source, target, local.element_size())
+    if trace.current() is not None:
+        received = steps.received_bytes(comm.rank())
+        trace.note_movement(source, target, received, torch._C._current_graph_task_id() != -1)
+    if local.is_meta:
+        return torch.empty(local_shape(target, comm.rank()), dtype=local.dtype, device="meta")
+    divergence.compare_notes(source, target)
+    with torch.no_grad():
+        try:
+            moved = execute(steps, local)
+        except CommError as error:
+            raise divergence.post_mortem(source, target, error) from None
+    # An alias, never the input itself: autograd takes a returned input for "unchanged", and nobody may tag it.
+    # Otherwise memory of its own; a view of the buffer it came in would refuse to be written to in place.
+    return moved.view_as(moved) if moved is local else moved.data

@@ -1,0 +1,86 @@
+"""Random numbers in local tensors: which seed, which offset, which region, so that no layout shows in the values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright import comm
+from shardwright.errors import UnsupportedError
+from shardwright.layout import Layout, Mesh, Region
+from shardwright.tensor.local import local_region
+from shardwright.tensor.random import Key, tracker
+
+comm.on_forget(tracker.reset)  # another world has another past, which all its ranks share
+
+__all__ = ["fill_local", "next_key", "refuse_generator", "refuse_plain_draws", "scratch_seed"]
+
+
+def next_key(mesh: Mesh) -> Key:
+    """The seed and offset of the next random operator on this mesh, the same on all of its ranks.
+
+    Ranks communicate only at the first operator on the mesh after `torch.manual_seed` gave them a new seed: the seed of
+    the mesh's first rank then counts. After `shardwright.manual_seed` they never do.
+    """
+    return tracker.next_offset(agree_seed=partial(_agree, mesh), among=mesh)
+
+
+def _agree(mesh: Mesh, seed: int) -> int:
+    if mesh.size == 1 or comm.rank() not in mesh:
+        return seed
+    group = comm.subgroup(sorted(mesh.ranks))
+    said = comm.gather_bytes(str(seed).encode(), group=group, what="agreeing on the seed of torch.manual_seed")
+    return int(said[group.ranks.index(mesh.ranks[0])])
+
+
+def fill_local(
+    out: Tensor, layout: Layout, fill: Callable[..., Tensor], *, features: bool = False, **how: Any
+) -> Tensor:
+    """`out`, this rank's part of `layout`, filled with random numbers in place, as autograd sees it.
+
+    With `features`, the numbers are those of a tensor whose dimensions from the third on are 1.
+    """
+    if out.is_meta:
+        return out
+    key = next_key(layout.mesh)
+    region, shape = local_region(layout), layout.shape
+    if features:
+        ones = (1,) * (layout.ndim - 2)
+        region = Region((*region.offset[:2], *(0,) * len(ones)), (*region.size[:2], *ones))
+        shape = (*shape[:2], *ones)
+    if not (out.requires_grad and torch.is_grad_enabled()):
+        return fill(out, region, shape, key.seed, key.offset, **how)
+    return out.copy_(fill(torch.empty_like(out), region, shape, key.seed, key.offset, **how))
+
+
+@contextmanager
+def scratch_seed(mesh: Mesh) -> Iterator[None]:
+    """torch's own generators, seeded alike on every rank of the mesh while it lasts, and put back afterwards."""
+    key = next_key(mesh)
+    with torch.random.fork_rng():
+        # Far from any other operator's numbers: a step of an odd constant for each offset, modulo 2^63.
+        torch.manual_seed((key.seed + (key.offset + 1) * 0x9E3779B97F4A7C15) % 2**63)
+        yield
+
+
+def refuse_generator(name: str, generator: torch.Generator | None) -> None:
+    """Refuses a generator: it has a state of its own on every rank, and draws without knowing which part it fills."""
+    if generator is not None:
+        raise UnsupportedError(
+            f"{name}: argument 'generator' draws from a state that each rank has for itself, so the parts of a DTensor "
+            "would not fit together: leave it out, and seed with sw.manual_seed"
+        )
+
+
+def refuse_plain_draws(name: str) -> None:
+    """Refuses torch's random factories with a DTensor as `out`: they would draw each rank's own numbers."""
+    if name in ("normal", "rand", "randint", "randn", "randperm"):
+        raise UnsupportedError(
+            f"torch.{name} with a DTensor as 'out' draws each rank's own numbers: fill the tensor in place "
+            f"(x.uniform_(), x.normal_(), x.random_(low, high)), or make it with sw.{name}"
+        )

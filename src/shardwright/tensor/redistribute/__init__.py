@@ -1,0 +1,37 @@
+"""Redistribution: a plan from one layout to another, pure, and its execution on the ranks."""
+
+from shardwright.tensor.redistribute.execute import Moving, execute, local_shape, start
+from shardwright.tensor.redistribute.figures import Plan
+from shardwright.tensor.redistribute.groups import Groups, WorldGroups
+from shardwright.tensor.redistribute.plan import plan
+from shardwright.tensor.redistribute.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    ReduceScatter,
+    Scale,
+    Slice,
+    Step,
+    ToPartial,
+)
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Exchange",
+    "Groups",
+    "Moving",
+    "Plan",
+    "ReduceScatter",
+    "Scale",
+    "Slice",
+    "Step",
+    "ToPartial",
+    "WorldGroups",
+    "execute",
+    "local_shape",
+    "plan",
+    "start",
+]

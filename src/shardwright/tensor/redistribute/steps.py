@@ -1,0 +1,327 @@
+"""The steps a redistribution is made of: values that know their layouts before and after, and count what they move.
+
+Every figure is in elements and of one rank. A step concerns the ranks of its two meshes only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import ClassVar, final
+
+from shardwright.layout import Layout, Mesh
+from shardwright.tensor.redistribute.schedule import held, missing, schedule
+from shardwright.tensor.redistribute.slabs import largest_shard
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Exchange",
+    "ReduceScatter",
+    "Scale",
+    "Slice",
+    "Step",
+    "ToPartial",
+    "line",
+    "piece",
+    "volume",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Step(ABC):
+    """One step from the layout `before` to the layout `after`.
+
+    >>> from shardwright.layout import Replicate, Shard
+    >>> rows, whole = (Layout(Mesh((2,)), [p], (4, 6)) for p in (Shard(0), Replicate()))
+    >>> Slice(whole, rows).received(0), AllGather(rows, whole, (0,)).received(0)
+    (0, 12)
+    """
+
+    before: Layout
+    after: Layout
+    kind: ClassVar[str]
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks talk in it."""
+        return False
+
+    def received(self, rank: int) -> int:  # noqa: ARG002  a step that talks to nobody receives nothing
+        """How many elements this rank receives from others."""
+        return 0
+
+    def sent(self, rank: int) -> int:  # noqa: ARG002  likewise
+        """How many elements this rank sends to others."""
+        return 0
+
+    def load(self) -> int:
+        """An upper bound of what any rank lands, which all ranks agree on: it decides the number of rounds."""
+        return 0
+
+    def scratch(self, rank: int, rounds: int) -> int:  # noqa: ARG002  likewise
+        """How many elements are packed and landed beside the input and the output, in so many rounds."""
+        return 0
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """What it does, for people."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Slice(Step):
+    """Every rank takes a part of what it holds.
+
+    >>> from shardwright.layout import Replicate, Shard
+    >>> print(Slice(Layout(Mesh((2,)), [Replicate()], (4,)), Layout(Mesh((2,)), [Shard(0)], (4,))))
+    slice
+    """
+
+    kind: ClassVar[str] = "slice"
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+@dataclass(frozen=True, slots=True)
+class _Talk(Step):
+    """A step in which regions move as they are."""
+
+    @property
+    def communicates(self) -> bool:
+        return True
+
+    def load(self) -> int:
+        return max(largest_shard(self.before), largest_shard(self.after))
+
+    def received(self, rank: int) -> int:
+        return missing(self.before, self.after, rank)
+
+    def sent(self, rank: int) -> int:
+        return sum(message.volume for message in schedule(self.before, self.after, rank).sends)
+
+    def scratch(self, rank: int, rounds: int) -> int:
+        # A box that several peers want is packed once.
+        packed = {message.boxes: message.volume for message in schedule(self.before, self.after, rank).sends}
+        return -(-(sum(packed.values()) + self.received(rank)) // rounds)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AllGather(_Talk):
+    """Shards become whole along these mesh dimensions, all at once: no rank ever holds more than its target.
+
+    >>> from shardwright.layout import Replicate, Shard
+    >>> rows, whole = (Layout(Mesh((4,), ("dp",)), [p], (8,)) for p in (Shard(0), Replicate()))
+    >>> step = AllGather(rows, whole, (0,))
+    >>> print(step, step.received(0), step.sent(0))
+    all-gather over dp 6 6
+    """
+
+    mesh_dims: tuple[int, ...]
+    kind: ClassVar[str] = "all-gather"
+
+    def sent(self, rank: int) -> int:
+        peers = line(self.before.mesh, self.mesh_dims, rank)
+        return volume(self.before, rank) * (len(peers) - 1)
+
+    def scratch(self, rank: int, rounds: int) -> int:
+        return -(-(volume(self.before, rank) + volume(self.after, rank)) // rounds)
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {_labels(self.before.mesh, self.mesh_dims)}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AllToAll(_Talk):
+    """Shards along one tensor dimension become shards along another, within one mesh dimension.
+
+    >>> from shardwright.layout import Shard
+    >>> rows, columns = (Layout(Mesh((4,)), [Shard(dim)], (8, 8)) for dim in (0, 1))
+    >>> step = AllToAll(rows, columns, 0)
+    >>> print(step, step.received(0), step.sent(0))
+    all-to-all over 0 12 12
+    """
+
+    mesh_dim: int
+    kind: ClassVar[str] = "all-to-all"
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {self.before.mesh.label(self.mesh_dim)}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Exchange(_Talk):
+    """Exactly the missing regions move, point to point, between any two layouts on any two meshes.
+
+    >>> from shardwright.layout import Ragged, Shard
+    >>> even, ragged = (Layout(Mesh((2,)), [p], (8,)) for p in (Shard(0), Ragged(0, (1, 7))))
+    >>> Exchange(even, ragged).received(1)
+    3
+    """
+
+    kind: ClassVar[str] = "exchange"
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReduceScatter(Step):
+    """Addends become shards of their reduction along one mesh dimension: each rank gets the others' share of its own.
+
+    >>> from shardwright.layout import Partial, Shard
+    >>> addends, rows = (Layout(Mesh((4,)), [p], (8,)) for p in (Partial(), Shard(0)))
+    >>> step = ReduceScatter(addends, rows, 0, "sum")
+    >>> print(step, step.received(0), step.sent(0))
+    reduce-scatter(sum) over 0 6 6
+    """
+
+    mesh_dim: int
+    op: str
+    kind: ClassVar[str] = "reduce-scatter"
+
+    @property
+    def communicates(self) -> bool:
+        return True
+
+    def load(self) -> int:
+        others = self.before.mesh.shape[self.mesh_dim] - 1
+        return max(largest_shard(self.before), others * largest_shard(self.after))
+
+    def received(self, rank: int) -> int:
+        if rank not in self.before.mesh:
+            return 0
+        return volume(self.after, rank) * (self.before.mesh.shape[self.mesh_dim] - 1)
+
+    def sent(self, rank: int) -> int:
+        return volume(self.before, rank) - volume(self.after, rank)
+
+    def scratch(self, rank: int, rounds: int) -> int:
+        return -(-(volume(self.before, rank) + self.received(rank)) // rounds)
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.op}) over {self.before.mesh.label(self.mesh_dim)}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AllReduce(Step):
+    """Addends become their reduction on every rank: a reduce-scatter and an all-gather of the flattened tensor.
+
+    >>> from shardwright.layout import Partial, Replicate
+    >>> addends, whole = (Layout(Mesh((4,)), [p], (8,)) for p in (Partial(), Replicate()))
+    >>> step = AllReduce(addends, whole, (0,), "sum")
+    >>> print(step, step.received(0), step.sent(0))
+    all-reduce(sum) over 0 12 12
+    """
+
+    mesh_dims: tuple[int, ...]
+    op: str
+    kind: ClassVar[str] = "all-reduce"
+
+    @property
+    def communicates(self) -> bool:
+        return True
+
+    def load(self) -> int:
+        return largest_shard(self.before)
+
+    def received(self, rank: int) -> int:
+        if rank not in self.before.mesh:
+            return 0
+        peers = line(self.before.mesh, self.mesh_dims, rank)
+        whole = volume(self.before, rank)
+        mine = piece(whole, len(peers), peers.index(rank))
+        return (len(peers) - 1) * mine + whole - mine
+
+    def sent(self, rank: int) -> int:
+        return self.received(rank)
+
+    def scratch(self, rank: int, rounds: int) -> int:
+        # Packed and landed for the first half; in the second, the whole is landed.
+        return -(-2 * volume(self.before, rank) // rounds)
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.op}) over {_labels(self.before.mesh, self.mesh_dims)}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Scale(Step):
+    """Addends of an average become addends of a sum, or the other way round: each is multiplied by `factor`.
+
+    >>> from shardwright.layout import Partial
+    >>> average, total = (Layout(Mesh((4,)), [Partial(op)], (8,)) for op in ("avg", "sum"))
+    >>> print(Scale(average, total, Fraction(1, 4)))
+    scale by 1/4
+    """
+
+    factor: Fraction
+    kind: ClassVar[str] = "scale"
+
+    def __str__(self) -> str:
+        return f"{self.kind} by {self.factor}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ToPartial(Step):
+    """Values become addends along one mesh dimension: a shard is padded with the neutral element; of replicas one stays
+    and the others turn neutral, or all stay where that reduces to the same (`avg`, `max`, `min`, `band`, `bor`).
+
+    >>> from shardwright.layout import Partial, Replicate
+    >>> whole, addends = (Layout(Mesh((4,)), [p], (8,)) for p in (Replicate(), Partial()))
+    >>> print(ToPartial(whole, addends, 0, "sum"))
+    to partial(sum) over 0
+    """
+
+    mesh_dim: int
+    op: str
+    kind: ClassVar[str] = "to partial"
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.op}) over {self.before.mesh.label(self.mesh_dim)}"
+
+
+def volume(layout: Layout, rank: int) -> int:
+    """How many elements a rank holds; none where it is not in the mesh.
+
+    >>> from shardwright.layout import Replicate
+    >>> volume(Layout(Mesh((2,)), [Replicate()], (4, 6)), 1)
+    24
+    """
+    region = held(layout, rank)
+    return 0 if region is None else region.volume
+
+
+@lru_cache(maxsize=4096)
+def line(mesh: Mesh, mesh_dims: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """The ranks that differ from this one in these mesh dimensions only, itself included, ascending.
+
+    >>> line(Mesh((2, 2, 2)), (0, 2), 2)
+    (2, 3, 6, 7)
+    """
+    where = tuple(slice(None) if mesh_dim in mesh_dims else here for mesh_dim, here in enumerate(mesh.coordinate(rank)))
+    return tuple(sorted(mesh.array[where].reshape(-1).tolist()))
+
+
+def piece(extent: int, count: int, index: int) -> int:
+    """How long piece `index` is when `extent` elements are cut in `count`, as `torch.chunk` does.
+
+    >>> [piece(5, 4, index) for index in range(4)]
+    [2, 2, 1, 0]
+    """
+    chunk = -(-extent // count)
+    return max(0, min(chunk, extent - index * chunk))
+
+
+def _labels(mesh: Mesh, mesh_dims: tuple[int, ...]) -> str:
+    return ", ".join(mesh.label(mesh_dim) for mesh_dim in mesh_dims)

@@ -1,0 +1,116 @@
+"""Paths that would silently see the shard alone, refused with the reason and what to do instead.
+
+A DTensor *is* its local tensor, so whatever does not ask `__torch_function__` sees the shard. Where torch offers a
+hook, such a path is refused:
+
+- through `__torch_function__`: collectives of `torch.distributed` (functional ones included), dlpack, forward-mode
+  derivatives, sparse and mkldnn layouts, `as_subclass`;
+- through torch's hook on the registration of submodules: `DistributedDataParallel` and `DataParallel`, which would
+  write one rank's shard over the others';
+- `torch.func` offers no hook, and computes on shards without a word. So importing this package replaces the three
+  functions through which its transforms take hold of a tensor by ones that look at the tensor first. Nothing else of
+  torch is replaced.
+
+Where there is no hook, the shard is what you get, and you are told so here: `torch.tensor(d)`, `torch.Tensor(d)`,
+`plain.new_tensor(d)` (use `d.full_tensor()`), `torch.utils.dlpack.to_dlpack(d)`, `d.data_ptr()`,
+`d.untyped_storage()`, `torch.jit.trace`, `torch.export`, FSDP's own wrapping, modes of `__torch_dispatch__`.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import torch._functorch.eager_transforms
+import torch._functorch.vmap
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from shardwright.errors import UnsupportedError
+from shardwright.tensor.local import DTensorBase
+
+__all__ = ["as_subclass", "install", "refuse", "refuse_functional"]
+
+_DLPACK = "would export this rank's shard as if it were the tensor: export `x.to_local()`, or `x.full_tensor()`"
+_FORWARD = "(forward-mode derivatives) is not available for DTensors: use reverse mode, torch.autograd.grad"
+_DENSE = "is not available: the local tensors of a DTensor are dense. Use `x.full_tensor()`, or `x.to_local()`"
+_REASONS = {
+    **dict.fromkeys(("dlpack", "dlpack_device", "_to_dlpack", "to_dlpack"), _DLPACK),
+    "__cuda_array_interface__": _DLPACK,
+    **dict.fromkeys(("_make_dual", "_unpack_dual", "_fw_primal"), _FORWARD),
+    **dict.fromkeys(("to_sparse", "_to_sparse", "to_sparse_coo", "to_mkldnn"), _DENSE),
+    **dict.fromkeys((f"to_sparse_{kind}" for kind in ("csr", "csc", "bsr", "bsc")), _DENSE),
+    "as_subclass": "would drop the layout: use `x.to_local()` for this rank's part, `x.full_tensor()` for the whole",
+}
+_COLLECTIVES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"))
+
+
+def refuse(name: str, func: Any) -> None:
+    """Raises where an operator that reached `__torch_function__` cannot be done, or would see shards only."""
+    reason = _REASONS.get(name)
+    if reason is not None:
+        raise UnsupportedError(f"{name} of a DTensor {reason}")
+    home = getattr(func, "__module__", None) or ""
+    if home.startswith("torch.distributed") or getattr(func, "namespace", "") in _COLLECTIVES:
+        raise UnsupportedError(
+            f"{name} of a DTensor would combine shards as if they were whole tensors: say what you want with "
+            "`x.redistribute(placements=...)` or `x.full_tensor()`, or communicate `x.to_local()`"
+        )
+
+
+def as_subclass(tensor: DTensorBase, kind: type) -> None:
+    """`Tensor.as_subclass`, which does not ask `__torch_function__`."""
+    del tensor, kind
+    refuse("as_subclass", None)
+
+
+def refuse_functional(value: object, where: str) -> None:
+    """Raises for a tensor that a transform of torch.func has taken hold of."""
+    if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise UnsupportedError(f"{where}: a tensor inside a torch.func transform meets a DTensor there. {_FUNCTIONAL}")
+
+
+_FUNCTIONAL = (
+    "torch.func transforms drop the layout and would compute on this rank's shard alone: use torch.autograd.grad "
+    "for derivatives and batched operators for vmap, or transform a function of `x.full_tensor()`"
+)
+
+
+def _looking_first(original: Any) -> Any:
+    """The function, for everything but DTensors."""
+
+    @wraps(original)
+    def looking(value: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(value, DTensorBase):
+            raise UnsupportedError(f"torch.func of a DTensor {value._layout}: {_FUNCTIONAL}")
+        return original(value, *args, **kwargs)
+
+    return looking
+
+
+def _refuse_replicas(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Called by torch for every submodule that is registered anywhere."""
+    del name
+    if module is None or not isinstance(wrapper, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return
+    for key, parameter in module.named_parameters():
+        if isinstance(parameter, DTensorBase):
+            raise UnsupportedError(
+                f"{type(wrapper).__name__}: parameter {key!r} is a DTensor {parameter._layout}, whose shard it would "
+                "overwrite with another rank's: DTensors reduce their own gradients, so leave the wrapper out, and "
+                "spread the batch over the mesh with Shard(0)"
+            )
+
+
+def install() -> None:
+    """Puts the refusals that need a hook in place. Doing it twice changes nothing."""
+    for module, name in (
+        (torch._functorch.eager_transforms, "_wrap_tensor_for_grad"),
+        (torch._functorch.eager_transforms, "_maybe_wrap_functional_tensor"),
+        (torch._functorch.vmap, "_add_batch_dim"),
+    ):
+        original = getattr(module, name)
+        if not hasattr(original, "__wrapped__"):
+            setattr(module, name, _looking_first(original))
+    if _refuse_replicas not in nn.modules.module._global_module_registration_hooks.values():
+        register_module_module_registration_hook(_refuse_replicas)

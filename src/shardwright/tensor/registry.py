@@ -1,0 +1,154 @@
+"""Which rule an operator has, found by its canonical name.
+
+`torch.add`, `Tensor.add`, `Tensor.__radd__`, `Tensor.add_` and `torch.ops.aten.add.Tensor` are one operator, "add".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+if TYPE_CHECKING:  # the rules register themselves here: this module comes before them
+    from shardwright.tensor.rules.notation import Decided, Ways
+
+__all__ = [
+    "FAST",
+    "UNIFORM",
+    "Op",
+    "canonical_name",
+    "composite",
+    "mark_fast",
+    "mark_uniform",
+    "operator",
+    "rule",
+    "takes_numbers_by_type",
+]
+
+Rule: TypeAlias = "Callable[..., Ways | Decided | None]"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An operator that is known: a rule for its placements, or a composition of other operators."""
+
+    name: str
+    rule: Rule | None = None
+    composite: Callable[..., Any] | None = None
+    numbers_by_type: bool = False  # plain numbers are operands: their values do not change the plan
+
+
+OPERATORS: dict[str, Op] = {}
+UNIFORM: dict[Any, bool] = {}  # element by element: inputs of one layout give that layout; True: in place
+FAST: set[Any] = set()  # functions that always return one new tensor: their plans may be as short as a layout
+_by_function: dict[Any, tuple[str, bool]] = {}
+_by_type: dict[Any, bool] = {}
+
+# Python's operator protocol; reflected operands change nothing about placements, except in a quotient.
+_DUNDER = {"truediv": "div", "rtruediv": "rdiv", "floordiv": "floor_divide", "rfloordiv": "floor_divide"}
+_DUNDER |= {"rdiv": "rdiv", "mod": "remainder", "rmod": "remainder", "invert": "bitwise_not", "pos": "positive"}
+_DUNDER |= {"and": "bitwise_and", "rand": "bitwise_and", "or": "bitwise_or", "ror": "bitwise_or"}
+_DUNDER |= {"xor": "bitwise_xor", "rxor": "bitwise_xor", "lshift": "bitwise_left_shift"}
+_DUNDER |= {"rshift": "bitwise_right_shift", "rlshift": "bitwise_left_shift", "rrshift": "bitwise_right_shift"}
+_DUNDER |= {"radd": "add", "rsub": "sub", "rmul": "mul", "rpow": "pow", "rmatmul": "rmatmul"}
+_DUNDER |= {"iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_", "idiv": "div_"}
+_DUNDER |= {"ifloordiv": "floor_divide_", "imod": "remainder_", "ipow": "pow_", "iand": "bitwise_and_"}
+_DUNDER |= {"ior": "bitwise_or_", "ixor": "bitwise_xor_"}
+
+_ALIASES = {"subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "absolute": "abs"}
+_ALIASES |= {"negative": "neg", "greater": "gt", "less": "lt", "greater_equal": "ge", "less_equal": "le"}
+_ALIASES |= {"not_equal": "ne", "clip": "clamp", "fix": "trunc", "arccos": "acos", "arcsin": "asin"}
+_ALIASES |= {"arctan": "atan", "arccosh": "acosh", "arcsinh": "asinh", "arctanh": "atanh", "arctan2": "atan2"}
+_ALIASES |= {"concat": "cat", "concatenate": "cat", "swapaxes": "transpose", "swapdims": "transpose"}
+_ALIASES |= {"moveaxis": "movedim", "_softmax": "softmax", "_log_softmax": "log_softmax", "special_expit": "sigmoid"}
+_ALIASES |= {"special_exp2": "exp2", "special_erf": "erf", "special_erfc": "erfc", "special_softmax": "softmax"}
+_ALIASES |= {"special_log_softmax": "log_softmax", "special_log1p": "log1p", "special_expm1": "expm1"}
+_ALIASES |= {"special_logit": "logit", "special_round": "round", "special_sinc": "sinc", "special_digamma": "digamma"}
+
+
+def canonical_name(func: Any) -> tuple[str, bool]:
+    """An operator's name, and whether this spelling of it writes into its first argument."""
+    known = _by_function.get(func)
+    if known is None:
+        known = _by_function[func] = _canonical_name(func)
+    return known
+
+
+def _canonical_name(func: Any) -> tuple[str, bool]:
+    packet = getattr(func, "_overloadpacket", None)  # torch.ops.aten.add.Tensor
+    name: str = (packet or func).__name__
+    if name.startswith("__") and name.endswith("__"):
+        name = name[2:-2]
+        name = _DUNDER.get(name, name)
+        if name in {"get", "set", "getitem", "setitem", "len", "repr", "contains", "reversed"}:
+            return f"__{name}__", False
+    inplace = name.endswith("_") and not name.endswith("__")
+    name = name[:-1] if inplace else name
+    return _ALIASES.get(name, name), inplace
+
+
+def operator(name: str) -> Op | None:
+    """The operator of this canonical name, where one is known."""
+    return OPERATORS.get(name)
+
+
+def takes_numbers_by_type(func: Any) -> bool:
+    """Whether plain numbers given to this function are operands, whose values do not change the plan."""
+    known = _by_type.get(func)
+    if known is None:
+        op = operator(canonical_name(func)[0])
+        known = _by_type[func] = op is not None and op.numbers_by_type
+    return known
+
+
+def rule(*names: str, numbers_by_type: bool = False) -> Callable[[Rule], Rule]:
+    """Registers a rule: a function with the operator's own signature, called with `Operand`s for tensors.
+
+    It returns `Ways`, or `Decided`, or None where it has no answer (the operator then falls back).
+    """
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            known = OPERATORS.get(name, Op(name))  # a composition is asked first, whichever came first
+            OPERATORS[name] = Op(name, function, known.composite, numbers_by_type)
+        _by_type.clear()
+        return function
+
+    return register
+
+
+def composite(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers an operator written in terms of others, on DTensors; it returns NotImplemented to decline.
+
+    A rule of the same name is asked where the composition declines.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            known = OPERATORS.get(name, Op(name))
+            OPERATORS[name] = Op(name, known.rule, function, known.numbers_by_type)
+        return function
+
+    return register
+
+
+def mark_fast(*names: str) -> None:
+    """Says that these operators always return one new tensor, so that the dispatcher may take its shortest path."""
+    for name in names:
+        for place in (torch, torch.Tensor, torch.nn.functional, torch.special):
+            function = getattr(place, name, None)
+            if function is not None and not isinstance(function, FunctionType):
+                FAST.add(function)
+
+
+def mark_uniform(*names: str) -> None:
+    """Says that these operators work element by element: on inputs of one layout there is nothing to look up."""
+    for name in names:
+        for place in (torch, torch.Tensor):
+            for spelling, inplace in ((name, False), (f"{name}_", True)):
+                function = getattr(place, spelling, None)
+                if function is not None and not isinstance(function, FunctionType):
+                    UNIFORM[function] = inplace

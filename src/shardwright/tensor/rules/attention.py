@@ -1,0 +1,153 @@
+"""Attention: batch and heads are independent, queries too once the causal mask knows which rows it covers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import inf, prod
+from typing import Any
+
+import torch
+
+from shardwright.layout import Layout, Shard
+from shardwright.tensor.local import tag
+from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Way, Ways, index_ways
+from shardwright.tensor.types import REPLICATE
+
+__all__: list[str] = []
+
+HEADS, QUERIES = "heads", "queries"
+
+
+@rule("scaled_dot_product_attention")
+def _attention(
+    query: Operand,
+    key: Operand,
+    value: Operand,
+    attn_mask: Operand | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Ways:
+    """Keys and values are whole along their sequence and come to the queries."""
+    del dropout_p, scale
+    operands = [operand for operand in (query, key, value, attn_mask) if operand is not None]
+    above = -3 if enable_gqa else -2
+    spread = torch.broadcast_shapes(  # type: ignore[no-untyped-call]  # torch has no types here
+        *(operand.shape[:above] for operand in (query, key, value))
+    )
+    sizes = (*spread, *query.shape[above:-1], None)
+    names: list[Any] = [*range(len(sizes) - 3), HEADS, QUERIES, None][-len(sizes) :]
+
+    def labelled(operand: Operand, last: Labels) -> Labels:
+        own = operand.shape[: operand.ndim - len(last)]
+        places = names[len(names) - operand.ndim : len(names) - len(last)]
+        full = sizes[len(sizes) - operand.ndim : len(sizes) - len(last)]
+        grouped = enable_gqa and operand in (key, value)
+        return [
+            label if size == wanted or (grouped and label == HEADS) else None
+            for label, size, wanted in zip(places, own, full, strict=True)
+        ] + list(last)
+
+    ins = [labelled(query, [QUERIES, None]), labelled(key, [None, None]), labelled(value, [None, "features"])]
+    if attn_mask is not None:
+        ins.append(labelled(attn_mask, [None]))
+    at = index_ways(operands, ins, [[*names[:-1], "features"]], terms=[[2]])
+    if enable_gqa:
+        at = _in_proportion(at, operands[:3], key.shape[-3])
+    return Ways(at, run=partial(_local_attention, is_causal=is_causal))
+
+
+def _in_proportion(at: Callable[[int], list[Way]], operands: list[Operand], groups: int) -> Callable[[int], list[Way]]:
+    """Heads of queries and of keys may be cut together where every rank gets whole groups of both."""
+    mesh = operands[0].layout.mesh
+
+    def cuts_heads(operand: Operand, mesh_dim: int) -> bool:
+        placement = operand.layout.placements[mesh_dim]
+        return placement.is_shard() and placement.dim == operand.ndim - 3  # type: ignore[attr-defined]  # it cuts
+
+    def filtered(mesh_dim: int) -> list[Way]:
+        cutting = [m for m in range(mesh.ndim) if any(cuts_heads(operand, m) for operand in operands)]
+        divides = mesh_dim in cutting and groups % prod(mesh.shape[m] for m in cutting) == 0
+        heads = operands[0].ndim - 3
+        kept = []
+        for way in at(mesh_dim):
+            placement = way.ins[0]
+            if not placement.is_shard(heads) or (divides and isinstance(placement, Shard)):
+                kept.append(way)
+        return kept
+
+    return filtered
+
+
+def _local_attention(situation: Situation, is_causal: bool) -> Local | None:
+    """torch's own call, but for ranks with no query of theirs, and for rows of a causal mask that torch cannot know."""
+    layout = situation.ins[0]
+    region = layout.region(situation.rank)
+    is_empty = 0 in situation.outs[0].local_shape(situation.rank)
+    if not is_empty and not (is_causal and layout.cut_by(layout.ndim - 2)):
+        return None
+
+    def local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        named = [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
+        query, key, value, *mask = list(args) + named
+        scale, grouped = kwargs.get("scale"), kwargs.get("enable_gqa", False)
+        if is_empty:  # torch's would be no function of its inputs: every rank has the same graph
+            return _by_steps(query, key, value, mask[0] if mask else kwargs.get("attn_mask"), 0.0, scale, grouped)
+        rows = torch.arange(region.offset[-2], region.offset[-2] + region.size[-2], device=query.device)
+        seen = rows[:, None] >= torch.arange(key.shape[-2], device=query.device)
+        return func(query, key, value, seen, scale=scale, enable_gqa=grouped)
+
+    return local
+
+
+@composite("scaled_dot_product_attention")
+def _attention_dropped(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """With dropout, step by step: torch's own would drop by each rank's own numbers."""
+    if dropout_p == 0:
+        return NotImplemented
+    if is_causal:
+        attn_mask = _lower_triangle(query, key)
+    return _by_steps(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
+
+
+def _by_steps(
+    query: Any, key: Any, value: Any, mask: Any, dropout_p: float, scale: float | None, enable_gqa: bool
+) -> Any:
+    """Attention as it is defined, of DTensors or of local tensors."""
+    if enable_gqa:
+        key, value = (_repeated(x, query.shape[-3] // max(x.shape[-3], 1)) for x in (key, value))
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        scores = scores.masked_fill(mask.logical_not(), -inf) if mask.dtype is torch.bool else scores + mask
+        # A query that may look at nothing gets nothing, as torch has it.
+        blind = (scores.detach() == -inf).all(dim=-1, keepdim=True)
+        weights = torch.softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+    return torch.dropout(weights, dropout_p, dropout_p > 0) @ value
+
+
+def _repeated(heads: Any, times: int) -> Any:
+    """Every head `times` times, side by side."""
+    wider = heads.unsqueeze(-3)
+    return wider.expand(*wider.shape[:-3], times, *wider.shape[-2:]).flatten(-4, -3)
+
+
+def _lower_triangle(query: Any, key: Any) -> Any:
+    mesh, shape = query._layout.mesh, (query.shape[-2], key.shape[-2])
+    mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+    return tag(mask, Layout(mesh, [REPLICATE] * mesh.ndim, shape))

@@ -1,0 +1,97 @@
+"""Embedding: rows of a table by index. A rank that holds some of the rows looks up those, and the sum is the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import UnsupportedError
+from shardwright.tensor.fallback import call_replicated
+from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
+
+__all__ = ["check_range"]
+
+
+@rule("embedding")
+def _embedding(
+    weight: Operand,
+    indices: Operand,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    **functional: Any,
+) -> Ways | None:
+    if functional:
+        return None  # nn.functional's has more arguments, and its body calls torch's, which names the table first
+    _refuse_sparse("embedding", sparse)
+    batch = list(range(indices.ndim))
+    rows, columns = "rows", "columns"
+    # Frequencies are those of the whole batch, and a rank counts what it sees.
+    whole = {rows, *batch} if scale_grad_by_freq else set()
+    at = index_ways([weight, indices], [[rows, columns], batch], [[*batch, columns]], terms=[[0]], whole=whole)
+    return Ways(at, run=lambda situation: _rows(situation, weight.shape[0], padding_idx))
+
+
+def _refuse_sparse(name: str, sparse: bool) -> None:
+    if sparse:
+        raise UnsupportedError(
+            f"{name}: sparse=True asks for a sparse gradient, which a DTensor cannot hold: leave it out; the gradient "
+            "of a table sharded by rows is no larger than the shard"
+        )
+
+
+def _rows(situation: Situation, count: int, padding_idx: int) -> Local | None:
+    layout = situation.ins[0]
+    if not layout.cut_by(0):
+        return None
+    region = layout.region(situation.rank)
+    first, rows = region.offset[0], region.size[0]
+    padding = padding_idx - first if first <= padding_idx < first + rows else -1
+
+    def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        weight = args[0] if args else kwargs["weight"]
+        indices = args[1] if len(args) > 1 else kwargs["indices"]
+        check_range("embedding", indices, count)
+        if not rows:  # still a function of the table: every rank has the same graph
+            return weight.sum(0).expand(*indices.shape, -1).clone()
+        inside = (indices >= first) & (indices < first + rows)
+        found = torch.embedding(weight, torch.where(inside, indices - first, 0), padding)
+        return found.masked_fill(~inside.unsqueeze(-1), 0)
+
+    return local
+
+
+def check_range(name: str, indices: Tensor, count: int, ignored: int | None = None) -> None:
+    """Refuses indices that no rank holds, as torch does; on other devices than the CPU, torch's way: by assertion."""
+    fits = (indices >= 0) & (indices < count)
+    fits = fits if ignored is None else fits | (indices == ignored)
+    if indices.device.type != "cpu":
+        torch._assert_async(fits.all())
+    elif not fits.all():
+        raise IndexError(f"{name}: index {indices[~fits].flatten()[0].item()} is out of range for {count} of them")
+
+
+@rule("one_hot")
+def _one_hot(input: Operand, num_classes: int = -1) -> Ways:
+    labels: Labels = list(range(input.ndim))
+    return Ways(index_ways([input], [labels], [[*labels, None]]), shapes=((*input.shape, num_classes),))
+
+
+@composite("one_hot")
+def _one_hot_classes(input: Any, num_classes: int = -1) -> Any:
+    """Without a number of classes, it is the largest index that counts, wherever it is."""
+    if num_classes != -1:
+        return NotImplemented
+    return torch.nn.functional.one_hot(input, int(input.max().item()) + 1)
+
+
+@composite("embedding_bag")
+def _embedding_bag(*args: Any, **kwargs: Any) -> Any:
+    """On whole tensors, and nn.functional's in one piece: it makes plain offsets on its way."""
+    if not isinstance(kwargs.get("mode"), str):
+        return NotImplemented
+    _refuse_sparse("embedding_bag", kwargs.get("sparse", False))
+    return call_replicated("embedding_bag", torch.nn.functional.embedding_bag, args, kwargs)

@@ -1,0 +1,261 @@
+"""Lists of tensors in one call: `torch._foreach_*`, fused optimizers, the gradient scaler's check.
+
+Where the tensors at each place of the lists are laid out alike, one native call does for all of them. Elsewhere the
+list is taken apart, and each place goes through the ordinary operator. Norms of a whole list take one all-reduce for
+each set of ranks that shares tensors, however long the list is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardwright import comm
+from shardwright.errors import InPlaceError, TensorError
+from shardwright.layout import Layout
+from shardwright.tensor.local import DTensorBase, disabled, no_torch_function, tag
+from shardwright.tensor.redistribute.steps import line
+from shardwright.tensor.types import REPLICATE
+
+__all__ = ["LISTS", "LIST_FUNCTIONS", "call_on_lists"]
+
+Handler: TypeAlias = Callable[[str, bool, Any, list[Any], dict[str, Any]], Any]
+
+# Arguments that may also be given by name, in the order of torch's own signatures.
+_BY_NAME = (
+    *("self", "other", "tensors1", "tensor1", "tensor2", "exponent", "src", "mat2"),
+    *("scalar", "value", "scalars", "weight", "weights"),
+)
+
+
+def call_on_lists(name: str, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The result of a function over lists of tensors, DTensors among them; `name` is a key of `LISTS`."""
+    return LISTS[name](name.removeprefix("_foreach_"), inplace, func, list(args), kwargs)
+
+
+def _elementwise(name: str, inplace: bool, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    layouts = _common_layouts([*args, *kwargs.values()])
+    if layouts is None:
+        return _one_by_one(name, inplace, args, kwargs)
+    if inplace:
+        _refuse_copies(name, args[0])
+    result = disabled(func, (), tuple(args), kwargs)
+    if inplace:
+        return result
+    concrete = DTensorBase.concrete
+    for tensor, layout in zip(result, layouts, strict=True):
+        if layout is not None:
+            tensor.__class__ = concrete
+            tensor._layout = layout
+    return result
+
+
+def _common_layouts(values: Sequence[Any]) -> list[Layout | None] | None:
+    """The layout at each place of the lists, where all lists agree on it and the local call is the whole answer.
+
+    None stands for a plain tensor at that place in every list.
+    """
+    layouts: list[Layout | None] | None = None
+    scalars = []
+    for value in values:
+        if isinstance(value, list | tuple):
+            if value and not isinstance(value[0], Tensor):
+                continue  # one number for each
+            found = [getattr(tensor, "_layout", None) for tensor in value]
+            if layouts is None:
+                layouts = found
+            elif found != layouts:
+                return None
+        elif isinstance(value, Tensor):
+            scalars.append(value)
+    if layouts is None or any(layout is not None and layout.is_partial for layout in layouts):
+        return None
+    return layouts if all(_fits_anywhere(scalar, layouts) for scalar in scalars) else None
+
+
+def _fits_anywhere(scalar: Tensor, layouts: Sequence[Layout | None]) -> bool:
+    """Whether a tensor beside the lists is the same number on every rank that computes with it."""
+    if scalar.requires_grad and torch.is_grad_enabled():
+        return False
+    if not isinstance(scalar, DTensorBase):
+        return True
+    own = scalar._layout
+    meshes = {layout.mesh for layout in layouts if layout is not None} - {own.mesh}
+    return own.is_replicated and all(set(mesh.ranks) <= set(own.mesh.ranks) for mesh in meshes)
+
+
+def _one_by_one(name: str, inplace: bool, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Each place of the lists through the ordinary operator."""
+    given = args + [kwargs.pop(key) for key in _BY_NAME if key in kwargs]
+    if name in ("addcmul", "addcdiv") and len(given) == 4:
+        last = given.pop()
+        kwargs["value"] = last.tolist() if isinstance(last, Tensor) else last
+    count = next(len(value) for value in given if isinstance(value, list | tuple))
+
+    def at(value: Any, place: int) -> Any:
+        return value[place] if isinstance(value, list | tuple) else value
+
+    results = []
+    for place in range(count):
+        own = [at(value, place) for value in given]
+        own_kwargs = {key: at(value, place) for key, value in kwargs.items()}
+        results.append(_single(name, inplace)(*own, **own_kwargs))
+    return given[0] if inplace else tuple(results)
+
+
+def _single(name: str, inplace: bool) -> Callable[..., Any]:
+    """The ordinary operator of a `_foreach_` function."""
+    special = {"norm": torch.linalg.vector_norm, "powsum": _powsum}
+    if not inplace:
+        return special.get(name) or getattr(torch, name)  # type: ignore[no-any-return]  # torch's functions
+    method: Callable[..., Any] | None = getattr(Tensor, f"{name}_", None)
+    if method is not None:
+        return method
+    whole = getattr(torch, name)  # maximum_ and its like exist for lists only
+    return lambda target, *others: target.copy_(whole(target, *others))
+
+
+def _powsum(tensor: Tensor, ord: Any = 2, dtype: torch.dtype | None = None) -> Tensor:
+    return tensor.abs().pow(ord).sum(dtype=dtype)
+
+
+def _refuse_copies(name: str, targets: Sequence[Tensor]) -> None:
+    for target in targets:
+        if "_copied" in target.__dict__:
+            raise InPlaceError(
+                f"_foreach_{name}_: {target._layout} looks like a view but is a copy, because "  # type: ignore[attr-defined]  # it is one of ours
+                f"{target._copied} of a sharded dimension needed communication: write to the original tensor"  # type: ignore[attr-defined]  # likewise
+            )
+
+
+def _taken_apart(name: str, inplace: bool, _: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return _one_by_one(name, inplace, args, kwargs)
+
+
+def _norm(name: str, _: bool, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    tensors = list(kwargs.pop("self", None) or args.pop(0))
+    order, dtype = _order_and_dtype(*args, **kwargs)
+    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    partial = any(isinstance(tensor, DTensorBase) and tensor._layout.is_partial for tensor in tensors)
+    if differentiable or partial:
+        return _one_by_one(name, False, [tensors, order], {"dtype": dtype})
+    with no_torch_function():
+        results = _local_norms(func, tensors, order, dtype)
+        for ranks, places in _sharing(tensors).items():
+            reduced = _reduce_norms(torch.stack([results[place] for place in places]), ranks, order, name)
+            for place, norm in zip(places, reduced.unbind(), strict=True):
+                results[place] = norm
+    for place, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensorBase):
+            mesh = tensor._layout.mesh
+            results[place] = tag(results[place], Layout(mesh, [REPLICATE] * mesh.ndim, ()))
+    return tuple(results)
+
+
+def _order_and_dtype(ord: Any = 2, dtype: torch.dtype | None = None) -> tuple[float, torch.dtype | None]:
+    return float(ord), dtype
+
+
+def _local_norms(func: Any, tensors: list[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """Each shard's own norm; that of an empty one adds nothing to the others'."""
+    nothing = float("inf") if order < 0 else 0.0
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    norms = iter(func(filled, order, dtype=dtype) if filled else ())
+    results = []
+    for tensor in tensors:
+        if tensor.numel():
+            results.append(next(norms))
+        else:
+            kind = dtype or (tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype)
+            results.append(torch.full((), nothing, dtype=kind, device=tensor.device))
+    return results
+
+
+def _sharing(tensors: Sequence[Tensor]) -> dict[tuple[int, ...], list[int]]:
+    """Which places of the list are cut over which ranks, this one among them."""
+    shared: dict[tuple[int, ...], list[int]] = {}
+    rank = comm.rank()
+    for place, tensor in enumerate(tensors):
+        if not isinstance(tensor, DTensorBase) or rank not in tensor._layout.mesh:
+            continue
+        ranks = _cut_over(tensor._layout, rank)
+        if len(ranks) > 1:
+            shared.setdefault(ranks, []).append(place)
+    return shared
+
+
+def _cut_over(layout: Layout, rank: int) -> tuple[int, ...]:
+    """The ranks that hold the other pieces of what this rank holds a piece of; kept with the layout."""
+    known = layout.plans.get((_cut_over, rank))
+    if known is None:
+        cutting = tuple(m for m, placement in enumerate(layout.placements) if placement.is_shard())
+        known = layout.plans[_cut_over, rank] = tuple(sorted(line(layout.mesh, cutting, rank)))
+    return known
+
+
+def _reduce_norms(norms: Tensor, ranks: tuple[int, ...], order: float, name: str) -> Tensor:
+    """Norms of pieces → norms of the whole tensors, all of them by one all-reduce."""
+    group = comm.subgroup(ranks)
+    if order in (float("inf"), float("-inf")):
+        return comm.all_reduce(norms, group, op="max" if order > 0 else "min")
+    if order == 0 or name == "powsum":
+        return comm.all_reduce(norms, group)
+    powers = norms.double().pow(order)  # half precision would overflow
+    return comm.all_reduce(powers, group).pow(1.0 / order).to(norms.dtype)
+
+
+def _fused(name: str, _: bool, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """A whole optimizer step in one native call: everything about a parameter is laid out as the parameter is."""
+    layouts = [getattr(tensor, "_layout", None) for tensor in args[0]]
+    for layout in layouts:
+        if layout is not None and layout.is_partial:
+            raise TensorError(f"{name}_: a parameter {layout} is partial: redistribute it before it is trained")
+    for value in (*args[1:], *kwargs.values()):
+        if not isinstance(value, list | tuple):
+            continue
+        for place, tensor in enumerate(value):
+            layout = getattr(tensor, "_layout", None)
+            if layout is not layouts[place] and not (layout is None and tensor.ndim == 0):
+                raise TensorError(
+                    f"{name}_: parameter {place} is {layouts[place]}, its gradient or state {layout}: redistribute "
+                    "the state, or let the optimizer make it"
+                )
+    return disabled(func, (), tuple(args), kwargs)
+
+
+def _unscale(_: str, __: bool, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The gradient scaler's check: what one rank found in its shard, all ranks have found."""
+    gradients = kwargs.get("self", args[0] if args else ())
+    found: Tensor = kwargs["found_inf"] if "found_inf" in kwargs else args[1]
+    meshes = [tensor._layout.mesh for tensor in gradients if isinstance(tensor, DTensorBase)]
+    ranks = tuple(sorted({rank for mesh in dict.fromkeys(meshes) for rank in mesh.ranks}))
+    result = disabled(func, (), tuple(args), kwargs)
+    if comm.rank() in ranks:
+        with no_torch_function():
+            comm.all_reduce_(found, comm.subgroup(ranks), op="max")
+    return result
+
+
+_SPECIAL: dict[str, Handler] = {
+    "_foreach_norm": _norm,
+    "_foreach_powsum": _norm,
+    "_foreach_max": _taken_apart,
+    "_foreach_mm": _taken_apart,
+    "_amp_foreach_non_finite_check_and_unscale": _unscale,
+    **{f"_fused_{optimizer}": _fused for optimizer in ("adam", "adamw", "adagrad", "sgd")},
+}
+
+LISTS: dict[str, Handler] = {
+    **{name.removesuffix("_"): _elementwise for name in dir(torch) if name.startswith("_foreach_")},
+    **_SPECIAL,
+}
+
+LIST_FUNCTIONS = frozenset(
+    function
+    for name in LISTS
+    for spelled in (name, f"{name}_")
+    if (function := getattr(torch, spelled, None)) is not None
+)

@@ -1,0 +1,33 @@
+"""New tensors beside old ones: `*_like` keep the layout, `new_*` are replicated unless told otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwright.layout import Layout
+from shardwright.tensor.registry import rule
+from shardwright.tensor.rules.notation import Decided, Operand
+from shardwright.tensor.types import REPLICATE, settled
+
+__all__: list[str] = []
+
+
+@rule("zeros_like", "empty_like")
+def _zeros_like(input: Operand, **_: Any) -> Decided:
+    return Decided((input.layout,), (input.layout,))
+
+
+@rule("ones_like", "full_like", numbers_by_type=True)
+def _ones_like(input: Operand, *_: Any, **__: Any) -> Decided:
+    """Not zero: addends of a partial sum would add up to more than was said, so the result is whole."""
+    placements = [REPLICATE if p.is_partial() else p for p in settled(input.layout).placements]
+    return Decided((input.layout,), (input.layout.replace(placements=placements, order=input.layout.order),))
+
+
+@rule("new_zeros", "new_ones", "new_empty", "new_full")
+def _new(input: Operand, *size: Any, **kwargs: Any) -> Decided:
+    shape = kwargs.get("size", size[0] if size and isinstance(size[0], list | tuple) else None)
+    if shape is None:
+        shape = size
+    mesh = input.layout.mesh
+    return Decided((input.layout,), (Layout(mesh, [REPLICATE] * mesh.ndim, shape),))

@@ -1,0 +1,218 @@
+"""Normalisation: along whole dimensions a local call, along cut ones small sums of the activations, never a gather."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from shardwright.tensor import policy
+from shardwright.tensor.local import DTensorBase, no_torch_function, tag
+from shardwright.tensor.movement import move
+from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.rules.notation import Labels, Operand, Ways, index_ways
+from shardwright.tensor.types import REPLICATE
+
+__all__: list[str] = []
+
+
+def _cuts(input: DTensorBase, dims: Any) -> bool:
+    """Whether any of these dimensions is spread over several ranks."""
+    layout = input._layout
+    return any(layout.mesh.shape[mesh_dim] > 1 for dim in dims for mesh_dim in layout.cut_by(dim))
+
+
+def _wide(input: Any) -> Any:
+    """In the type that torch computes statistics in."""
+    return input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+
+
+def _completed(value: Any) -> Any:
+    """Partial sums made whole, at once and once, so that what they are subtracted from stays cut as it is."""
+    source = value._layout
+    if not source.is_partial:
+        return value
+    placements = [REPLICATE if placement.is_partial() else placement for placement in source.placements]
+    target = source.replace(placements=placements, order=source.order)
+    policy.check("mean", [(source, target)])
+    with no_torch_function():
+        return tag(move(value, source, target), target)
+
+
+def _moments(input: Any, dims: Any) -> tuple[Any, Any, Any]:
+    """What is left of the input without its mean, the mean, and the variance: each of the whole tensor."""
+    mean = _completed(input.mean(dim=dims, keepdim=True))
+    centred = input - mean
+    return centred, mean, _completed((centred * centred).mean(dim=dims, keepdim=True))
+
+
+def _scaled(normal: Any, weight: Any, bias: Any, dtype: torch.dtype) -> Any:
+    normal = normal if weight is None else normal * weight
+    normal = normal if bias is None else normal + bias
+    return normal.to(dtype)
+
+
+def _standardised(input: Any, dims: Any, eps: float) -> Any:
+    centred, _, var = _moments(input, dims)
+    return centred * torch.rsqrt(var + eps)
+
+
+def _leading(input: Operand, whole: int, *others: Operand | None) -> Ways:
+    """The last `whole` dimensions, and the other operands, are whole; what is before them may be cut."""
+    labels: Labels = [*range(input.ndim - whole), *[None] * whole]
+    rest = [other for other in others if other is not None]
+    ins: list[Labels] = [labels, *([None] * other.ndim for other in rest)]
+    return Ways(index_ways([input, *rest], ins, [labels]))
+
+
+@rule("layer_norm")
+def _layer_norm(
+    input: Operand,
+    normalized_shape: Any,
+    weight: Operand | None = None,
+    bias: Operand | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Ways:
+    del eps, cudnn_enable
+    return _leading(input, len(normalized_shape), weight, bias)
+
+
+@composite("layer_norm")
+def _layer_norm_cut(
+    input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any, **__: Any
+) -> Any:
+    dims = _normalized_dims(input, normalized_shape)
+    if dims is None:
+        return NotImplemented
+    return _scaled(_standardised(_wide(input), dims, eps), weight, bias, input.dtype)
+
+
+@rule("rms_norm")
+def _rms_norm(input: Operand, normalized_shape: Any, weight: Operand | None = None, eps: float | None = None) -> Ways:
+    del eps
+    return _leading(input, len(normalized_shape), weight)
+
+
+@composite("rms_norm")
+def _rms_norm_cut(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    dims = _normalized_dims(input, normalized_shape)
+    if dims is None:
+        return NotImplemented
+    wide = _wide(input)
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    return _scaled(wide * torch.rsqrt((wide * wide).mean(dim=dims, keepdim=True) + eps), weight, None, input.dtype)
+
+
+def _normalized_dims(input: Any, normalized_shape: Any) -> list[int] | None:
+    """The last dimensions, where they are cut and are what the caller says; else the rule or torch has the answer."""
+    size = tuple(normalized_shape)
+    if not isinstance(input, DTensorBase) or tuple(input.shape[input.ndim - len(size) :]) != size:
+        return None
+    dims = list(range(input.ndim - len(size), input.ndim))
+    return dims if _cuts(input, dims) else None
+
+
+@rule("group_norm")
+def _group_norm(
+    input: Operand,
+    num_groups: int,
+    weight: Operand | None = None,
+    bias: Operand | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Ways:
+    del num_groups, eps, cudnn_enabled
+    return _leading(input, input.ndim - 1, weight, bias)
+
+
+@composite("group_norm")
+def _group_norm_cut(
+    input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any, **__: Any
+) -> Any:
+    if input.ndim < 2 or not _cuts(input, range(1, input.ndim)) or input.shape[1] % num_groups:
+        return NotImplemented
+    groups = _wide(input).unflatten(1, (num_groups, input.shape[1] // num_groups))
+    normal = _standardised(groups, list(range(2, groups.ndim)), eps).flatten(1, 2)
+    return _scaled(normal, _along_channels(weight, input), _along_channels(bias, input), input.dtype)
+
+
+def _along_channels(value: Any, input: Any) -> Any:
+    """One number per channel, shaped to multiply the input."""
+    return None if value is None else value.reshape(-1, *[1] * (input.ndim - 2))
+
+
+@composite("batch_norm")
+def _batch_norm(*args: Any, **kwargs: Any) -> Any:
+    if len(args) + len(kwargs) != 9:
+        return NotImplemented  # nn.functional's: its body calls torch's, which has nine arguments in another order
+    return _batch_norm_everywhere(*args, **kwargs)
+
+
+def _batch_norm_everywhere(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    """Statistics of the whole batch, however it is cut. Composed, always: no schema tells what batch_norm writes to."""
+    del cudnn_enabled
+    wide, dims = _wide(input), [0, *range(2, input.ndim)]
+    if training or running_mean is None:
+        centred, mean, var = _moments(wide, dims)
+        if training:
+            _track(running_mean, mean, momentum, 1.0)
+            count = prod(input.shape[d] for d in dims)
+            _track(running_var, var, momentum, count / max(count - 1, 1))
+    else:
+        mean, var = _along_channels(running_mean, input), _along_channels(running_var, input)
+        centred = wide - mean
+    normal = centred * torch.rsqrt(var + eps)
+    return _scaled(normal, _along_channels(weight, input), _along_channels(bias, input), input.dtype)
+
+
+def _track(running: Any, now: Any, momentum: float, correction: float) -> None:
+    """Moves a running statistic towards the present one; it keeps its layout."""
+    if running is None:
+        return
+    with torch.no_grad():
+        running.mul_(1 - momentum).add_(
+            now.detach().reshape(running.shape).to(running.dtype), alpha=momentum * correction
+        )
+
+
+@composite("instance_norm")
+def _instance_norm(*args: Any, **kwargs: Any) -> Any:
+    if len(args) + len(kwargs) != 9:
+        return NotImplemented  # as batch_norm
+    return _instance_norm_everywhere(*args, **kwargs)
+
+
+def _instance_norm_everywhere(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    """Statistics of every image and channel; the running ones are their means over the whole batch."""
+    if not use_input_stats:
+        arguments = (input, weight, bias, running_mean, running_var, False, momentum, eps, cudnn_enabled)
+        return _batch_norm_everywhere(*arguments)
+    wide, dims = _wide(input), list(range(2, input.ndim))
+    centred, mean, var = _moments(wide, dims)
+    count = prod(input.shape[d] for d in dims)
+    _track(running_mean, mean.mean(dim=0), momentum, 1.0)
+    _track(running_var, var.mean(dim=0), momentum, count / max(count - 1, 1))
+    normal = centred * torch.rsqrt(var + eps)
+    return _scaled(normal, _along_channels(weight, input), _along_channels(bias, input), input.dtype)

@@ -1,0 +1,77 @@
+"""Operators whose random numbers torch draws itself: whole tensors, computed on every rank from one seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwright.layout import Layout
+from shardwright.tensor.call import tensors_in
+from shardwright.tensor.fallback import call_replicated
+from shardwright.tensor.local import DTensorBase, tag
+from shardwright.tensor.random import fill_uniform
+from shardwright.tensor.randomness import fill_local, refuse_generator, scratch_seed
+from shardwright.tensor.reenter import body_of
+from shardwright.tensor.registry import composite
+from shardwright.tensor.types import REPLICATE
+
+__all__: list[str] = []
+
+SEEDED = (
+    "_efficient_attention_forward",
+    "_flash_attention_forward",
+    "_fused_dropout",
+    "_sample_dirichlet",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_standard_gamma",
+    "binomial",
+    "gru",
+    "lstm",
+    "multinomial",
+    "native_dropout",
+    "poisson",
+    "rnn_relu",
+    "rnn_tanh",
+    "rrelu_with_noise",
+)
+
+
+def _seeded(name: str) -> None:
+    function = getattr(torch, name, None) or getattr(torch.ops.aten, name)
+
+    def compose(*args: Any, **kwargs: Any) -> Any:
+        refuse_generator(name, kwargs.get("generator"))
+        tensors = tensors_in([*args, *kwargs.values()])
+        with scratch_seed(next(tensor._layout.mesh for tensor in tensors if isinstance(tensor, DTensorBase))):
+            return call_replicated(name, function, args, kwargs)
+
+    composite(name)(compose)
+
+
+for _name in SEEDED:
+    _seeded(_name)
+
+
+def _fractional(name: str, dims: int) -> None:
+    """Fractional pooling in Python draws plain numbers: where its windows begin, per image and channel."""
+    body = body_of(getattr(torch.nn.functional, name))
+    assert body is not None
+
+    def compose(input: Any, *args: Any, _random_samples: Any = None, **kwargs: Any) -> Any:
+        if _random_samples is None:
+            mesh, images = input._layout.mesh, 1 if input.ndim == dims + 1 else input.shape[0]
+            layout = Layout(mesh, [REPLICATE] * mesh.ndim, (images, input.shape[-dims - 1], dims))
+            samples = torch.empty(layout.shape, dtype=input.dtype, device=input.device)
+            _random_samples = tag(fill_local(samples, layout, fill_uniform), layout)
+        return body(input, *args, _random_samples=_random_samples, **kwargs)
+
+    composite(name)(compose)
+
+
+_fractional("fractional_max_pool2d_with_indices", 2)
+_fractional("fractional_max_pool3d_with_indices", 3)

@@ -1,0 +1,261 @@
+"""Views and shapes: dimensions renamed, split, joined, added and dropped, on even and uneven shards alike."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwright.layout import Layout, Placement, Ragged, Shard
+from shardwright.tensor.registry import composite, mark_fast, rule
+from shardwright.tensor.rules.notation import Decided, Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.types import REPLICATE
+
+__all__ = ["evenly", "piece_sizes", "regroup"]
+
+
+def _relabel(input: Operand, out: Labels) -> Ways:
+    return Ways(index_ways([input], [list(range(input.ndim))], [out], terms=[[0]]), fresh=False)
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    """`x.view(2, 3)` and `x.view((2, 3))` are one."""
+    if len(values) == 1 and isinstance(values[0], list | tuple):
+        values = values[0]
+    return tuple(int(value) for value in values)
+
+
+@rule("permute")
+def _permute(input: Operand, *order: Any, dims: Any = None) -> Ways:
+    return _relabel(input, [input.dim(d) for d in _ints(order or dims)])
+
+
+@rule("transpose")
+def _transpose(input: Operand, dim0: int, dim1: int) -> Ways:
+    labels = list(range(input.ndim))
+    if labels:
+        a, b = input.dim(dim0), input.dim(dim1)
+        labels[a], labels[b] = labels[b], labels[a]
+    return _relabel(input, labels)
+
+
+@rule("t", "adjoint")
+def _t(input: Operand) -> Ways:
+    labels = list(range(input.ndim))
+    return _relabel(input, [*labels[:-2], *reversed(labels[-2:])])
+
+
+@rule("movedim")
+def _movedim(input: Operand, source: Any, destination: Any) -> Ways:
+    sources = [input.dim(d) for d in ([source] if isinstance(source, int) else source)]
+    places = [input.dim(d) for d in ([destination] if isinstance(destination, int) else destination)]
+    rest = iter(d for d in range(input.ndim) if d not in sources)
+    at = dict(zip(places, sources, strict=True))
+    return _relabel(input, [at[d] if d in at else next(rest) for d in range(input.ndim)])
+
+
+@rule("unsqueeze")
+def _unsqueeze(input: Operand, dim: int) -> Ways:
+    labels: list[Any] = list(range(input.ndim))
+    labels.insert(dim if dim >= 0 else dim + input.ndim + 1, None)
+    return _relabel(input, labels)
+
+
+@rule("squeeze")
+def _squeeze(input: Operand, dim: Any = None) -> Ways:
+    named = range(input.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    dropped = {input.dim(d) for d in named if input.ndim and input.shape[input.dim(d)] == 1}
+    ins: list[Any] = [None if d in dropped else d for d in range(input.ndim)]
+    at = index_ways([input], [ins], [[d for d in ins if d is not None]], terms=[[0]])
+
+    def run(_: Situation) -> Local:
+        # By number: a dimension that is 1 only in this shard must stay.
+        return lambda func, args, kwargs: args[0].squeeze(tuple(sorted(dropped)))
+
+    return Ways(at, run=run, fresh=False)
+
+
+@rule("expand")
+def _expand(input: Operand, *sizes: Any, size: Any = None, implicit: bool = False) -> Ways:
+    del implicit
+    wanted = _ints(sizes or size)
+    new = len(wanted) - input.ndim
+    ins: list[Any] = [d if wanted[new + d] in (-1, size) else None for d, size in enumerate(input.shape)]
+    out: list[Any] = [None] * new + [d if label is not None else None for d, label in enumerate(ins)]
+
+    def run(situation: Situation) -> Local:
+        local = situation.outs[0].local_shape(situation.rank)
+        return lambda func, args, kwargs: args[0].expand(local)
+
+    return Ways(index_ways([input], [ins], [out], terms=[[0]]), run=run, fresh=False)
+
+
+@composite("expand_as", "broadcast_to")
+def _expand_as(input: Any, other: Any) -> Any:
+    return input.expand(other.shape if isinstance(other, torch.Tensor) else other)
+
+
+@composite("broadcast_tensors")
+def _broadcast_tensors(*tensors: Any) -> Any:
+    given = list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], list | tuple) else list(tensors)
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in given))  # type: ignore[no-untyped-call]  # torch's stubs lack it
+    return tuple(tensor.expand(shape) for tensor in given)
+
+
+@rule("view", "reshape", "_unsafe_view", "view_copy")
+def _view(input: Operand, *sizes: Any, shape: Any = None, size: Any = None, dtype: Any = None) -> Decided | Ways | None:
+    if dtype is not None or (len(sizes) == 1 and isinstance(sizes[0], torch.dtype)):
+        return _view_dtype(input, dtype or sizes[0])
+    wanted = sizes or (shape if shape is not None else size)
+    return regroup(input, _resolve(_ints(wanted), input.shape))
+
+
+def _view_dtype(input: Operand, dtype: torch.dtype) -> Ways | None:
+    """The last dimension changes its size: it stays whole, unless the items are as large as before."""
+    labels: list[Any] = list(range(input.ndim))
+    if dtype.itemsize != input.dtype.itemsize and labels:
+        labels[-1] = None
+    return Ways(index_ways([input], [labels], [labels]), fresh=False)
+
+
+@rule("flatten")
+def _flatten(input: Operand, start_dim: int = 0, end_dim: int = -1) -> Decided:
+    if not input.ndim:
+        return regroup(input, (1,))
+    first, last = input.dim(start_dim), input.dim(end_dim)
+    return regroup(input, (*input.shape[:first], prod(input.shape[first : last + 1]), *input.shape[last + 1 :]))
+
+
+@rule("unflatten")
+def _unflatten(input: Operand, dim: int, sizes: Any) -> Decided:
+    place = input.dim(dim)
+    inner = _resolve(tuple(sizes), (input.shape[place],))
+    return regroup(input, (*input.shape[:place], *inner, *input.shape[place + 1 :]))
+
+
+@rule("ravel")
+def _ravel(input: Operand) -> Decided:
+    return regroup(input, (prod(input.shape),))
+
+
+@composite("view_as", "reshape_as")
+def _view_as(input: Any, other: Any) -> Any:
+    return input.reshape(other.shape) if tuple(input.shape) != tuple(other.shape) else NotImplemented
+
+
+@rule("view_as", "reshape_as")
+def _alias(input: Operand, other: Operand) -> Decided:
+    """Of the same shape: an alias, wherever the other is."""
+    return Decided(
+        (input.layout, other.layout),
+        (input.layout,),
+        run=lambda _: lambda func, args, kwargs: args[0].view_as(args[0]),
+        fresh=False,
+    )
+
+
+def _resolve(shape: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
+    if shape.count(-1) != 1:
+        return shape
+    known, total = prod(size for size in shape if size != -1), prod(old)
+    if known == 0 or total % known:
+        return shape  # torch says what is wrong with it
+    return tuple(total // known if size == -1 else size for size in shape)
+
+
+def regroup(input: Operand, shape: tuple[int, ...]) -> Decided:
+    """A view: within a group of dimensions that are joined or split, the leading one may be cut."""
+    torch.empty(input.shape, device="meta").view(shape)  # torch's own check, with global sizes, on every rank
+    leading = _leading_dims(input.shape, shape)
+    source = input.layout
+    placements_in: list[Placement] = list(source.placements)
+    placements_out: list[Placement] = list(source.placements)
+    for mesh_dim in source.order:
+        placement = source.placements[mesh_dim]
+        if not isinstance(placement, Shard | Ragged):
+            continue
+        fitted = _fit(source, mesh_dim, placement, leading, shape)
+        placements_in[mesh_dim], placements_out[mesh_dim] = fitted
+    ins = source.replace(placements=placements_in, order=source.order)
+    outs = Layout(source.mesh, placements_out, shape, source.order)
+
+    def run(situation: Situation) -> Local:
+        local = situation.outs[0].local_shape(situation.rank)
+        return lambda func, args, kwargs: args[0].view(local) if func.__name__ == "view" else args[0].reshape(local)
+
+    return Decided((ins,), (outs,), run=run, fresh=False)
+
+
+def _leading_dims(old: tuple[int, ...], new: tuple[int, ...]) -> dict[int, tuple[int, int, int]]:
+    """For each old dimension that may be cut: the new one it becomes, and how many elements one step of each is."""
+    leading: dict[int, tuple[int, int, int]] = {}
+    if 0 in old:
+        return {}
+    i = j = 0
+    while i < len(old) and j < len(new):
+        first, second, a, b = i, j, old[i], new[j]
+        while a != b:
+            if a < b:
+                i += 1
+                a *= old[i]
+            else:
+                j += 1
+                b *= new[j]
+        # Ones in front say nothing: the group begins where something is.
+        while first < i and old[first] == 1:
+            first += 1
+        while second < j and new[second] == 1:
+            second += 1
+        leading[first] = (second, prod(old[first + 1 : i + 1]), prod(new[second + 1 : j + 1]))
+        i, j = i + 1, j + 1
+    return leading
+
+
+def _fit(
+    source: Layout,
+    mesh_dim: int,
+    placement: Shard | Ragged,
+    leading: dict[int, tuple[int, int, int]],
+    shape: tuple[int, ...],
+) -> tuple[Placement, Placement]:
+    """Placements of input and output for one mesh dimension that cuts, the least movement first."""
+    if placement.dim not in leading:
+        return REPLICATE, REPLICATE
+    dim, old_step, new_step = leading[placement.dim]
+    # Elements per piece along the group, as it is cut now.
+    alone = source.cut_by(placement.dim) == (mesh_dim,)
+    ranks = source.mesh.shape[mesh_dim]
+    pieces = piece_sizes(source.shape[placement.dim], placement, ranks) * old_step
+    if not alone:
+        even = source.shape[placement.dim] * old_step == shape[dim] * new_step
+        cuts = int(np.prod([source.mesh.shape[m] for m in source.cut_by(placement.dim)]))
+        divides = source.shape[placement.dim] % cuts == 0 and shape[dim] % cuts == 0
+        return (placement, Shard(dim)) if even and divides and isinstance(placement, Shard) else (REPLICATE, REPLICATE)
+    if not (pieces % new_step).any():
+        return placement, evenly(dim, tuple((pieces // new_step).tolist()), shape[dim], ranks)
+    # Cut so that pieces hold whole steps of the new dimension: neighbours exchange a little.
+    wanted = piece_sizes(shape[dim], Shard(dim), ranks) * new_step
+    if not (wanted % old_step).any():
+        sizes = tuple((wanted // old_step).tolist())
+        return evenly(placement.dim, sizes, source.shape[placement.dim], ranks), Shard(dim)
+    return REPLICATE, REPLICATE
+
+
+def piece_sizes(size: int, placement: Shard | Ragged, ranks: int) -> Any:
+    """How long the pieces are into which a placement alone cuts a dimension, as an array."""
+    if isinstance(placement, Ragged):
+        return np.array(placement.sizes)
+    chunk = -(-size // ranks)
+    starts = np.minimum(np.arange(ranks) * chunk, size)
+    return np.minimum(chunk, size - starts)
+
+
+def evenly(dim: int, sizes: tuple[int, ...], size: int, ranks: int) -> Placement:
+    """`Shard` where that is what the sizes are, `Ragged` elsewhere."""
+    even = tuple(piece_sizes(size, Shard(dim), ranks).tolist())
+    return Shard(dim) if sizes == even else Ragged(dim, sizes)
+
+
+mark_fast("view", "transpose", "permute", "t", "unsqueeze", "expand")

@@ -1,0 +1,63 @@
+"""Softmax and its kin: along a whole dimension a local call, along a cut one two small reductions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwright.tensor.local import DTensorBase
+from shardwright.tensor.registry import composite, mark_fast, rule
+from shardwright.tensor.rules.notation import Operand, Ways, index_ways
+
+__all__: list[str] = []
+
+
+@rule("softmax", "log_softmax", "softmin")
+def _softmax(input: Operand, dim: int | None = None, *_: Any, **__: Any) -> Ways | None:
+    if dim is None:
+        return None
+    labels = list(range(input.ndim))
+    return Ways(index_ways([input], [labels], [labels], whole={input.dim(dim)}, reduction=None))
+
+
+def _is_cut(input: DTensorBase, dim: Any) -> bool:
+    layout = input._layout
+    return (
+        bool(layout.ndim)
+        and isinstance(dim, int)
+        and any(layout.mesh.shape[mesh_dim] > 1 for mesh_dim in layout.cut_by(dim % layout.ndim))
+    )
+
+
+def _shifted(input: Any, dim: int, dtype: Any) -> Any:
+    """The input less its maximum along a cut dimension: nothing overflows, and the gradient is the same."""
+    if isinstance(dtype, bool):  # aten's own _softmax: whether half precision becomes float
+        dtype = torch.float32 if dtype else None
+    input = input if dtype is None else input.to(dtype)
+    peak = input.detach().amax(dim=dim, keepdim=True)
+    return input - peak
+
+
+@composite("softmax")
+def _softmax_cut(input: Any, dim: Any = None, dtype: Any = None, **_: Any) -> Any:
+    if not _is_cut(input, dim):
+        return NotImplemented
+    powers = _shifted(input, dim, dtype).exp()
+    return powers / powers.sum(dim=dim, keepdim=True)
+
+
+@composite("log_softmax")
+def _log_softmax_cut(input: Any, dim: Any = None, dtype: Any = None, **_: Any) -> Any:
+    if not _is_cut(input, dim):
+        return NotImplemented
+    shifted = _shifted(input, dim, dtype)
+    return shifted - shifted.exp().sum(dim=dim, keepdim=True).log()
+
+
+@composite("softmin")
+def _softmin_cut(input: Any, dim: Any = None, dtype: Any = None, **_: Any) -> Any:
+    return torch.softmax(-input, dim, dtype) if _is_cut(input, dim) else NotImplemented
+
+
+mark_fast("softmax", "log_softmax")

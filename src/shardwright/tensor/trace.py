@@ -1,0 +1,213 @@
+"""Seeing it: every operator, movement and collective, with its bytes, its source line, and whether it was asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from shardwright import comm
+from shardwright.layout import Layout
+
+__all__ = [
+    "Movement",
+    "Operation",
+    "Trace",
+    "asked",
+    "current",
+    "doing",
+    "note_movement",
+    "on_trace",
+    "operation",
+    "source_line",
+    "trace",
+]
+
+
+@dataclass(slots=True)
+class Operation:
+    """One torch function called with DTensors.
+
+    >>> Operation("mul", "train.py:12").fell_back
+    False
+    """
+
+    name: str
+    where: str
+    fell_back: bool = False  # it had no rule: everything was replicated first
+
+
+@dataclass(slots=True)
+class Movement:
+    """One tensor brought from one layout to another.
+
+    >>> from shardwright import Layout, Mesh, Replicate, Shard
+    >>> rows, whole = (Layout(Mesh((2,)), [p], (4,)) for p in (Shard(0), Replicate()))
+    >>> Movement("mul", "train.py:12", rows, whole, received=8, requested=False).received
+    8
+    """
+
+    operation: str
+    where: str
+    source: Layout
+    target: Layout
+    received: int  # bytes this rank receives from others, as planned
+    requested: bool  # by the user, as opposed to needed by an operator
+    backward: bool = False
+
+
+@dataclass(slots=True)
+class Trace:
+    """What was recorded, in order: `operations`, `movements`, and the `collectives` they were made of.
+
+    >>> import shardwright as sw
+    >>> x = sw.ones(4, mesh=sw.init_device_mesh("cpu", (1,)), placements=[sw.Shard(0)])
+    >>> with sw.trace() as seen:
+    ...     y = (x * 2).sum()
+    >>> [operation.name for operation in seen.operations]
+    ['mul', 'sum']
+    """
+
+    events: list[Operation | Movement | comm.Transfer] = field(default_factory=list)
+
+    @property
+    def operations(self) -> list[Operation]:
+        """The torch functions called, in order."""
+        return [event for event in self.events if isinstance(event, Operation)]
+
+    @property
+    def movements(self) -> list[Movement]:
+        """The tensors moved, in order."""
+        return [event for event in self.events if isinstance(event, Movement)]
+
+    @property
+    def collectives(self) -> list[comm.Transfer]:
+        """The collectives this rank took part in, in order."""
+        return [event for event in self.events if isinstance(event, comm.Transfer)]
+
+    @property
+    def received(self) -> int:
+        """The bytes this rank received from others, or would, where nothing was really moved."""
+        collectives = self.collectives
+        return sum(c.received for c in collectives) if collectives else sum(m.received for m in self.movements)
+
+    def table(self) -> Table:
+        """A rich table: a row an operator, the movements it needed below it."""
+        table = Table(box=box.SIMPLE_HEAD)
+        for name, justify in (("operator", "left"), ("moves", "left"), ("bytes in", "right"), ("where", "left")):
+            table.add_column(name, justify=justify)  # type: ignore[arg-type]  # rich's own literals
+        for event in self.events:
+            if isinstance(event, Operation):
+                table.add_row(event.name, "everything replicated: no rule" if event.fell_back else "", "", event.where)
+            elif isinstance(event, Movement):
+                why = "asked for" if event.requested else "backward" if event.backward else f"for {event.operation}"
+                table.add_row("", f"{event.source} → {event.target} ({why})", f"{event.received:,}", event.where)
+        table.add_section()
+        table.add_row("", "bytes received by this rank", f"{self.received:,}", "")
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=160, force_terminal=False, highlight=False)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+
+_active: Trace | None = None  # of the process: autograd runs backward on threads of its own
+_operation: ContextVar[Operation | None] = ContextVar("shardwright_operation", default=None)
+_asked: ContextVar[bool] = ContextVar("shardwright_asked", default=False)
+
+
+@contextmanager
+def trace() -> Iterator[Trace]:
+    """Records every operator, movement and collective while it is open; print what it gives.
+
+    >>> import shardwright as sw
+    >>> with sw.trace() as seen:
+    ...     pass
+    >>> seen.received
+    0
+    """
+    global _active
+    outer, _active = _active, Trace()
+    _tell(True)
+    try:
+        with comm.listen(_active.events.append):
+            yield _active
+    finally:
+        _active = outer
+        _tell(outer is not None)
+
+
+_interested: list[Callable[[bool], None]] = []
+
+
+def on_trace(tell: Callable[[bool], None]) -> None:
+    """Has `tell` called when tracing begins (True) and ends (False)."""
+    _interested.append(tell)
+
+
+def _tell(on: bool) -> None:
+    for tell in _interested:
+        tell(on)
+
+
+def current() -> Trace | None:
+    """The trace that is open, if any."""
+    return _active
+
+
+@contextmanager
+def operation(name: str) -> Iterator[Operation]:
+    """Records one operator, and that what moves meanwhile moves for it."""
+    record = Operation(name, source_line() if _active is not None else "")
+    if _active is not None:
+        _active.events.append(record)
+    token = _operation.set(record)
+    try:
+        yield record
+    finally:
+        _operation.reset(token)
+
+
+@contextmanager
+def asked() -> Iterator[None]:
+    """Marks the movements inside as asked for by the user."""
+    token = _asked.set(True)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def note_movement(source: Layout, target: Layout, received: int, backward: bool) -> None:
+    """Records one movement, where a trace is open."""
+    if _active is None:
+        return
+    doing = _operation.get()
+    name, where = (doing.name, doing.where) if doing is not None else ("", source_line())
+    _active.events.append(Movement(name, where, source, target, received, _asked.get(), backward))
+
+
+def doing() -> str:
+    """The operator being run, or nothing."""
+    record = _operation.get()
+    return record.name if record is not None else ""
+
+
+def source_line() -> str:
+    """The line of the user's program that is being run: the nearest frame that is neither ours nor torch's."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("shardwright.", "torch.", "contextlib")) and module not in ("torch", "shardwright"):
+            return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"

@@ -1,0 +1,120 @@
+"""Asking a rule, through the choosing that dispatch uses: what it claims for given placements of the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from shardwright.errors import ShardwrightError, TensorError
+from shardwright.layout import Layout, Mesh, Placement
+from shardwright.tensor.choose import Impossible, choose
+from shardwright.tensor.registry import Rule
+from shardwright.tensor.rules.notation import Decided, Operand, Run, Way, Ways
+from shardwright.tensor.types import settled
+from shardwright.testing.proof.sample import Reference, Sample
+from shardwright.testing.proof.splitting import Mismatch
+
+__all__ = ["Answer", "Claim", "ask"]
+
+
+class Claim(NamedTuple):
+    """Inputs laid out so, run so on every rank, give outputs laid out so."""
+
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+    run: Run | None
+    fresh: bool  # and these are new tensors, never views of an input
+
+
+class Answer(NamedTuple):
+    """All that a rule claims when asked with some placements, and which claim takes the inputs as they are, if any."""
+
+    claims: tuple[Claim, ...]
+    taken: Claim | None
+
+
+def ask(
+    rule: Rule, sample: Sample, reference: Reference, placements: Sequence[Placement], ranks: int, known: set[Way]
+) -> Answer:
+    """What the rule claims for inputs placed so; `Mismatch` where the answer makes no sense.
+
+    Ways in `known`, which it adds to, are not claimed again, unless one takes the inputs as they are.
+    """
+    mesh = Mesh((ranks,))
+    operands = [
+        Operand(Layout(mesh, [placement], tensor.shape), tensor.dtype, asked)
+        for placement, tensor, asked in zip(placements, sample.tensors, reference.asks, strict=True)
+    ]
+    args, kwargs = sample.with_each(operands)
+    try:
+        answer = rule(*args, **kwargs)
+    except TensorError:
+        return Answer((), None)  # refused, with a reason
+    except Exception as error:  # whatever a rule raises for a call that torch takes is its fault
+        raise Mismatch(f"the rule raised {type(error).__name__}: {error}") from error
+    if answer is None:
+        return Answer((), None)
+    try:
+        claims = tuple(_claims(answer, operands, sample, reference, known))
+    except ShardwrightError as error:
+        raise Mismatch(f"the rule's layouts cannot be: {error}") from error
+    given = tuple(operand.layout for operand in operands)
+    taken = _taken(answer, operands, sample, reference, given)
+    return Answer(claims, taken)
+
+
+def _claims(
+    answer: Ways | Decided, operands: list[Operand], sample: Sample, reference: Reference, known: set[Way]
+) -> Iterator[Claim]:
+    if isinstance(answer, Decided):
+        found = [_claim(answer, answer.ins, answer.outs, operands)]
+    else:
+        ways = [way for way in dict.fromkeys(answer.at(0)) if way not in known]
+        known.update(ways)
+        found = [_claim(answer, *_choose(answer, [way], operands, reference), operands) for way in ways]
+    # In place, the target keeps its layout, or the dispatcher refuses.
+    yield from (claim for claim in found if not sample.inplace or settled(claim.ins[0]) is claim.outs[0])
+
+
+def _choose(
+    answer: Ways, ways: list[Way], operands: list[Operand], reference: Reference, unmoved: int | None = None
+) -> tuple[Sequence[Layout], Sequence[Layout]]:
+    shapes = tuple(tuple(out.shape) for out in reference.outs)
+    if answer.shapes is not None and answer.shapes != shapes:
+        raise Mismatch(f"the rule gives its outputs the shapes {answer.shapes}: they have {shapes}")
+    for way in ways:
+        if len(way.ins) != len(operands) or len(way.outs) != len(shapes):
+            raise Mismatch(
+                f"the way {way.ins} -> {way.outs} is for {len(way.ins)} inputs and {len(way.outs)} outputs: "
+                f"there are {len(operands)} and {len(shapes)}"
+            )
+    return choose(operands, replace(answer, at=lambda _: ways, unmoved=unmoved), shapes)
+
+
+def _claim(answer: Ways | Decided, ins: Sequence[Layout], outs: Sequence[Layout], operands: Sequence[Operand]) -> Claim:
+    # As dispatch does: without a gradient, entering is nothing.
+    needed = [layout if operand.grad else settled(layout) for operand, layout in zip(operands, ins, strict=True)]
+    return Claim(tuple(needed), tuple(outs), answer.run, answer.fresh)
+
+
+def _taken(
+    answer: Ways | Decided,
+    operands: list[Operand],
+    sample: Sample,
+    reference: Reference,
+    given: tuple[Layout, ...],
+) -> Claim | None:
+    if isinstance(answer, Decided):
+        claim = _claim(answer, answer.ins, answer.outs, operands)
+    else:
+        current = tuple(operand.layout.placements[0] for operand in operands)
+        if all(way.ins != current for way in answer.at(0)):
+            return None
+        try:
+            chosen = _choose(answer, answer.at(0), operands, reference, 0 if sample.inplace else None)
+        except Impossible:
+            return None
+        claim = _claim(answer, *chosen, operands)
+    keeps = not sample.inplace or claim.outs[0] is given[0]
+    return claim if keeps and tuple(settled(layout) for layout in claim.ins) == given else None

@@ -1,0 +1,99 @@
+"""Judging a claim: each simulated rank runs the local call on its part, forward and backward, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwright.layout import Layout, Partial
+from shardwright.tensor.rules.notation import Situation
+from shardwright.tensor.types import dual
+from shardwright.testing.proof.claims import Claim
+from shardwright.testing.proof.sample import Reference, Sample, gradients
+from shardwright.testing.proof.splitting import Mismatch, assemble, check_shapes, compare, split
+
+__all__ = ["judge"]
+
+DIFFERENTIABLE = ("sum", "avg")
+
+
+def judge(sample: Sample, reference: Reference, claim: Claim, values: bool) -> None:
+    """`Mismatch` with the numbers where the claim is not true of the sample; `values=False` compares shapes alone."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [tensor.detach() for tensor in sample.tensors]
+    ranks = claim.ins[0].mesh.size
+    parts = [split(tensor, layout, generator) for tensor, layout in zip(whole, claim.ins, strict=True)]
+    leaves = [
+        [part[rank].clone().requires_grad_(asked) for part, asked in zip(parts, reference.asks, strict=True)]
+        for rank in range(ranks)
+    ]
+    outs = [_run(sample, claim, leaves[rank], rank) for rank in range(ranks)]
+    for number, expected in enumerate(reference.outs):
+        what = f"output {number}"
+        found = [out[number].detach() for out in outs]
+        if values:
+            compare(assemble(found, claim.outs[number], what), expected, what)
+            continue
+        check_shapes(found, claim.outs[number], what)
+        if found[0].dtype != expected.dtype:
+            raise Mismatch(f"{what}: {found[0].dtype} instead of {expected.dtype}")
+    if any(reference.asks) and values:
+        _judge_gradients(reference, claim, leaves, outs)
+
+
+def _run(sample: Sample, claim: Claim, leaves: Sequence[Tensor], rank: int) -> list[Tensor]:
+    try:
+        local = claim.run(Situation(claim.ins, claim.outs, rank)) if claim.run is not None else None
+        # Leaves that require grad may not be written to, and views of them are told from results by their memory.
+        given = [leaf.clone() for leaf in leaves]
+        outs = sample.call(given, local)
+    except Exception as error:  # whatever the local call raises is a fault of the rule
+        raise Mismatch(f"the local call on rank {rank} raised {type(error).__name__}: {error}") from error
+    if len(outs) != len(claim.outs):
+        raise Mismatch(f"the local call on rank {rank} gave {len(outs)} tensors, the rule says {len(claim.outs)}")
+    if claim.fresh and not sample.inplace and any(_shares(out, tensor) for out in outs for tensor in given):
+        raise Mismatch(f"output on rank {rank} is a view of an input, and the rule says that it is fresh")
+    return outs
+
+
+def _shares(out: Tensor, tensor: Tensor) -> bool:
+    return bool(out.numel()) and out.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
+def _judge_gradients(
+    reference: Reference, claim: Claim, leaves: Sequence[Sequence[Tensor]], outs: Sequence[Sequence[Tensor]]
+) -> None:
+    """Seeds of the dual type in, gradients of the dual type out."""
+    seeds = [
+        None if seed is None else _seeds(seed, layout, number)
+        for number, (seed, layout) in enumerate(zip(reference.seeds, claim.outs, strict=True))
+    ]
+    found = []
+    for rank, (mine, given) in enumerate(zip(outs, leaves, strict=True)):
+        here = [None if seed is None else seed[rank] for seed in seeds]
+        try:
+            found.append(gradients(mine, here, given))
+        except RuntimeError as error:
+            raise Mismatch(f"the backward pass on rank {rank} raised: {error}") from error
+    for number, expected in enumerate(reference.gradients):
+        if expected is None:
+            continue
+        layout = claim.ins[number]
+        parts = [gradient[number] for gradient in found]
+        own = [part * _mean_of(layout) for part in parts if part is not None]
+        what = f"gradient of input {number}, laid out {dual(layout).placements[0]}"
+        compare(assemble(own, dual(layout), what), expected, what)
+
+
+def _seeds(seed: Tensor, layout: Layout, number: int) -> list[Tensor]:
+    (placement,) = layout.placements
+    if isinstance(placement, Partial) and placement.op not in DIFFERENTIABLE:
+        raise Mismatch(f"output {number} is {placement}, which has no gradient, where one is asked for")
+    return [part / _mean_of(layout) for part in split(seed, dual(layout), torch.Generator())]
+
+
+def _mean_of(layout: Layout) -> int:
+    """How many addends an average is the mean of: each has that share of the gradient."""
+    return layout.mesh.size if layout.placements[0].is_partial("avg") else 1

@@ -1,0 +1,99 @@
+"""A call to prove: a function, its arguments, and which tensors are in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.tensor.rules.notation import Local
+
+__all__ = ["Reference", "Sample", "refer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A call on whole tensors, to be made again with others in their place."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inplace: bool
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments, in order."""
+        return list(tensors_in((*self.args, *self.kwargs.values())))
+
+    def asks(self) -> tuple[bool, ...]:
+        """Which tensors a gradient is asked for: those that require one, or all that can where none does."""
+        tensors = self.tensors
+        if any(tensor.requires_grad for tensor in tensors):
+            return tuple(tensor.requires_grad for tensor in tensors)
+        return tuple(tensor.dtype.is_floating_point or tensor.dtype.is_complex for tensor in tensors)
+
+    def with_each(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments with these in place of the tensors."""
+        each = iter(values)
+
+        def visit(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return next(each)
+            return type(value)(visit(item) for item in value) if type(value) in (list, tuple) else value
+
+        return [visit(value) for value in self.args], {name: visit(value) for name, value in self.kwargs.items()}
+
+    def call(self, tensors: Sequence[Tensor], local: Local | None = None) -> list[Tensor]:
+        """The tensors that the call gives with these arguments; written to in place, the first of them."""
+        args, kwargs = self.with_each(tensors)
+        result = self.func(*args, **kwargs) if local is None else local(self.func, args, kwargs)
+        return [tensors[0]] if self.inplace else list(tensors_in((result,)))
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """The tensors in nested arguments or results, in order; named tuples are tuples here."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What the operator gives on whole tensors; seeds of a backward pass (None: no gradient), and its gradients."""
+
+    asks: tuple[bool, ...]
+    outs: list[Tensor]
+    seeds: list[Tensor | None]
+    gradients: list[Tensor | None]
+
+
+def refer(sample: Sample, asks: tuple[bool, ...], randn: Callable[[Tensor], Tensor]) -> Reference | None:
+    """The call on whole tensors; None where gradients are asked for and torch has none."""
+    leaves = [tensor.detach().clone().requires_grad_(asked) for tensor, asked in zip(sample.tensors, asks, strict=True)]
+    outs = sample.call([leaf.clone() for leaf in leaves])  # leaves that require grad may not be written to
+    seeds = [randn(out) if out.requires_grad else None for out in outs]
+    try:
+        found = gradients(outs, seeds, leaves)
+    except (NotImplementedError, RuntimeError) as error:
+        if "not implemented" in str(error) or "does not support" in str(error):
+            return None
+        raise
+    if any(asks) and not any(seed is not None for seed in seeds):
+        return None
+    return Reference(asks, [out.detach() for out in outs], seeds, found)
+
+
+def gradients(outs: Sequence[Tensor], seeds: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients of the leaves that ask for one: zeros where nothing reaches them."""
+    roots = [(out, seed) for out, seed in zip(outs, seeds, strict=True) if out.requires_grad and seed is not None]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    found: list[Tensor | None] = [None] * len(wanted)
+    if roots and wanted:
+        found = list(torch.autograd.grad([r[0] for r in roots], wanted, [r[1] for r in roots], allow_unused=True))
+    each = iter(torch.zeros_like(w) if f is None else f for f, w in zip(found, wanted, strict=True))
+    return [next(each) if leaf.requires_grad else None for leaf in leaves]

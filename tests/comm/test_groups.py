@@ -1,0 +1,31 @@
+"""Groups are made by their members alone."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwright import comm
+from shardwright.testing import run_ranks
+
+
+def test_members_with_different_pasts_make_a_group_together() -> None:
+    """Ranks 0 and 1 make one, then 1 and 2, then 0 and 2: each has made another number before."""
+
+    def work() -> list[float]:
+        me = comm.rank()
+        mine = [ranks for ranks in ((0, 1), (1, 2), (0, 2), (0, 1, 2)) if me in ranks]
+        return [comm.all_reduce(torch.tensor(float(me)), comm.subgroup(ranks)).item() for ranks in mine]
+
+    assert run_ranks(3, work, timeout=30) == [[1.0, 2.0, 3.0], [1.0, 3.0, 3.0], [3.0, 2.0, 3.0]]
+
+
+def test_a_group_is_made_again_after_it_was_forgotten() -> None:
+    def work() -> list[float]:
+        sums = []
+        for _ in range(2):
+            if comm.rank() < 2:
+                sums.append(comm.all_reduce(torch.ones(()), comm.subgroup((0, 1))).item())
+            comm.forget()
+        return sums
+
+    assert run_ranks(3, work, timeout=30) == [[2.0, 2.0], [2.0, 2.0], []]

@@ -1,0 +1,196 @@
+"""What a plan is made of: the right collective where there is one, figures that can be read, and no growth."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from shardwright.errors import ArgumentTypeError, LayoutError
+from shardwright.layout import Layout, Mesh, Partial, Placement, Ragged, Region, Replicate, Shard
+from shardwright.tensor.redistribute import Plan, execute, plan
+from shardwright.tensor.redistribute import schedule as schedule_module
+from shardwright.tensor.redistribute.neutral import neutral
+from shardwright.tensor.redistribute.schedule import schedule
+from shardwright.tensor.redistribute.slabs import cut
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+SHAPE = (8, 12)
+
+
+def moving(mesh: Mesh, source: list[Placement], target: list[Placement], shape: tuple[int, ...] = SHAPE) -> Plan:
+    return plan(Layout(mesh, source, shape), Layout(mesh, target, shape), 4)
+
+
+def kinds(steps: Plan) -> list[str]:
+    return [step.kind for step in steps.steps]
+
+
+ONE, TWO = Mesh((4,)), Mesh((2, 2))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "source", "target", "expected"),
+    [
+        (ONE, [S0], [S0], []),
+        (ONE, [R], [S0], ["slice"]),
+        (ONE, [S0], [R], ["all-gather"]),
+        (ONE, [S0], [S1], ["all-to-all"]),
+        (ONE, [P], [S1], ["reduce-scatter"]),
+        (ONE, [P], [R], ["all-reduce"]),
+        (ONE, [P], [Ragged(0, (1, 0, 5, 2))], ["reduce-scatter"]),
+        (ONE, [Partial("avg")], [P], ["scale"]),
+        (ONE, [R], [P], ["to partial"]),
+        (ONE, [S0], [P], ["to partial"]),
+        (ONE, [Partial("max")], [P], ["reduce-scatter", "to partial"]),
+        (ONE, [Ragged(0, (1, 0, 5, 2))], [R], ["all-gather"]),
+        (ONE, [Ragged(0, (1, 0, 5, 2))], [S0], ["exchange"]),
+        (TWO, [S0, S0], [R, R], ["all-gather"]),
+        (TWO, [S0, S1], [R, R], ["all-gather"]),
+        (TWO, [P, P], [R, R], ["all-reduce"]),
+        (TWO, [P, P], [S0, S0], ["reduce-scatter", "reduce-scatter"]),
+        (TWO, [P, P], [S0, R], ["reduce-scatter", "all-reduce"]),
+        (TWO, [P, S0], [P, R], ["all-gather"]),
+        (TWO, [S0, R], [R, S1], ["slice", "all-gather"]),
+        (TWO, [P, S0], [R, S1], ["all-to-all", "all-reduce"]),
+        (TWO, [S0, R], [R, S0], ["exchange"]),
+        (TWO, [S0, S1], [S1, S0], ["exchange"]),
+        (Mesh((1, 4)), [P, S0], [S1, S0], []),
+    ],
+    ids=str,
+)
+def test_a_pattern_becomes_its_collective(
+    mesh: Mesh, source: list[Placement], target: list[Placement], expected: list[str]
+) -> None:
+    assert kinds(moving(mesh, source, target)) == expected
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 5])
+def test_a_reduction_receives_the_bytes_of_a_reduce_scatter(ranks: int) -> None:
+    mesh, shape = Mesh((ranks,)), (11, 3)
+    rows = [len(piece) for piece in torch.arange(11).chunk(ranks)] + [0] * ranks
+    flat = [len(piece) for piece in torch.arange(33).chunk(ranks)] + [0] * ranks
+    for rank in range(ranks):
+        assert moving(mesh, [P], [S0], shape).received_bytes(rank) == 4 * (ranks - 1) * rows[rank] * 3
+        assert moving(mesh, [P], [R], shape).received_bytes(rank) == 4 * ((ranks - 2) * flat[rank] + 33)
+
+
+def test_two_reductions_to_replicas_cost_one_all_reduce_of_all_ranks() -> None:
+    assert moving(TWO, [P, P], [R, R]).received_bytes(0) == 2 * 3 * (8 * 12 * 4) // 4
+
+
+def test_meshes_that_differ_in_names_only_are_one() -> None:
+    source = Layout(Mesh((4,)), [S0], SHAPE)
+    assert kinds(plan(source, Layout(Mesh((4,), ("dp",)), [R], SHAPE), 4)) == ["all-gather"]
+
+
+def test_the_same_regions_on_a_mesh_of_another_shape_do_not_move() -> None:
+    assert kinds(plan(Layout(ONE, [S0], SHAPE), Layout(TWO, [S0, S0], SHAPE), 4)) == []
+
+
+def test_replicas_serve_equally_many() -> None:
+    source = Layout(Mesh((4,)), [R], SHAPE)
+    target = Layout(Mesh((8,), None, range(4, 12)), [S0], SHAPE)
+    assert [len(schedule(source, target, rank).sends) for rank in range(4)] == [2, 2, 2, 2]
+
+
+def test_a_plan_prints_its_steps_bytes_memory_and_time() -> None:
+    mesh = Mesh((2, 4), ("dp", "tp"))
+    source = Layout(mesh, [P, S0], (1024, 512))
+    assert str(plan(source, source.replace(placements=[S0, S1]), 4)) == (
+        "[1024, 512] (dp: P(sum), tp: S(0)) → [1024, 512] (dp: S(0), tp: S(1)), 4 bytes per element\n"
+        "step                             becomes                     received    time\n"
+        "1  reduce-scatter(sum) over dp   (dp: S(0)@1, tp: S(0)@0)   256.0 KiB   46 µs\n"
+        "2  exchange                      (dp: S(0), tp: S(1))       256.0 KiB   46 µs\n"
+        "per rank at most: 512.0 KiB received, 1.0 MiB of extra memory; about 92 µs"
+    )
+    assert str(plan(source, source, 4)).endswith("\nnothing to do")
+
+
+def test_a_plan_for_many_ranks_looks_at_few_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = Mesh((8, 16, 8))
+    source = Layout(mesh, [S0, R, S1], (4096, 4096))
+    target = Layout(Mesh((1024,)), [S1], (4096, 4096))
+    looked: list[int] = []
+
+    def counting(layout: Layout, rank: int) -> Region | None:
+        looked.append(rank)
+        return held(layout, rank)
+
+    held = schedule_module.held
+    monkeypatch.setattr(schedule_module, "held", counting)
+    steps = plan(source, target, 4)
+    assert kinds(steps) == ["exchange"]
+    assert not looked
+    assert steps.received_bytes(77) == 4 * (4096 * 4 - 512 * 4 * (77 % 8 == 0))
+    assert steps.sent_bytes(77) > 0
+    # A rank looks at those that want a part of its region, never at pairs of ranks.
+    assert len(looked) < 4 * 1024
+    assert len(str(steps).splitlines()) == 4
+
+
+def test_no_cache_grows_with_the_number_of_shapes() -> None:
+    mesh = Mesh((4,))
+    for rows in range(10_000):
+        steps = plan(Layout(mesh, [S0], (rows, 2)), Layout(mesh, [Ragged(0, (rows, 0, 0, 0))], (rows, 2)), 4)
+        assert steps.sent_bytes(1) + steps.peak_bytes(1) >= 0
+    gc.collect()
+    alive = [type(thing) for thing in gc.get_objects()]
+    assert alive.count(Plan) <= 4096 + 100
+    assert alive.count(Layout) <= 4 * 4096
+
+
+def test_the_same_layouts_give_the_same_plan() -> None:
+    assert moving(ONE, [S0], [R]) is moving(ONE, [S0], [R])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 100])
+def test_parts_tile_their_box_and_none_is_over_its_share(count: int) -> None:
+    box = Region((3, 1, 2), (4, 3, 5))
+    parts = cut(box, count)
+    assert box.covers(parts)
+    assert max(part.volume for part in parts) <= max(1, 60 // count)
+
+
+def test_unequal_shapes_are_refused_with_the_numbers() -> None:
+    with pytest.raises(LayoutError, match=r"the shapes \(8, 12\) and \(8, 13\) differ.*reshape it first"):
+        plan(Layout(ONE, [S0], (8, 12)), Layout(ONE, [S0], (8, 13)), 4)
+
+
+def test_a_local_tensor_of_the_wrong_kind_is_refused() -> None:
+    layout = Layout(Mesh((1,)), [S0], (4,))
+    steps = plan(layout, layout.replace(placements=[R]), 4)
+    with pytest.raises(LayoutError, match=r"rank 0 has shape \(3,\), but \[4\] \(0: S\(0\)\) gives it \(4,\)"):
+        execute(steps, torch.ones(3))
+    with pytest.raises(ArgumentTypeError, match=r"torch.float64, 8 bytes per element.*plan with itemsize=8"):
+        execute(steps, torch.ones(4, dtype=torch.float64))
+
+
+def test_where_nothing_changes_the_tensor_is_the_one_given() -> None:
+    layout = Layout(Mesh((1,)), [P], (4,))
+    local = torch.ones(4)
+    assert execute(plan(layout, layout.replace(placements=[S0]), 4), local) is local
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "expected"),
+    [
+        (torch.float8_e4m3fn, "max", -448.0),
+        (torch.bfloat16, "min", float("inf")),
+        (torch.int16, "min", 32767),
+        (torch.uint16, "band", 65535),
+        (torch.int16, "band", -1),
+        (torch.bool, "product", True),
+        (torch.bool, "sum", False),
+        (torch.complex64, "product", 1),
+    ],
+)
+def test_padding_changes_nothing_in_a_reduction(dtype: torch.dtype, op: str, expected: float) -> None:
+    assert neutral(dtype, op) == expected
+    torch.full((2,), neutral(dtype, op), dtype=dtype)
+
+
+def test_a_dtype_without_a_neutral_element_is_refused() -> None:
+    with pytest.raises(ArgumentTypeError, match="float8_e8m0fnu has no neutral element for 'sum'"):
+        neutral(torch.float8_e8m0fnu, "sum")

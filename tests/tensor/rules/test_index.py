@@ -1,0 +1,271 @@
+"""Indexing gives what it gives on one device, for every layout; writes reach the original; nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwright as sw
+from shardwright.errors import InPlaceError
+from shardwright.testing import run_ranks
+
+
+def real(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))).requires_grad_()
+
+
+def count(*shape: int, high: int) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(high))
+
+
+BASIC = [
+    0, -1, slice(1, 3), slice(None, None, 2), slice(1, -1, 3), slice(4, 2), (slice(None), 1), (2, 0),
+    (slice(3, None), None, -1), Ellipsis, (Ellipsis, slice(1, 2)), (None, 1, Ellipsis, slice(None, 1)), (),
+    (slice(0, 1), slice(None)), slice(-2, None),
+]  # fmt: skip
+
+
+def test_slices_and_numbers_pick_the_same_elements_of_any_layout(against_torch: Callable[..., None]) -> None:
+    cases = [(f"x[{index}]", lambda x, index=index: x[index], [real(5, 2)]) for index in BASIC]
+    cases += [(f"x[{index}] of one row", lambda x, index=index: x[index], [real(1, 4)]) for index in (0, slice(0, 1))]
+    against_torch((3,), cases)
+    against_torch((2, 2), cases, most=9)
+
+
+def test_slices_of_slices_are_cut_unevenly_and_still_right(against_torch: Callable[..., None]) -> None:
+    against_torch(
+        (3,),
+        [
+            ("x[2:][1:4]", lambda x: x[2:][1:4] * 2, [real(9, 2)]),
+            ("x[2:][::2][1]", lambda x: x[2:][::2][1], [real(9, 2)]),
+            ("x[5:] + x[:4]", lambda x: x[5:] + x[:4], [real(9, 2)]),
+            ("x[1:4] * y[2:5]", lambda x, y: x[1:4] * y[2:5], [real(6), real(6)]),
+        ],
+    )
+
+
+def test_tensors_and_lists_of_numbers_pick_the_same_elements_of_any_layout(against_torch: Callable[..., None]) -> None:
+    against_torch(
+        (3,),
+        [
+            ("x[i]", lambda x, i: x[i], [real(5, 2), count(4, high=5)]),
+            ("x[i, j]", lambda x, i, j: x[i, j], [real(5, 4), count(3, 1, high=5), count(2, high=4)]),
+            ("x[:, i]", lambda x, i: x[:, i], [real(2, 4), count(2, 2, high=4)]),
+            ("x[1, :, i]", lambda x, i: x[1, :, i], [real(4, 2, 3), count(4, high=3)]),
+            ("x[i, :, j]", lambda x, i, j: x[i, :, j], [real(4, 2, 3), count(4, high=4), count(4, high=3)]),
+            ("x[1:3, None, i]", lambda x, i: x[1:3, None, i], [real(4, 3), count(2, high=3)]),
+            ("x[..., [0, 2]]", lambda x: x[..., [0, 2]], [real(4, 3)]),
+            ("x[[2, 0], [1, 1]]", lambda x: x[[2, 0], [1, 1]], [real(4, 3)]),
+            ("x[mask]", lambda x: x[x.detach() > 0], [real(4, 3)]),
+            ("x[mask, 1]", lambda x: x[x.detach()[:, 0] > 0, 1], [real(4, 3)]),
+            ("x[a 0-dim tensor]", lambda x, i: x[i], [real(4, 3), torch.tensor(2)]),
+            ("x[: a 0-dim tensor]", lambda x, i: x[:i], [real(4, 3), torch.tensor(2)]),
+            ("x[numpy]", lambda x: x[torch.tensor([1, 2]).numpy()], [real(4, 3)]),
+        ],
+    )
+
+
+def test_the_functions_that_index_in_words_agree(against_torch: Callable[..., None]) -> None:
+    against_torch(
+        (3,),
+        [
+            ("narrow", lambda x: x.narrow(0, 1, 3), [real(5, 2)]),
+            ("narrow from the end", lambda x: torch.narrow(x, -1, -2, 1), [real(5, 2)]),
+            ("select", lambda x: torch.select(x, dim=1, index=-1), [real(5, 2)]),
+            ("index_select", lambda x, i: x.index_select(1, i), [real(2, 4), count(5, high=4)]),
+            ("gather", lambda x, i: x.gather(0, i), [real(4, 2), count(3, 2, high=4)]),
+            ("gather from fewer", lambda x, i: x.gather(1, i), [real(4, 3), count(2, 3, high=3)]),
+            ("take_along_dim", lambda x, i: torch.take_along_dim(x, i, 1), [real(4, 3), count(1, 2, high=3)]),
+            ("take", lambda x, i: x.take(i), [real(4, 2), count(2, 3, high=8)]),
+            ("unbind", lambda x: x.unbind(0), [real(4, 2)]),
+            ("iteration", lambda x: list(x), [real(2, 4)]),
+            ("masked_select", lambda x: x.masked_select(x.detach() > 0), [real(4, 2)]),
+            ("nonzero", lambda x: (x.detach() > 0).nonzero(), [real(4, 2)]),
+            ("where of one argument", lambda x: torch.where(x.detach() > 0), [real(4, 2)]),
+            ("argwhere", lambda x: torch.argwhere(x.detach() > 0), [real(4, 2)]),
+        ],
+    )
+
+
+def test_single_places_of_whole_numbers_and_truths_are_right() -> None:
+    def check() -> None:
+        mesh = sw.init_device_mesh("cpu", (3,))
+        for dtype in (torch.int64, torch.bool, torch.uint8, torch.float16):
+            whole = (torch.arange(5) - 1).clamp(min=0).to(dtype)
+            x = sw.distribute_tensor(whole, mesh, [sw.Shard(0)])
+            for place in range(-5, 5):
+                assert x[place].dtype == whole.dtype
+                assert x[place].item() == whole[place].item()
+
+    run_ranks(3, check)
+
+
+def test_what_torch_refuses_is_refused_on_every_rank() -> None:
+    def check() -> None:
+        x = sw.ones(4, 2, mesh=sw.init_device_mesh("cpu", (3,)), placements=[sw.Shard(0)])
+        for bad in (4, -5, (0, 0, 0), (slice(None), 2)):
+            with pytest.raises(IndexError):
+                x[bad]
+            with pytest.raises(IndexError):
+                x[bad] = 1
+        with pytest.raises(ValueError, match="step must be greater than zero"):
+            x[::-1]
+        with pytest.raises(RuntimeError):
+            x.narrow(0, 3, 2)
+        with pytest.raises(RuntimeError):
+            x[1:3] = sw.ones(3, 2, mesh=x.sharding.mesh)
+
+    run_ranks(3, check)
+
+
+def test_slicing_a_cut_dimension_moves_nothing() -> None:
+    def check() -> None:
+        mesh = sw.init_device_mesh("cpu", (3,))
+        x = sw.distribute_tensor(torch.arange(24.0).reshape(8, 3), mesh, [sw.Shard(0)])
+        with sw.communication("explicit"):
+            assert str(x[2:7].sharding) == "[5, 3] (0: S(0: 1+3+1))"
+            assert str(x[:, 1].sharding) == "[8] (0: S(0))"
+            assert str(x[4].sharding) == "[3] (0: P(sum))"
+            assert str(x[::3].sharding) == "[3, 3] (0: S(0))"
+            assert str(x.split(5)[1].sharding) == "[3, 3] (0: S(0: 0+1+2))"
+            assert str(x.chunk(2)[0].sharding) == "[4, 3] (0: S(0: 3+1+0))"
+            x[1:5] += 1
+            x[7] = 3
+        x[0:2, 1:] = x[6:8, :2]
+
+    run_ranks(3, check)
+
+
+WRITES: list[tuple[str, Callable[..., Any]]] = [
+    ("x[1:3] = 5", lambda x, v: x.__setitem__(slice(1, 3), 5)),
+    ("x[2] = 5", lambda x, v: x.__setitem__(2, 5.5)),
+    ("x[-1, 1:] = 5", lambda x, v: x.__setitem__((-1, slice(1, None)), 5)),
+    ("x[:, 1] = 5", lambda x, v: x.__setitem__((slice(None), 1), 5)),
+    ("x[0, 1] = 5", lambda x, v: x.__setitem__((0, 1), 5)),
+    ("x[...] = 5", lambda x, v: x.__setitem__(Ellipsis, 5)),
+    ("x[2] = v[0]", lambda x, v: x.__setitem__(2, v[0])),
+    ("x[1:3] = v", lambda x, v: x.__setitem__(slice(1, 3), v)),
+    ("x[1:3] = v[:1]", lambda x, v: x.__setitem__(slice(1, 3), v[:1])),
+    ("x[3] = v[:1]", lambda x, v: x.__setitem__(3, v[:1])),
+    ("x[::3, 1:] = v[:, :2]", lambda x, v: x.__setitem__((slice(None, None, 3), slice(1, None)), v[:, :2])),
+    ("x[:, 0] = v[0, 0]", lambda x, v: x.__setitem__((slice(None), 0), v[0, 0])),
+    ("x[None, 2:4] = v", lambda x, v: x.__setitem__((None, slice(2, 4)), v)),
+    ("x[mask] = 5", lambda x, v: x.__setitem__(x.detach() > 0, 5)),
+    ("x[rows] = 5", lambda x, v: x.__setitem__(x.detach()[:, 0] > 0, 5)),
+    ("x[mask] = one of v", lambda x, v: x.__setitem__(x.detach() > 0, v[0, 0])),
+    ("x[mask] = several", lambda x, v: x.__setitem__(v.detach().sum(0, keepdim=True).expand(5, 3) > 99, v[0, :0])),
+    ("x[mask] *= 2", lambda x, v: x.__setitem__(x.detach() > 0, x[x.detach() > 0] * 2)),
+    ("x[[0, 3]] = v", lambda x, v: x.__setitem__([0, 3], v)),
+    ("x[[0, 3]] = 5", lambda x, v: x.__setitem__([0, 3], 5)),
+    ("x[:, [0, 2]] = v[0, :2]", lambda x, v: x.__setitem__((slice(None), [0, 2]), v[0, :2])),
+    ("x[1:3, [2, 0]] = v[:, :2]", lambda x, v: x.__setitem__((slice(1, 3), [2, 0]), v[:, :2])),
+    ("x[1, [2, 0]] = v[0, :2]", lambda x, v: x.__setitem__((1, [2, 0]), v[0, :2])),
+    ("x[1:3] += v", lambda x, v: x.__setitem__(slice(1, 3), x[1:3].add_(v))),
+    ("x[1:3].mul_(v)", lambda x, v: x[1:3].mul_(v)),
+    ("x[1:4][1:].zero_()", lambda x, v: x[1:4][1:].zero_()),
+    ("x.narrow(0, 2, 3).fill_(7)", lambda x, v: x.narrow(0, 2, 3).fill_(7)),
+    ("x.index_fill_(1, [1], 3)", lambda x, v: x.index_fill_(1, x.new_ones(1, dtype=torch.long), 3)),
+]  # fmt: skip
+
+
+def test_writes_reach_the_original_and_carry_gradients(against_torch: Callable[..., None]) -> None:
+    def written(write: Callable[..., Any], linear: bool) -> Callable[..., Any]:
+        def call(x: Any, v: Any) -> Any:
+            target = x * 1
+            if isinstance(x, sw.DTensor) and x.sharding.is_partial and not linear:
+                target = target.redistribute(placements=[sw.Replicate()] * len(x.placements))
+            write(target, v)
+            return target
+
+        return call
+
+    cases = [(name, written(write, "] = v" in name), [real(5, 3), real(2, 3)]) for name, write in WRITES]
+    against_torch((3,), cases, most=9)
+    against_torch((2, 2), [case for case in cases if case[0].startswith("x[") and "=" in case[0]][::2], most=9)
+
+
+def test_writes_to_partial_sums_are_right_or_refused() -> None:
+    def check() -> None:
+        mesh = sw.init_device_mesh("cpu", (3,))
+        rank = sw.comm.rank()
+        addend = torch.arange(8.0).reshape(4, 2) * (rank + 1) - rank
+        whole = sw.DTensor.from_local(addend, mesh, [sw.Partial()]).full_tensor()
+        value = torch.tensor([[5.0, 6.0]])
+        x = sw.DTensor.from_local(addend.clone(), mesh, [sw.Partial()])
+        with pytest.raises(InPlaceError, match="fill_ would change the layout"):
+            x[1:3] = 5
+        x[1:3] = 0
+        x[3] = sw.distribute_tensor(value[0], mesh, [sw.Shard(0)])
+        whole[1:3], whole[3] = 0, value[0]
+        torch.testing.assert_close(x.full_tensor(), whole)
+        x[[0, 2]] = sw.distribute_tensor(value, mesh)
+        whole[[0, 2]] = value
+        torch.testing.assert_close(x.full_tensor(), whole)
+
+    run_ranks(3, check)
+
+
+def test_a_mesh_dimension_of_one_rank_cuts_nothing() -> None:
+    def check(shape: tuple[int, ...]) -> None:
+        mesh = sw.init_device_mesh("cpu", shape)
+        x = sw.distribute_tensor(torch.arange(10.0).reshape(5, 2), mesh, [sw.Shard(0), sw.Shard(0)][: len(shape)])
+        assert x[1:4].full_tensor().tolist() == [[2, 3], [4, 5], [6, 7]]
+        assert x[3].tolist() == [6, 7]
+        x[1:3] *= 10
+        x[4] = 1
+        if mesh.size == 1:
+            x[0] += 1
+            x[3, 1].mul_(2)
+            assert x.tolist() == [[1, 2], [20, 30], [40, 50], [6, 14], [1, 1]]
+        else:
+            assert x.tolist() == [[0, 1], [20, 30], [40, 50], [6, 7], [1, 1]]
+
+    run_ranks(1, check, (1,))
+    run_ranks(3, check, (1, 3))
+    run_ranks(3, check, (3, 1))
+
+
+def test_a_leaf_that_requires_grad_is_not_written_to() -> None:
+    def check() -> None:
+        x = sw.ones(4, mesh=sw.init_device_mesh("cpu", (3,)), placements=[sw.Shard(0)]).requires_grad_()
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            x[0:2] = 1
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            x[3] = 1
+        with torch.no_grad():
+            x[3] = 7
+        assert x.tolist() == [1, 1, 1, 7]
+
+    run_ranks(3, check)
+
+
+def test_a_write_to_a_copy_that_looks_like_a_view_is_refused_not_lost() -> None:
+    def check() -> None:
+        mesh = sw.init_device_mesh("cpu", (3,))
+        x = sw.distribute_tensor(torch.arange(12.0).reshape(6, 2), mesh, [sw.Shard(0)])
+        writes: list[Callable[[], Any]] = [
+            lambda: x[1].mul_(2),
+            lambda: x[1].copy_(x[0]),
+            lambda: x[1][0:1].mul_(2),
+            lambda: x[1].__setitem__(0, 5),
+            lambda: x[1].__setitem__([0], 5),
+            lambda: x.select(0, 1).zero_(),
+            lambda: x.unbind(0)[1].mul_(2),
+            lambda: next(iter(x)).mul_(2),
+            lambda: x.diagonal().mul_(2),
+            lambda: x.as_strided((2,), (1,)).mul_(2),
+            lambda: x[1].put_(x[0].long(), x[0]),
+        ]
+        for write in writes:
+            with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
+                write()
+        x[1].clone().mul_(2)  # a copy that was asked for is one's own
+        assert torch.equal(x.full_tensor(), torch.arange(12.0).reshape(6, 2))
+        rows = [row.mul_(2) for row in x.redistribute(placements=[sw.Shard(1)])]  # whole along this one: real views
+        assert len(rows) == 6
+
+    run_ranks(3, check)

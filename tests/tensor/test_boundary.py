@@ -1,0 +1,249 @@
+"""Between plain tensors and DTensors nothing is lost, guessed or moved unasked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardwright as sw
+from shardwright import comm
+from shardwright.errors import (
+    ArgumentTypeError,
+    InPlaceError,
+    LocalTensorError,
+    MeshMismatchError,
+    MixedTensorsError,
+    PlacementError,
+    TensorError,
+)
+from shardwright.layout import Layout
+from shardwright.testing import outcomes, run_ranks
+from shardwright.testing.strategies import layouts, meshes, shapes
+
+
+def values(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+@given(st.lists(layouts(shapes(max_dims=3), meshes(size=4), partial=False), min_size=6, max_size=6))
+def test_a_whole_tensor_comes_back_from_any_layout(cases: list[Layout]) -> None:
+    def work() -> None:
+        for layout in cases:
+            whole = values(layout.shape)
+            x = sw.distribute_tensor(whole, layout.mesh, layout.placements, order=layout.order)
+            assert x.sharding is layout
+            assert torch.equal(x.to_local(), whole[layout.region(comm.rank()).slices()])
+            assert torch.equal(x.full_tensor(), whole)
+
+    run_ranks(4, work)
+
+
+@given(st.lists(layouts(shapes(max_dims=3), meshes(size=4)), min_size=6, max_size=6))
+def test_from_local_of_to_local_is_the_same_tensor(cases: list[Layout]) -> None:
+    def work() -> None:
+        for layout in cases:
+            if layout.order != tuple(range(layout.mesh.ndim)):
+                continue  # from_local takes placements in the usual order
+            local = torch.randn(layout.local_shape(comm.rank()))
+            x = sw.DTensor.from_local(local, layout.mesh, layout.placements, shape=layout.shape, run_check=True)
+            assert x.sharding is layout
+            assert torch.equal(x.to_local(), local)
+            assert x.to_local().data_ptr() == local.data_ptr()
+
+    run_ranks(4, work)
+
+
+def test_distributing_sends_the_source_ranks_values_and_trusts_copies_when_told() -> None:
+    def work() -> tuple[float, float, int]:
+        mesh = sw.init_device_mesh("cpu", (4,))
+        mine = torch.full((4,), float(comm.rank()))
+        sent = sw.distribute_tensor(mine, mesh, [sw.Replicate()], src_data_rank=2)
+        with comm.count() as traffic:
+            trusted = sw.distribute_tensor(mine, mesh, [sw.Replicate()], src_data_rank=None)
+        return sent.to_local()[0].item(), trusted.to_local()[0].item(), traffic.bytes
+
+    assert run_ranks(4, work) == [(2.0, float(rank), 0) for rank in range(4)]
+
+
+def test_parameters_and_meta_tensors_are_distributed_as_what_they_are() -> None:
+    mesh = sw.init_device_mesh("cpu", (1,))
+    parameter = sw.distribute_tensor(torch.nn.Parameter(torch.ones(4)), mesh, [sw.Shard(0)])
+    assert isinstance(parameter, torch.nn.Parameter)
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+    meta = sw.distribute_tensor(torch.empty(4, 6, device="meta"), mesh, [sw.Shard(0)])
+    assert meta.is_meta
+    assert meta.shape == (4, 6)
+
+
+def test_what_is_distributed_does_not_share_the_callers_memory() -> None:
+    plain = torch.zeros(4)
+    x = sw.distribute_tensor(plain, sw.init_device_mesh("cpu", (1,)), [sw.Shard(0)])
+    x.add_(1)
+    assert plain.sum() == 0
+
+
+def test_uneven_local_sizes_are_found_by_asking() -> None:
+    def work() -> tuple[int, ...]:
+        mesh = sw.init_device_mesh("cpu", (4,))
+        rows = [3, 3, 3, 1][comm.rank()]
+        return tuple(sw.DTensor.from_local(torch.ones(rows, 2), mesh, [sw.Shard(0)], run_check=True).shape)
+
+    assert run_ranks(4, work) == [(10, 2)] * 4
+
+
+def test_impossible_local_sizes_are_refused_on_every_rank() -> None:
+    def work() -> None:
+        mesh = sw.init_device_mesh("cpu", (4,))
+        rows = 5 if comm.rank() == 2 else 3  # 3, 3, 5, 3: no way to cut 14 rows
+        sw.DTensor.from_local(torch.ones(rows, 2), mesh, [sw.Shard(0)], run_check=True)
+
+    for outcome in outcomes(4, work):
+        assert outcome.kind == "RankFailedError"
+        assert "a local tensor of shape" in outcome.message
+
+
+def test_a_wrong_dtype_on_one_rank_is_named_on_every_rank() -> None:
+    def work() -> None:
+        mesh = sw.init_device_mesh("cpu", (3,))
+        dtype = torch.float64 if comm.rank() == 1 else torch.float32
+        sw.DTensor.from_local(torch.ones(2, dtype=dtype), mesh, [sw.Shard(0)], shape=(6,), run_check=True)
+
+    for outcome in outcomes(3, work):
+        assert outcome.kind == "LocalTensorError"
+        assert "torch.float32, torch.float64, torch.float32" in outcome.message
+
+
+def test_redistributing_to_another_mesh_keeps_the_value() -> None:
+    def work() -> tuple[bool, bool, tuple[int, ...]]:
+        square = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        line = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+        whole = values((7, 5))
+        x = sw.distribute_tensor(whole, square, [sw.Shard(0), sw.Shard(1)])
+        y = x.redistribute(line, [sw.Shard(1)])
+        pair = sw.Mesh((2,), ("some",), ranks=(1, 3))
+        z = y.redistribute(pair, [sw.Shard(0)])
+        back = z.redistribute(square, [sw.Replicate(), sw.Replicate()])
+        return torch.equal(y.full_tensor(), whole), torch.equal(back.to_local(), whole), tuple(z.to_local().shape)
+
+    assert run_ranks(4, work) == [(True, True, shape) for shape in ((0, 0), (4, 5), (0, 0), (3, 5))]
+
+
+def test_an_asynchronous_movement_waits_when_it_is_used() -> None:
+    def work() -> tuple[Any, ...]:
+        mesh = sw.init_device_mesh("cpu", (4,))
+        whole = values((10, 4))
+        x = sw.distribute_tensor(whole, mesh, [sw.Shard(0)])
+        first = x.redistribute(placements=[sw.Shard(1)], async_op=True)
+        second = x.redistribute(placements=[sw.Replicate()], async_op=True)
+        before = type(first).__name__, str(first.sharding)
+        ok = torch.equal((second * 2).to_local(), whole * 2), torch.equal(first.full_tensor(), whole)
+        return *before, *ok, type(first).__name__, type(second).__name__
+
+    assert run_ranks(4, work) == [("Waiting", "[10, 4] (0: S(1))", True, True, "DTensor", "DTensor")] * 4
+
+
+def test_distribute_module_runs_its_functions_and_replicates_the_rest() -> None:
+    mesh = sw.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    seen: list[str] = []
+
+    def partition(name: str, module: torch.nn.Module, mesh: Any) -> None:
+        seen.append(name)
+        if name == "0":
+            module.register_parameter("weight", sw.distribute_tensor(module.weight, mesh, [sw.Shard(0)]))
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    sw.distribute_module(
+        model,
+        mesh,
+        partition,
+        input_fn=lambda module, inputs, mesh: sw.distribute_tensor(inputs[0], mesh, [sw.Shard(0)]),
+        output_fn=lambda module, outputs, mesh: outputs.full_tensor(),
+    )
+    assert seen == ["", "0", "1"]
+    assert model[0].weight.placements == (sw.Shard(0),)
+    assert model[1].running_mean.placements == (sw.Replicate(),)
+    out = model(torch.randn(5, 3))
+    assert type(out) is torch.Tensor
+    assert out.shape == (5, 4)
+
+
+MESH = sw.Mesh((1,), ("dp",))
+NONSENSE = {
+    "a DTensor already": (TensorError, lambda: sw.distribute_tensor(sw.ones(2, mesh=MESH), MESH)),
+    "list is not a tensor": (ArgumentTypeError, lambda: sw.distribute_tensor([1.0], MESH)),
+    "is the result of a computation": (
+        TensorError,
+        lambda: sw.distribute_tensor(torch.ones(2, requires_grad=True) * 2, MESH),
+    ),
+    "is partial: a whole value is no sum": (
+        TensorError,
+        lambda: sw.distribute_tensor(torch.ones(2), MESH, [sw.Partial()]),
+    ),
+    "S\\(1\\) on mesh dimension dp is out of range": (
+        PlacementError,
+        lambda: sw.distribute_tensor(torch.ones(2), MESH, [sw.Shard(1)]),
+    ),
+    "a local tensor of shape \\(3,\\) is not the part \\(4,\\)": (
+        LocalTensorError,
+        lambda: sw.DTensor.from_local(torch.ones(3), MESH, [sw.Shard(0)], shape=(4,)),
+    ),
+    "stride without shape": (
+        TensorError,
+        lambda: sw.DTensor.from_local(torch.ones(3), MESH, [sw.Shard(0)], stride=(1,)),
+    ),
+    "add: argument 1 is a plain tensor of shape \\(2,\\) beside a DTensor \\[2\\] \\(dp: R\\): say how": (
+        MixedTensorsError,
+        lambda: sw.ones(2, mesh=MESH) + torch.ones(2),
+    ),
+    "argument 0\\[1\\] is a plain tensor": (
+        MixedTensorsError,
+        lambda: torch.cat([sw.ones(2, mesh=MESH), torch.ones(2)]),
+    ),
+    "argument 'weight' is a plain tensor": (
+        MixedTensorsError,
+        lambda: torch.nn.functional.linear(sw.ones(2, 2, mesh=MESH), weight=torch.ones(2, 2)),
+    ),
+    "on different meshes": (
+        MeshMismatchError,
+        lambda: sw.ones(2, mesh=MESH) + sw.ones(2, mesh=sw.Mesh((1, 1))),
+    ),
+    "relu_ would change the layout": (
+        InPlaceError,
+        lambda: sw.ones(2, mesh=MESH, placements=[sw.Partial()]).relu_(),
+    ),
+    "grad_placements": (
+        TensorError,
+        lambda: sw.ones(2, mesh=MESH, placements=[sw.Shard(0)]).to_local(grad_placements=[sw.Partial()]),
+    ),
+    "give placements": (TensorError, lambda: sw.ones(2, mesh=MESH).redistribute(sw.Mesh((1, 1)))),
+    "only for one element": (TensorError, lambda: sw.ones(2, mesh=MESH, requires_grad=True).backward()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NONSENSE)
+def test_nonsense_is_refused_with_the_argument_and_the_fix(text: str) -> None:
+    error, call = NONSENSE[text]
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_mixed_tensors_are_taken_for_replicates_only_where_that_is_said() -> None:
+    x = sw.ones(2, mesh=MESH)
+    assert (x + torch.tensor(2.0)).tolist() == [3.0, 3.0]  # no dimensions, no gradient: it cannot be wrong
+    with sw.implicit_replication():
+        assert (x + torch.ones(2)).tolist() == [2.0, 2.0]
+    with pytest.raises(MixedTensorsError):
+        x + torch.ones((), requires_grad=True)
+
+
+def test_an_error_on_a_mixed_call_is_raised_on_every_rank() -> None:
+    def work() -> None:
+        mesh = sw.init_device_mesh("cpu", (3,))
+        sw.ones(6, mesh=mesh, placements=[sw.Shard(0)]) + torch.ones(6)
+
+    assert {outcome.kind for outcome in outcomes(3, work)} == {"MixedTensorsError"}

@@ -1,0 +1,165 @@
+"""The prover is not fooled: wrong rules, planted, are found, each by what is wrong with it; right ones pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwright.errors import TensorError
+from shardwright.layout import Layout, Partial, Placement, Replicate, Shard
+from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation, Way, Ways, index_ways
+from shardwright.testing import prove
+
+R, P = Replicate(), Partial()
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def ways(*listed: Way) -> Ways:
+    return Ways(lambda mesh_dim: list(listed))
+
+
+def way(ins: Placement | tuple[Placement, ...], outs: Placement) -> Way:
+    return Way(ins if isinstance(ins, tuple) else (ins,), (outs,))
+
+
+def decided(operands: list[Operand], placements: list[Placement], out: Placement, shape: tuple[int, ...]) -> Decided:
+    mesh = operands[0].layout.mesh
+    layouts = [Layout(mesh, [p], operand.shape) for p, operand in zip(placements, operands, strict=True)]
+    return Decided(tuple(layouts), (Layout(mesh, [out], shape),))
+
+
+def own_shard(situation: Situation) -> Local:
+    """What a rule might do that cuts a replicate locally."""
+    region = situation.outs[0].region(situation.rank)
+    return lambda func, args, kwargs: func(args[0])[region.slices()]
+
+
+def mean_of_asker(x: Operand) -> Ways:
+    """It looks at where the input is when asked, not at where it is when run."""
+    count = 4 if x.layout.placements[0].is_shard() else 1
+    local = lambda situation: lambda func, args, kwargs: args[0].sum(0) / count  # noqa: E731  # as short as it is wrong
+    return Ways(lambda _: [way(R, R), way(Shard(0), P)], run=lambda s: local(s) if s.ins[0].cut_by(0) else None)
+
+
+PLANTED: dict[str, tuple[Any, tuple[Any, ...], Any, str]] = {
+    "a non-linear operator on addends": (torch.relu, (randn(5),), lambda x: ways(way(P, P)), "output 0"),
+    "an addend plus a whole": (torch.add, (randn(4), randn(4)), lambda x, y: ways(way((P, R), P)), "output 0"),
+    "a constant added to addends": (torch.add, (randn(4), 1.0), lambda x, n: ways(way(P, P)), "output 0"),
+    "a product of two partial sums": (torch.mul, (randn(4), randn(4)), lambda x, y: ways(way((P, P), P)), "output 0"),
+    "softmax cut along its dimension": (
+        torch.softmax, (randn(4, 2), 0), lambda x, d: ways(way(Shard(0), Shard(0))), "output 0",
+    ),
+    "a mean of means of uneven shards": (
+        torch.mean, (randn(4, 2), 0), lambda x, d: ways(way(Shard(0), Partial("avg"))), "output 0",
+    ),
+    "a contracted dimension, cut, called whole": (
+        torch.mm, (
+            randn(2, 4), randn(4, 2),
+        ), lambda x, y: ways(way((Shard(1), Shard(0)), R)), "output 0 is R, but on rank",
+    ),
+    "the wrong dimension of the output": (
+        torch.t, (randn(4, 4),), lambda x: replace(ways(way(Shard(0), Shard(0))), fresh=False), "has shape",
+    ),
+    "a dimension that is not there": (torch.sum, (randn(4),), lambda x: ways(way(R, Shard(1))), "cannot be"),
+    "too few outputs": (torch.sum, (randn(4),), lambda x: Ways(lambda _: [Way((R,), ())]), "1 inputs and 0 outputs"),
+    "a maximum whose gradient nobody can give": (
+        torch.amax, (randn(6), 0), lambda x, d: ways(way(Shard(0), Partial("max"))), "no gradient",
+    ),
+    "a way that hides behind the chooser's first": (
+        torch.abs, (randn(4),), lambda x: ways(way(R, R), way(Shard(0), Shard(0)), way(Shard(0), P)), "has shape",
+    ),
+    "a rule that raises": (torch.abs, (randn(4),), lambda x: {}["no"], "raised KeyError"),
+    "a local call that depends on who asked": (torch.mean, (randn(4), 0), lambda x, d: mean_of_asker(x), "output 0"),
+    "a view said to be new": (torch.t, (randn(4, 2),), lambda x: Ways(index_ways([x], ["ab"], ["ba"])), "is a view"),
+}  # fmt: skip
+GRADIENTS: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
+    "a replicate beside a shard that does not enter": (
+        torch.mm, (randn(4, 2), randn(2, 4)), lambda x, y: decided([x, y], [Shard(0), R], Shard(0), (4, 4)),
+    ),
+    "a replicate beside a partial sum that does not enter": (
+        torch.mul, (randn(4), randn(4)), lambda x, y: decided([x, y], [P, R], P, (4,)),
+    ),
+    "a replicate that is sliced": (torch.sin, (randn(4),), lambda x: Ways(lambda _: [way(R, Shard(0))], run=own_shard)),
+    "a local call that cuts the graph": (
+        torch.sin, (randn(4),), lambda x: Ways(lambda _: [way(R, R)], run=lambda _: lambda f, a, k: f(a[0].detach())),
+    ),
+    "a local call whose gradient is another's": (
+        torch.relu, (
+            randn(4),
+        ), lambda x: Ways(
+            lambda _: [way(Shard(0), Shard(0))], run=lambda _: lambda f, a, k: a[0] + (f(a[0]) - a[0]).detach(),
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("func", "args", "rule", "said"), PLANTED.values(), ids=PLANTED.keys())
+def test_a_wrong_rule_is_found(func: Any, args: tuple[Any, ...], rule: Any, said: str) -> None:
+    proof = prove(func, *args, rule=rule)
+    assert proof.wrong, proof
+    assert said in " ".join(str(verdict) for verdict in proof.wrong)
+    assert "WRONG" in str(proof)
+
+
+@pytest.mark.parametrize(("func", "args", "rule"), GRADIENTS.values(), ids=GRADIENTS.keys())
+def test_a_rule_with_right_values_and_wrong_gradients_is_found(func: Any, args: tuple[Any, ...], rule: Any) -> None:
+    proof = prove(func, *args, rule=rule)
+    assert proof.wrong, proof
+    assert all(verdict.gradient and "gradient of input" in (verdict.fault or "") for verdict in proof.wrong), proof
+
+
+def test_a_right_rule_is_proved_way_by_way() -> None:
+    proof = prove(torch.mm, randn(4, 2), randn(2, 5))
+    said = {(verdict.ins, verdict.outs) for verdict in proof.proved}
+    assert not proof.wrong, proof
+    assert {((R, R), (R,)), ((Shard(1), Shard(0)), (P,)), ((P, R), (P,))} <= said
+    assert (P, P) in proof.declined
+    assert proof.left_out == 0
+
+
+def test_a_write_that_would_change_its_targets_layout_is_declined() -> None:
+    proof = prove(torch.Tensor.t_, randn(2, 4))
+    assert not proof.verdicts
+    assert (R,) in proof.declined
+    assert (P, R) in prove(torch.Tensor.add_, randn(4), randn(4)).declined
+
+
+def test_what_cannot_be_tried_for_many_inputs_is_counted() -> None:
+    def rule(tensors: list[Operand]) -> Ways:
+        return ways(way((R,) * 4, R))
+
+    proof = prove(torch.cat, [randn(2) for _ in range(4)], rule=rule)
+    assert not proof.wrong, proof
+    assert proof.left_out > 0
+    assert f"{proof.left_out} left out" in str(proof)
+
+
+def test_an_operator_without_gradient_is_proved_by_its_values() -> None:
+    proof = prove(torch.sign, torch.tensor([1, -2, 0, 4]))
+    assert not proof.wrong
+    assert not any(verdict.gradient for verdict in proof.verdicts)
+
+
+def test_gradients_are_asked_for_what_requires_them() -> None:
+    proof = prove(torch.mul, randn(4).requires_grad_(), randn(4))
+    entered = [verdict.ins for verdict in proof.proved if verdict.gradient and verdict.ins[0] == P]
+    assert entered == [(P, R)]  # nobody asks for the second one's gradient: it need not enter
+
+
+def test_an_operator_without_a_rule_is_refused() -> None:
+    with pytest.raises(TensorError, match="svd has no rule to prove"):
+        prove(torch.svd, randn(2, 2))
+    with pytest.raises(TensorError, match="no tensor among the arguments"):
+        prove(torch.add, 1, 2)
+
+
+def test_a_call_that_torch_refuses_is_raised_as_torch_does() -> None:
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        prove(torch.mm, randn(2, 3), randn(2, 3))

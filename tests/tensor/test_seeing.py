@@ -1,0 +1,142 @@
+"""What moves can be seen before and while it does, forbidden, and compared between ranks."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from rich.console import Console
+
+import shardwright as sw
+from shardwright import comm
+from shardwright.errors import ArgumentTypeError, CommunicationError
+from shardwright.testing import outcomes, run_ranks
+
+
+def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x @ w).sum()
+
+
+def operands(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    mesh = sw.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    x = sw.distribute_tensor(torch.ones(8, 8), mesh, [sw.Shard(0)])
+    return x, sw.distribute_tensor(torch.ones(8, 8), mesh, [sw.Shard(0)]).requires_grad_()
+
+
+def test_a_trace_holds_operators_movements_and_collectives_with_bytes_and_lines() -> None:
+    def work() -> None:
+        x, w = operands(4)
+        with sw.trace() as seen, comm.count() as traffic:
+            loss = step(x, w)
+            loss.backward()
+            loss.item()
+        assert [operation.name for operation in seen.operations] == ["matmul", "relu", "sum"]
+        assert seen.operations[0].where.startswith("test_seeing.py:")
+        gather, scatter, total = seen.movements
+        assert (gather.operation, gather.requested, gather.backward) == ("matmul", False, False)
+        assert scatter.backward
+        assert total.requested
+        assert gather.received == 3 * 8 * 2 * 4
+        assert seen.received == traffic.bytes
+        assert len(seen.collectives) == sum(traffic.calls.values())
+        assert "for matmul" in str(seen)
+        assert "asked for" in str(seen)
+
+    run_ranks(4, work)
+
+
+def test_nothing_is_recorded_when_no_trace_is_open() -> None:
+    x, w = operands(1)
+    with sw.trace() as seen:
+        pass
+    step(x, w)
+    assert seen.events == []
+
+
+def test_explaining_moves_nothing_and_foresees_every_byte() -> None:
+    def work() -> None:
+        x, w = operands(4)
+        with comm.count() as quiet:
+            foreseen = sw.explain(step, x, w, quiet=True)
+        with sw.trace() as real:
+            step(x, w)
+        assert quiet.calls.total() == 0
+        assert [m.received for m in foreseen.movements] == [m.received for m in real.movements]
+        assert foreseen.received == real.received
+
+    run_ranks(4, work)
+
+
+def test_explaining_a_module_leaves_it_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = sw.init_device_mesh("cpu", (1,))
+    layer = sw.distribute_module(torch.nn.Linear(4, 2), mesh)
+    before = layer.weight
+    sw.explain(layer, sw.ones(3, 4, mesh=mesh))
+    assert layer.weight is before
+    assert not layer.weight.is_meta
+    assert "linear" in capsys.readouterr().out
+
+
+def test_the_policy_warns_or_refuses_what_nobody_asked_for() -> None:
+    def work() -> None:
+        x, w = operands(2)
+        partial = sw.ones(4, mesh=x.device_mesh, placements=[sw.Partial()])
+        with sw.communication("explicit"):
+            x + x  # moves nothing
+            partial.redistribute(placements=[sw.Replicate()])  # asked for
+            assert partial.sum().item() == 8.0  # so is a value
+            with pytest.raises(CommunicationError, match=r"relu needs \[4\] \(dp: P\(sum\)\) as \[4\] \(dp: R\)"):
+                partial.relu()
+            with pytest.raises(CommunicationError, match="matmul needs"):
+                x @ w
+        with sw.communication("warn"), pytest.warns(sw.CommunicationWarning, match="relu needs"):
+            partial.relu()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            partial.relu()
+
+    run_ranks(2, work)
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(CommunicationError, match="'sometimes' is unknown"), sw.communication("sometimes"):
+        pass
+
+
+def test_ranks_that_run_different_programs_are_named_with_operator_and_line() -> None:
+    def work() -> None:
+        mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
+        x = sw.ones(6, mesh=mesh, placements=[sw.Partial()])
+        with sw.verify_ranks():
+            x.relu()  # all alike
+            if comm.rank() == 1:
+                x.tanh()
+            else:
+                x.redistribute(placements=[sw.Shard(0)])
+
+    for outcome in outcomes(3, work, timeout=30):
+        assert outcome.kind == "ProgramMismatchError"
+        assert "rank 1: tanh at test_seeing.py:" in outcome.message
+        assert "rank 0: redistribute at test_seeing.py:" in outcome.message
+
+
+def test_a_picture_of_a_dtensor_never_communicates() -> None:
+    def work() -> str:
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = sw.ones(4, 6, mesh=mesh, placements=[sw.Shard(0)])
+        console = Console(width=60, force_terminal=False)
+        with comm.count() as traffic, console.capture() as capture:
+            sw.visualize(x, console=console)
+            repr(x), str(x), x.shape, x.stride()
+        assert traffic.calls.total() == 0
+        return capture.get()
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    assert "rank 1" in first
+
+
+def test_only_what_has_a_layout_can_be_drawn() -> None:
+    with pytest.raises(ArgumentTypeError, match="Tensor is neither"):
+        sw.visualize(torch.ones(2))

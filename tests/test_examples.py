@@ -1,0 +1,53 @@
+"""The examples run as their first lines say, under torchrun and as one process, and give the same results."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py"))
+
+
+def run(name: str, ranks: int | None) -> str:
+    """What an example prints, as a plain process or on so many ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "examples" / name)],
+        env=environment | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(output: str) -> list[float]:
+    line = next((line for line in output.splitlines() if line.startswith("losses")), "losses")
+    return [float(word) for word in line.split()[1:]]
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 3
+
+
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_gives_the_same_on_four_ranks_as_on_one(name: str) -> None:
+    alone, together = run(name, None), run(name, 4)
+    assert alone
+    assert together
+    assert losses(together) == pytest.approx(losses(alone), rel=1e-5)
+
+
+@pytest.mark.timeout(170)
+def test_the_demo_ends_with_what_it_has_shown() -> None:
+    last = run("demo.py", 4).strip().splitlines()[-1]
+    assert last.startswith("Shown: ")
