@@ -50,13 +50,13 @@ def in_turns(works: dict[str, Work], rounds: int, calls: int, finish: Work) -> d
 
 
 def tensors(device: str) -> dict[str, torch.Tensor]:
-    """The same matrix, plain and under both libraries."""
+    """The same matrix, plain and under both libraries: whole, so that no operator has to move it."""
     mesh = sw.init_device_mesh(device, (1,), mesh_dim_names=("dp",))
     plain = torch.randn(8, 8, device=device)
     return {
         "plain": plain,
-        "shardwright": sw.distribute_tensor(plain, mesh, [sw.Shard(0)]),
-        "torch": theirs.distribute_tensor(plain, mesh, [theirs.Shard(0)]),
+        "shardwright": sw.distribute_tensor(plain, mesh, [sw.Replicate()]),
+        "torch": theirs.distribute_tensor(plain, mesh, [theirs.Replicate()]),
     }
 
 
@@ -101,7 +101,7 @@ def training_step(device: str) -> dict[str, Work]:
             batch = sw.distribute_tensor(tokens, mesh, [sw.Shard(0)])
         elif who == "torch":
             model = theirs.distribute_module(model, mesh)
-            batch = theirs.distribute_tensor(tokens, mesh, [theirs.Replicate()])
+            batch = theirs.distribute_tensor(tokens, mesh, [theirs.Shard(0)])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
         def step(model: nn.Module = model, batch: torch.Tensor = batch, opt: torch.optim.Optimizer = optimizer) -> None:

@@ -29,3 +29,18 @@ def test_a_group_is_made_again_after_it_was_forgotten() -> None:
         return sums
 
     assert run_ranks(3, work, timeout=30) == [[2.0, 2.0], [2.0, 2.0], []]
+
+
+def test_members_with_different_pasts_in_other_worlds_make_a_group_together() -> None:
+    """Rank 2 was not there when the others made theirs in a smaller world."""
+
+    def work(ranks: tuple[int, ...]) -> float | None:
+        if comm.rank() not in ranks:
+            return None
+        return comm.all_reduce(torch.ones(()), comm.subgroup(ranks)).item()
+
+    run_ranks(2, work, (0, 1))
+    run_ranks(3, work, (0, 1), timeout=30)
+    assert run_ranks(4, work, (1, 2), timeout=30) == [None, 2.0, 2.0, None]
+    assert run_ranks(3, work, (1, 2), timeout=30) == [None, 2.0, 2.0]
+    assert run_ranks(4, work, (0, 1, 2), timeout=30) == [3.0, 3.0, 3.0, None]

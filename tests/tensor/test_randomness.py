@@ -257,7 +257,7 @@ def test_the_tracker_saves_and_restores_where_it_is() -> None:
 
 
 def test_ranks_with_different_pasts_still_agree_on_a_seed() -> None:
-    """Three ranks have met a torch seed that the fourth has not: in the next world, and on a mesh of some, they agree."""
+    """Three ranks have met a torch seed that the fourth has not; so have two of the next world: they agree."""
 
     def draw(ranks: tuple[int, ...] | None) -> list[float]:
         torch.manual_seed(20_261)

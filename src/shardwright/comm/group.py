@@ -73,7 +73,6 @@ _ALONE = Group((0,), 0, None)
 _world = _ALONE
 _groups: dict[dist.ProcessGroup, Group] = {}
 _subgroups: dict[tuple[int, ...], Group] = {}
-_turns: dict[tuple[int, ...], int] = {}
 _others_who_forget: list[Callable[[], None]] = []
 
 
@@ -123,8 +122,8 @@ def _new_group(ranks: tuple[int, ...], me: int) -> dist.ProcessGroup:
     """
     store = dist.distributed_c10d._get_default_store()
     known = dist.distributed_c10d._world.pg_names
-    turn = _turns[ranks] = _turns.get(ranks, 0) + 1
-    key = f"shardwright/subgroup/{turn}/{'-'.join(map(str, ranks))}"
+    key = f"shardwright/subgroup/{'-'.join(map(str, ranks))}"
+    key = f"{key}/{store.add(f'{key}/turn/{me}', 1)}"  # counted in the store: another world begins anew
     store.set(f"{key}/{me}", str(len(known)))
     most = max(int(store.get(f"{key}/{rank}")) for rank in ranks)
     counted = [object() for _ in range(most - len(known))]

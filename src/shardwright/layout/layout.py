@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple, final
@@ -162,12 +164,11 @@ class Layout:
         places = np.arange(mesh.size).reshape(mesh.shape).transpose(*cutting, *others)
         places = places.reshape(-1, int(np.prod([mesh.shape[m] for m in others], dtype=np.int64)))
         places = places[table.sizes[places[:, 0]].all(axis=1)]
-        offsets, sizes = table.offsets[places[:, 0]].tolist(), table.sizes[places[:, 0]].tolist()
-        owners = table.ranks[places].tolist()
-        return tuple(
-            Holding(region_unchecked(tuple(offset), tuple(size)), tuple(ranks))
-            for offset, size, ranks in zip(offsets, sizes, owners, strict=True)
-        )
+        with _no_collecting():
+            offsets = map(tuple, table.offsets[places[:, 0]].tolist())
+            sizes = map(tuple, table.sizes[places[:, 0]].tolist())
+            owners = map(tuple, table.ranks[places].tolist())
+            return tuple(map(Holding, map(region_unchecked, offsets, sizes), owners))
 
     def holders(self, region: Region) -> tuple[Holding, ...]:
         """Who holds any part of `region`: the parts, each with its ranks. It looks only where the parts are.
@@ -343,6 +344,18 @@ class Layout:
 
     def __repr__(self) -> str:
         return f"Layout({self}, {self.mesh!r})"
+
+
+@contextmanager
+def _no_collecting() -> Iterator[None]:
+    """Has Python not look for garbage while tens of thousands of values are made, none of which is any."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _intern(mesh: Mesh, placements: tuple[Placement, ...], shape: tuple[int, ...], order: tuple[int, ...]) -> Layout:

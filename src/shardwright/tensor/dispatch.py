@@ -32,7 +32,7 @@ from shardwright.tensor.local import (
     tag_results,
 )
 from shardwright.tensor.movement import differs
-from shardwright.tensor.registry import FAST, UNIFORM, Op
+from shardwright.tensor.registry import FAST, Op
 from shardwright.tensor.rules.foreach import LIST_FUNCTIONS
 from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation
 from shardwright.tensor.strides import global_stride
@@ -58,31 +58,30 @@ class CallPlan:
     copied: bool  # the input of a view had to move: the result looks like a view, but is a copy
 
 
-def call_uniform(cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def call_uniform(cls: Any, inplace: bool, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """The result of an element-wise call on tensors of one layout, if they are: nothing moves, nothing is looked up."""
-    layout = None
+    first = args[0]
+    if type(first) is not cls or (inplace and "_copied" in first.__dict__):
+        return NotImplemented  # the longer way says what is wrong
+    layout = first._layout
+    if layout.is_partial:
+        return NotImplemented
     for value in args if not kwargs else (*args, *kwargs.values()):
         kind = type(value)
         if kind is cls:
-            if layout is None:
-                layout = value._layout
-            elif value._layout is not layout:
+            if value._layout is not layout:
                 return NotImplemented
-        elif kind is float or kind is int:
-            continue
-        elif kind is list or kind is tuple or isinstance(value, torch.Tensor):
+        elif kind is not float and kind is not int and isinstance(value, _NOT_UNIFORM):
             return NotImplemented
-    if layout is None or layout.is_partial:
-        return NotImplemented
-    inplace = UNIFORM[func]
-    if inplace and (type(args[0]) is not cls or "_copied" in args[0].__dict__):
-        return NotImplemented  # the longer way says what is wrong
     result = disabled(func, types, args, kwargs or {})
     if inplace:
-        return args[0]
+        return first
     result.__class__ = cls
     result._layout = layout
     return result
+
+
+_NOT_UNIFORM = (torch.Tensor, list, tuple)
 
 
 def call_known(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -238,6 +237,10 @@ def _remember_fast(op: Op, plan: CallPlan, func: Any, args: Any, kwargs: dict[st
             return
     elif len(args) == 2 and op.numbers_by_type and type(args[1]) in (int, float):
         other = type(args[1])
+    elif len(args) == 3 and isinstance(args[1], DTensorBase):
+        other = tuple(value._layout if isinstance(value, DTensorBase) else value for value in args[1:])
+        if any(getattr(value, "is_partial", False) for value in other) or not isinstance(other[1], Layout | None):
+            return
     elif not all(type(value) in (int, torch.Size) or value is None for value in other):
         return
     known = args[0]._layout.fast.setdefault(func, {})

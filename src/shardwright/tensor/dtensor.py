@@ -67,6 +67,9 @@ class DTensor(DTensorBase):
                 if len(args) == 2:
                     second = args[1]
                     short = known.get(second._layout if type(second) is cls else type(second))
+                elif len(args) == 3 and type(args[1]) is cls:
+                    _, second, third = args
+                    short = known.get((second._layout, third._layout if type(third) is cls else third))
                 if short is None:
                     try:
                         short = known.get(args[1:])
@@ -84,8 +87,9 @@ class DTensor(DTensorBase):
                     result.__class__ = cls
                     result._layout = layout
                     return result
-        if func in UNIFORM:
-            result = call_uniform(cls, func, types, args, kwargs)
+        inplace = UNIFORM.get(func)
+        if inplace is not None and args:
+            result = call_uniform(cls, inplace, func, types, args, kwargs)
             if result is not NotImplemented:
                 return result
         kwargs = kwargs or {}

@@ -166,4 +166,4 @@ def _product_along(input: Operand, other: Operand, dim: int) -> Ways:
     return Ways(index_ways([input, other], ins, [out], terms=[[0, 1]], whole={spread}))
 
 
-mark_fast("mm", "bmm", "mv", "matmul", "dot", "outer")
+mark_fast("mm", "bmm", "mv", "matmul", "dot", "outer", "linear")
