@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from rich.console import Console
 import shardwright as sw
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, CommunicationError
-from shardwright.testing import outcomes, run_ranks
+from shardwright.tensor import divergence
+from shardwright.testing import Raised, Returned, outcomes, run_ranks
 
 
 def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -140,3 +143,28 @@ def test_a_picture_of_a_dtensor_never_communicates() -> None:
 def test_only_what_has_a_layout_can_be_drawn() -> None:
     with pytest.raises(ArgumentTypeError, match="Tensor is neither"):
         sw.visualize(torch.ones(2))
+
+
+def test_after_a_collective_has_timed_out_the_ranks_that_are_elsewhere_are_named() -> None:
+    """Without `verify_ranks`: one rank waits for a movement that the others never make."""
+
+    def work() -> None:
+        impatient = torch.distributed.new_group([0, 1, 2], timeout=timedelta(seconds=1))
+        mesh = sw.DeviceMesh.from_group(impatient, "cpu", mesh_dim_names=("impatient",))
+        x = sw.ones(6, mesh=mesh, placements=[sw.Shard(0)])
+        divergence.POST_MORTEM_SECONDS = 1.0
+        try:
+            if comm.rank() == 1:
+                x.redistribute(placements=[sw.Replicate()])
+            else:
+                time.sleep(5)
+        finally:
+            divergence.POST_MORTEM_SECONDS = 20.0
+
+    first, second, third = outcomes(3, work, timeout=40)
+    assert isinstance(second, Raised)
+    assert second.kind == "RankLostError"
+    assert "comparing programs" in second.traceback
+    assert "rank 0" in second.message or "rank 2" in second.message
+    assert isinstance(first, Returned)
+    assert isinstance(third, Returned)

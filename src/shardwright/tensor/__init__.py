@@ -6,7 +6,7 @@ from shardwright.tensor.divergence import verify_ranks
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.enter import defer_gradient_reduction
 from shardwright.tensor.explain import explain
-from shardwright.tensor.factories import empty, full, normal, ones, rand, randint, randn, randperm, zeros
+from shardwright.tensor.factories import Making, empty, full, normal, ones, rand, randint, randn, randperm, zeros
 from shardwright.tensor.functions import tagged_function
 from shardwright.tensor.meta import TensorMeta
 from shardwright.tensor.policy import CommunicationWarning, communication, implicit_replication
@@ -17,6 +17,7 @@ from shardwright.tensor.visualize import visualize
 __all__ = [
     "CommunicationWarning",
     "DTensor",
+    "Making",
     "Movement",
     "OffsetBasedRNGTracker",
     "Operation",

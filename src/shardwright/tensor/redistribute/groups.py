@@ -6,7 +6,6 @@ from typing import Protocol, final
 
 from shardwright import comm
 from shardwright.layout import Mesh
-from shardwright.tensor.redistribute.steps import line
 
 __all__ = ["Groups", "WorldGroups"]
 
@@ -39,7 +38,7 @@ class Groups(Protocol):
 
 @final
 class WorldGroups:
-    """Groups of the default process group, made on first use; the world itself where it is meant.
+    """Groups of the bound DeviceMesh, or of the default process group, made on first use; the world where it is meant.
 
     >>> WorldGroups().group_along(Mesh((1,)), 0)
     Group(ranks=(0,), rank=0)
@@ -57,8 +56,8 @@ class WorldGroups:
         return comm.world()
 
     def group_along(self, mesh: Mesh, mesh_dim: int) -> comm.Group:
-        """The ranks that differ from this one along one mesh dimension."""
-        return comm.subgroup(line(mesh, (mesh_dim,), self.rank))
+        """The ranks that differ from this one along one mesh dimension: the DeviceMesh's own group, if it has one."""
+        return comm.group_along(mesh, mesh_dim)
 
     def group_of(self, ranks: tuple[int, ...]) -> comm.Group:
         """These ranks, ascending; this one is among them."""
