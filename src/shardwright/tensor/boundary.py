@@ -232,14 +232,19 @@ def redistribute(
         return tag(tensor.view_as(tensor) if moved is tensor else moved, target)  # type: ignore[no-any-return]  # likewise
 
 
-def rebuild(local: Tensor, layout: dict[str, Any], requires_grad: bool, is_parameter: bool) -> DTensor:
-    """A DTensor from what pickle holds of it: its local tensor and its abstract layout."""
+def rebuild(local: Tensor, layout: dict[str, Any], saved_by: int, requires_grad: bool, is_parameter: bool) -> DTensor:
+    """A DTensor from what pickle holds of it: its local tensor, its abstract layout, and whose part it is."""
     known = Layout.from_json(layout)
     rank = comm.rank()
     if rank not in known.mesh or known.mesh.size > comm.world().size:
         raise TensorError(
             f"a DTensor {known} was saved on {known.mesh!r}; this is rank {rank} of {comm.world().size}: load it on "
             "as many ranks, or save it with shardwright.checkpoint, which reshards"
+        )
+    if saved_by not in known.replicas(rank):
+        raise TensorError(
+            f"this part of a DTensor {known} was saved by rank {saved_by}, and is not that of rank {rank}: let every "
+            "rank save and load its own, or use shardwright.checkpoint"
         )
     _verify(local, known, on_all_ranks=False)
     result: DTensor = tag(alias(local.detach()).detach(), known)

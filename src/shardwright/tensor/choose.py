@@ -26,7 +26,9 @@ def choose(
     """The layouts to bring the inputs to, and those of the outputs that follow."""
     mesh = operands[0].layout.mesh
     chosen: list[Way] = []
-    order = next((o.layout.order for o in operands if o.layout.order != tuple(range(mesh.ndim))), None)
+    usual = tuple(range(mesh.ndim))
+    leading = operands if ways.unmoved is None else [operands[ways.unmoved]]
+    order = next((operand.layout.order for operand in leading if operand.layout.order != usual), None)
     for mesh_dim in range(mesh.ndim):
         candidates = [way for way in ways.at(mesh_dim) if _nests(way, chosen, order is None)]
         if ways.unmoved is not None:

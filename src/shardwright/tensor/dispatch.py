@@ -61,7 +61,7 @@ class CallPlan:
 def call_uniform(cls: Any, inplace: bool, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """The result of an element-wise call on tensors of one layout, if they are: nothing moves, nothing is looked up."""
     first = args[0]
-    if type(first) is not cls or (inplace and "_copied" in first.__dict__):
+    if type(first) is not cls or (inplace and "_copied" in first.__dict__) or (kwargs and "out" in kwargs):
         return NotImplemented  # the longer way says what is wrong
     layout = first._layout
     if layout.is_partial:

@@ -14,6 +14,7 @@ from shardwright.errors import MixedTensorsError, TensorError
 from shardwright.layout import Layout, Placement
 from shardwright.tensor import engine, memory, refusals
 from shardwright.tensor.dispatch import call_known, call_uniform
+from shardwright.tensor.enter import forget_entered
 from shardwright.tensor.intercept import PASS_FUNCTIONS, intercept
 from shardwright.tensor.local import DTensorBase, disabled, no_torch_function, tag
 from shardwright.tensor.registry import UNIFORM
@@ -62,7 +63,7 @@ class DTensor(DTensorBase):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not kwargs and args and type(args[0]) is cls:
             known = args[0]._layout.fast.get(func)
-            if known is not None:
+            if known is not None and "_copied" not in args[0].__dict__:
                 short = None
                 if len(args) == 2:
                     second = args[1]
@@ -373,6 +374,8 @@ class DTensor(DTensorBase):
     @property
     def data(self) -> DTensor:
         plain = disabled(_get_data, (), (self,), {})
+        self._untracked = True  # what is written there is not counted as a change of this tensor
+        forget_entered()
         return tag(plain, self._layout)
 
     @data.setter
@@ -383,6 +386,7 @@ class DTensor(DTensorBase):
             alias_of = value.detach()
             disabled(_set_data, (), (self, alias_of), {})
         self._layout = value._layout
+        forget_entered()
 
     def backward(
         self,
@@ -412,7 +416,7 @@ class DTensor(DTensorBase):
         gradient = self.grad
         if gradient is not None:
             result.grad = copy.deepcopy(gradient, memo)
-        others = {k: v for k, v in self.__dict__.items() if k not in ("_layout", "_copied")}
+        others = {k: v for k, v in self.__dict__.items() if k not in ("_layout", "_copied", "_untracked")}
         result.__dict__.update(copy.deepcopy(others, memo))
         return result
 
@@ -421,7 +425,8 @@ class DTensor(DTensorBase):
 
         with no_torch_function():
             local = self.detach().view_as(self)
-            return rebuild, (local, self._layout.to_json(), self.requires_grad, getattr(self, "_is_param", False))
+            is_parameter = getattr(self, "_is_param", False)
+            return rebuild, (local, self._layout.to_json(), comm.rank(), self.requires_grad, is_parameter)
 
     def __hash__(self) -> int:
         return id(self)

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from shardwright.errors import MixedTensorsError, TensorError
 from shardwright.layout import Layout, Partial
+from shardwright.tensor.enter import forget_entered, reducing_now
 from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.movement import move
 from shardwright.tensor.types import dual, settled
@@ -40,7 +41,10 @@ def backward(
     roots, seeds = _roots(tensors, grad_tensors)
     wanted = () if inputs is None else (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
     keep = create_graph if retain_graph is None else retain_graph
-    _engine.run_backward(roots, seeds, keep, create_graph, wanted, allow_unreachable=True, accumulate_grad=True)
+    try:
+        _engine.run_backward(roots, seeds, keep, create_graph, wanted, allow_unreachable=True, accumulate_grad=True)
+    finally:
+        forget_entered()
 
 
 def grad(
@@ -61,9 +65,13 @@ def grad(
     wanted = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
     keep = create_graph if retain_graph is None else retain_graph
     allowed = materialize_grads if allow_unused is None else allow_unused
-    found: Any = _engine.run_backward(
-        roots, seeds, keep, create_graph, wanted, allow_unreachable=allowed, accumulate_grad=False
-    )
+    try:
+        with reducing_now():
+            found: Any = _engine.run_backward(
+                roots, seeds, keep, create_graph, wanted, allow_unreachable=allowed, accumulate_grad=False
+            )
+    finally:
+        forget_entered()
     results: list[Tensor | None] = []
     seen = {id(seed) for seed in seeds}
     for value, target in zip(found, wanted, strict=True):

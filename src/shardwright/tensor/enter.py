@@ -1,8 +1,11 @@
 """Parameters that enter operators: gathered or entered once, reduced once, however often they are used in a step.
 
 Every use of a parameter in a step shares one movement, so autograd adds the gradients of all uses up before the one
-reduction. The shared result is kept until the end of the backward pass. It is found again only while the parameter
-is the same (version and memory) and gradients are recorded as they were.
+reduction. The shared result is kept until the end of the next backward pass, and is found again only while the
+parameter has not been written to. Whether it is found must be decided alike on every rank, or they would wait for each
+other: so it hangs on what the program did, never on memory or on when Python frees something. `.data` writes past
+autograd's version counter: a parameter whose `.data` was read is not shared any more. Nor is a gathered one while
+saved tensors are handed to hooks, as activation checkpointing does: it is meant to be freed.
 """
 
 from __future__ import annotations
@@ -16,10 +19,10 @@ from torch import Tensor
 
 from shardwright.layout import Layout
 from shardwright.tensor.local import DTensorBase, no_torch_function, tag
-from shardwright.tensor.movement import move
+from shardwright.tensor.movement import differs, move
 from shardwright.tensor.types import ENTERED, dual, settled
 
-__all__ = ["defer_gradient_reduction", "forget_entered", "move_operand"]
+__all__ = ["defer_gradient_reduction", "forget_entered", "move_operand", "reducing_now"]
 
 MAX_ENTERED = 8192
 
@@ -27,12 +30,12 @@ MAX_ENTERED = 8192
 class _Shared(NamedTuple):
     result: Tensor
     version: int
-    memory: int
     owner: DTensorBase  # keeps the id that is the key from being reused
 
 
 _shared: dict[tuple[int, Layout], _Shared] = {}
 _deferred: dict[int, list[_Deferral]] | None = None
+_reducing_now = False  # inside torch.autograd.grad, which gives its gradients back at once
 
 
 class _Deferral(NamedTuple):
@@ -47,19 +50,36 @@ def move_operand(tensor: DTensorBase, source: Layout, target: Layout) -> Tensor:
         return move(tensor, source, target)
     key = (id(tensor), target)
     known = _shared.get(key)
-    version, memory = tensor._version, tensor.data_ptr()
-    if known is not None and known.owner is tensor and (known.version, known.memory) == (version, memory):
+    version = tensor._version
+    if known is not None and known.owner is tensor and known.version == version and "_untracked" not in tensor.__dict__:
         return known.result
     result: Tensor = EnterParameter.apply(tensor, source, target)  # type: ignore[no-untyped-call]  # torch's is untyped
+    if "_untracked" in tensor.__dict__ or (differs(source, settled(target)) and _saving_is_hooked()):
+        return result
     if len(_shared) >= MAX_ENTERED:
         _shared.clear()
-    _shared[key] = _Shared(result, version, memory, tensor)
+    _shared[key] = _Shared(result, version, tensor)
     return result
 
 
+def _saving_is_hooked() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def forget_entered() -> None:
-    """Drops what is shared: the step is over."""
+    """Drops what is shared: the step is over, or a parameter has become another."""
     _shared.clear()
+
+
+@contextmanager
+def reducing_now() -> Iterator[None]:
+    """Has gradients reduced where they arise, deferral or not: they are about to be given back."""
+    global _reducing_now
+    before, _reducing_now = _reducing_now, True
+    try:
+        yield
+    finally:
+        _reducing_now = before
 
 
 class EnterParameter(torch.autograd.Function):
@@ -75,10 +95,16 @@ class EnterParameter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         torch.autograd.Variable._execution_engine.queue_callback(forget_entered)
-        if _deferred is not None and not torch.is_grad_enabled():
+        if _deferred is not None and not (_reducing_now or torch.is_grad_enabled() or _has_hooks(ctx.parameter)):
             _defer(ctx.parameter, dual(ctx.target), gradient)
             return None, None, None
         return move(gradient, dual(ctx.target), dual(ctx.source)), None, None
+
+
+def _has_hooks(parameter: DTensorBase) -> bool:
+    """Whether somebody waits for this parameter's gradient: then it is reduced at once."""
+    with no_torch_function():
+        return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 @contextmanager
@@ -86,6 +112,7 @@ def defer_gradient_reduction() -> Iterator[None]:
     """Accumulates the gradients of parameters over several backward passes, and reduces them once, at the end.
 
     Inside, gradients that need a reduction are kept back, unreduced: `.grad` holds them only after the context ends.
+    Parameters with hooks on their gradient, and `torch.autograd.grad`, get theirs reduced at once.
 
     >>> import shardwright as sw
     >>> with sw.defer_gradient_reduction():

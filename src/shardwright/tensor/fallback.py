@@ -12,6 +12,7 @@ from shardwright.tensor import policy
 from shardwright.tensor.call import map_tensors, take_apart
 from shardwright.tensor.local import DTensorBase, mark_copied, no_torch_function, refuse_copied, tag_results
 from shardwright.tensor.movement import move
+from shardwright.tensor.registry import canonical_name
 from shardwright.tensor.types import REPLICATE
 
 __all__ = ["call_replicated"]
@@ -28,13 +29,14 @@ def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     policy.check(name, [(tensor._layout, target) for tensor, target in zip(call.tensors, targets, strict=True)])
     with no_torch_function():
         whole = [move(tensor, tensor._layout, target) for tensor, target in zip(call.tensors, targets, strict=True)]
-        versions = [tensor._version for tensor in whole]
+        versions = [_version(tensor) for tensor in whole]
         each = iter(whole)
         plain_args, plain_kwargs = map_tensors(args, kwargs, lambda _: next(each))
         result = func(*plain_args, **plain_kwargs)
         silent = [args[i] for i in _SILENT_WRITES.get(name, ()) if i < len(args)]
         for tensor, moved, version, target in zip(call.tensors, whole, versions, targets, strict=True):
-            written = moved._version != version or any(tensor is other for other in silent)
+            first_in_place = moved is whole[0] and canonical_name(func)[1]
+            written = _version(moved) != version or first_in_place or any(tensor is other for other in silent)
             if written:
                 refuse_copied(name, tensor)
             if written and moved is not tensor:
@@ -45,6 +47,11 @@ def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> 
         if moved is not tensor and tagged is not tensor:
             mark_copied(tagged, name, sharing=moved)
     return tagged
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written to; tensors of inference mode do not count, and only names tell of writes."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _tag(result: Any, mesh: Any, returned: dict[int, DTensorBase]) -> Any:

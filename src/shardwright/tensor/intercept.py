@@ -18,7 +18,7 @@ from shardwright.tensor import engine, trace
 from shardwright.tensor.call import admit
 from shardwright.tensor.dispatch import call_by_rule
 from shardwright.tensor.fallback import call_replicated
-from shardwright.tensor.local import DTensorBase, disabled, tag
+from shardwright.tensor.local import DTensorBase, disabled, refuse_copied, tag
 from shardwright.tensor.randomness import refuse_plain_draws
 from shardwright.tensor.reenter import body_of
 from shardwright.tensor.refusals import refuse
@@ -181,6 +181,11 @@ def _into(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not isinstance(value, DTensorBase):  # torch.eye(3, out=x): made of numbers alone, the same on every rank
             mesh = target._layout.mesh
             value = tag(value, Layout(mesh, [REPLICATE] * mesh.ndim, value.shape))
+        if not torch.can_cast(value.dtype, target.dtype):
+            raise InPlaceError(
+                f"{canonical_name(func)[0]}: `out` of {target.dtype} cannot hold the result of {value.dtype}"
+            )
+        refuse_copied(canonical_name(func)[0], target)
         with torch.no_grad():
             target.copy_(value)
     return out

@@ -41,6 +41,7 @@ class DTensorBase(Tensor):
 
     _layout: Layout
     _copied: str  # set where the tensor looks like a view but is a copy: which operator made it
+    _untracked: bool  # set where its memory may be written to behind autograd's back
     concrete: ClassVar[type[DTensorBase]]
 
     def __init_subclass__(cls) -> None:

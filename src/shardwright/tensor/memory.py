@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UnsupportedError
+from shardwright.tensor.enter import forget_entered
 from shardwright.tensor.local import DTensorBase, disabled
 
 __all__ = ["is_same_size", "resize_", "resize_as_", "set_"]
@@ -22,6 +23,7 @@ def set_(target: DTensorBase, source: Any = None, *where: Any, **named: Any) -> 
         )
     disabled(Tensor.set_, (), (target, source), {})
     target._layout = source._layout
+    forget_entered()
     return target
 
 

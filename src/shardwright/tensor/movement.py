@@ -46,24 +46,30 @@ def move(local: Tensor, source: Layout, target: Layout) -> Tensor:
                 f"{source} holds {placement}, which has no gradient: reduce it where no gradient is needed "
                 "(`x.detach().redistribute(...)`), or compute the reduction with torch.amax or torch.amin"
             )
-    if not differs(summed, target):
-        return scaled
-    moved: Tensor = Move.apply(scaled, summed, target)  # type: ignore[no-untyped-call]  # torch's apply is untyped
-    return moved
+    share, sums = _shares(target)
+    moved: Tensor = scaled
+    if differs(summed, sums):
+        moved = Move.apply(scaled, summed, sums)  # type: ignore[no-untyped-call]  # torch's apply is untyped
+    return moved if share == 1.0 else moved / share
 
 
 def unaveraged(local: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
     """Averages as sums of shares, so that only sums are left to differentiate."""
+    share, sums = _shares(layout)
+    return (local if share == 1.0 else local * share), sums
+
+
+def _shares(layout: Layout) -> tuple[float, Layout]:
+    """What share of the whole each addend of an average is, and the layout of the sum of such shares."""
     share = 1.0
     placements = list(layout.placements)
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Partial) and placement.op == "avg":
             share /= layout.mesh.shape[mesh_dim]
             placements[mesh_dim] = Partial("sum")
-    if share == 1.0 and tuple(placements) == layout.placements:
-        return local, layout
-    scaled = local if share == 1.0 else local * share
-    return scaled, layout.replace(placements=placements, order=layout.order)
+    if tuple(placements) == layout.placements:
+        return 1.0, layout
+    return share, layout.replace(placements=placements, order=layout.order)
 
 
 class Move(torch.autograd.Function):

@@ -120,7 +120,7 @@ class Trace:
         return capture.get()
 
 
-_active: Trace | None = None  # of the process: autograd runs backward on threads of its own
+_open: list[Trace] = []  # of the process, the innermost last: autograd runs backward on threads of its own
 _operation: ContextVar[Operation | None] = ContextVar("shardwright_operation", default=None)
 _asked: ContextVar[bool] = ContextVar("shardwright_asked", default=False)
 
@@ -135,15 +135,16 @@ def trace() -> Iterator[Trace]:
     >>> seen.received
     0
     """
-    global _active
-    outer, _active = _active, Trace()
+    mine = Trace()
+    _open.append(mine)
     _tell(True)
     try:
-        with comm.listen(_active.events.append):
-            yield _active
+        with comm.listen(mine.events.append):
+            yield mine
     finally:
-        _active = outer
-        _tell(outer is not None)
+        # By identity: another thread may have opened one meanwhile, and close it later.
+        _open[:] = [other for other in _open if other is not mine]
+        _tell(bool(_open))
 
 
 _interested: list[Callable[[bool], None]] = []
@@ -161,15 +162,16 @@ def _tell(on: bool) -> None:
 
 def current() -> Trace | None:
     """The trace that is open, if any."""
-    return _active
+    return _open[-1] if _open else None
 
 
 @contextmanager
 def operation(name: str) -> Iterator[Operation]:
     """Records one operator, and that what moves meanwhile moves for it."""
-    record = Operation(name, source_line() if _active is not None else "")
-    if _active is not None:
-        _active.events.append(record)
+    seen = current()
+    record = Operation(name, source_line() if seen is not None else "")
+    if seen is not None:
+        seen.events.append(record)
     token = _operation.set(record)
     try:
         yield record
@@ -189,11 +191,12 @@ def asked() -> Iterator[None]:
 
 def note_movement(source: Layout, target: Layout, received: int, backward: bool) -> None:
     """Records one movement, where a trace is open."""
-    if _active is None:
+    seen = current()
+    if seen is None:
         return
     doing = _operation.get()
     name, where = (doing.name, doing.where) if doing is not None else ("", source_line())
-    _active.events.append(Movement(name, where, source, target, received, _asked.get(), backward))
+    seen.events.append(Movement(name, where, source, target, received, _asked.get(), backward))
 
 
 def doing() -> str:

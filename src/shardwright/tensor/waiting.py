@@ -52,7 +52,7 @@ def start_moving(tensor: DTensor, source: Layout, target: Layout) -> DTensor:
         if trace.current() is not None:
             with trace.asked():
                 trace.note_movement(source, target, 0, backward=False)
-        moving = start(steps, tensor.view_as(tensor))
+        moving = start(steps, tensor.clone())  # a copy: the tensor may be written to before all of it is sent
         result = tag(torch.empty(0, dtype=tensor.dtype, device=tensor.device), target)
     result.__class__ = Waiting
     result._moving = moving

@@ -116,12 +116,16 @@ def _prod(input: Operand, dim: int | None = None, keepdim: bool = False, *, dtyp
 
 @rule("any")
 def _any(input: Operand, dim: Any = None, keepdim: bool = False) -> Ways:
+    if dim in ((), []):  # over no dimension: element by element
+        return pointwise()(input)
     ins, out = _labels(input, reduced_dims(input, dim), keepdim)
     return Ways(index_ways([input], [ins], [out], reduction="bor"))
 
 
 @rule("all")
 def _all(input: Operand, dim: Any = None, keepdim: bool = False) -> Ways:
+    if dim in ((), []):
+        return pointwise()(input)
     ins, out = _labels(input, reduced_dims(input, dim), keepdim)
     return Ways(index_ways([input], [ins], [out], reduction="band"))
 
@@ -178,8 +182,8 @@ rule("min")(_max_or_min("min"))
 
 def _moments(input: Any, dim: Any, correction: Any, keepdim: bool) -> tuple[Any, Any]:
     """Mean and variance by two sums: exact for any cut."""
-    whole = range(input.ndim)
-    dims = [d % max(input.ndim, 1) for d in (whole if dim is None else dim if isinstance(dim, list | tuple) else [dim])]
+    named = [dim] if isinstance(dim, int) else dim or range(input.ndim)  # none named, or an empty list: all of them
+    dims = [d % max(input.ndim, 1) for d in named]
     count = prod(input.shape[d] for d in dims)
     mean = input.mean(dim=dims, keepdim=True)
     centred = input - mean

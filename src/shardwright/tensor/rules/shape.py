@@ -229,10 +229,9 @@ def _fit(
     ranks = source.mesh.shape[mesh_dim]
     pieces = piece_sizes(source.shape[placement.dim], placement, ranks) * old_step
     if not alone:
-        even = source.shape[placement.dim] * old_step == shape[dim] * new_step
         cuts = int(np.prod([source.mesh.shape[m] for m in source.cut_by(placement.dim)]))
         divides = source.shape[placement.dim] % cuts == 0 and shape[dim] % cuts == 0
-        return (placement, Shard(dim)) if even and divides and isinstance(placement, Shard) else (REPLICATE, REPLICATE)
+        return (placement, Shard(dim)) if divides and isinstance(placement, Shard) else (REPLICATE, REPLICATE)
     if not (pieces % new_step).any():
         return placement, evenly(dim, tuple((pieces // new_step).tolist()), shape[dim], ranks)
     # Cut so that pieces hold whole steps of the new dimension: neighbours exchange a little.

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.local import DTensorBase
 from shardwright.tensor.registry import composite, mark_fast, rule
 from shardwright.tensor.rules.notation import Operand, Ways, index_ways
 
@@ -21,8 +20,11 @@ def _softmax(input: Operand, dim: int | None = None, *_: Any, **__: Any) -> Ways
     return Ways(index_ways([input], [labels], [labels], whole={input.dim(dim)}, reduction=None))
 
 
-def _is_cut(input: DTensorBase, dim: Any) -> bool:
+def _is_cut(input: Any, dim: Any, dtype: Any) -> bool:
+    """Whether the dimension is cut, of something that has a softmax: else the local call says what is wrong."""
     layout = input._layout
+    if not (dtype or input.dtype).is_floating_point or 0 in layout.shape:
+        return False
     return (
         bool(layout.ndim)
         and isinstance(dim, int)
@@ -41,7 +43,7 @@ def _shifted(input: Any, dim: int, dtype: Any) -> Any:
 
 @composite("softmax")
 def _softmax_cut(input: Any, dim: Any = None, dtype: Any = None, **_: Any) -> Any:
-    if not _is_cut(input, dim):
+    if not _is_cut(input, dim, dtype):
         return NotImplemented
     powers = _shifted(input, dim, dtype).exp()
     return powers / powers.sum(dim=dim, keepdim=True)
@@ -49,7 +51,7 @@ def _softmax_cut(input: Any, dim: Any = None, dtype: Any = None, **_: Any) -> An
 
 @composite("log_softmax")
 def _log_softmax_cut(input: Any, dim: Any = None, dtype: Any = None, **_: Any) -> Any:
-    if not _is_cut(input, dim):
+    if not _is_cut(input, dim, dtype):
         return NotImplemented
     shifted = _shifted(input, dim, dtype)
     return shifted - shifted.exp().sum(dim=dim, keepdim=True).log()
@@ -57,7 +59,7 @@ def _log_softmax_cut(input: Any, dim: Any = None, dtype: Any = None, **_: Any) -
 
 @composite("softmin")
 def _softmin_cut(input: Any, dim: Any = None, dtype: Any = None, **_: Any) -> Any:
-    return torch.softmax(-input, dim, dtype) if _is_cut(input, dim) else NotImplemented
+    return torch.softmax(-input, dim, dtype) if _is_cut(input, dim, dtype) else NotImplemented
 
 
 mark_fast("softmax", "log_softmax")
