@@ -3,8 +3,8 @@
 A DTensor *is* its local tensor, so whatever does not ask `__torch_function__` sees the shard. Where torch offers a
 hook, such a path is refused:
 
-- through `__torch_function__`: collectives of `torch.distributed` (functional ones included), dlpack, forward-mode
-  derivatives, sparse and mkldnn layouts, `as_subclass`;
+- through `__torch_function__`: collectives of `torch.distributed` (functional ones included; torch 2.11 asks for some
+  of them only), dlpack, forward-mode derivatives, sparse and mkldnn layouts, `as_subclass`;
 - through torch's hook on the registration of submodules: `DistributedDataParallel` and `DataParallel`, which would
   write one rank's shard over the others';
 - `torch.func` offers no hook, and computes on shards without a word. So importing this package replaces the three
