@@ -7,6 +7,7 @@ import gc
 import json
 import pickle
 import weakref
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -129,7 +130,7 @@ def test_text_is_for_people() -> None:
 
 
 def test_pytorchs_placements_are_accepted() -> None:
-    theirs = pytest.importorskip("torch.distributed.tensor")
+    theirs = import_module("torch.distributed.tensor")
     mesh = Mesh((2, 2, 2, 2))
     given_ = [theirs.Shard(0), theirs.Replicate(), theirs.Partial("max"), Shard(1)]
     assert Layout(mesh, given_, (4, 4)).placements == (Shard(0), Replicate(), Partial("max"), Shard(1))
@@ -138,14 +139,14 @@ def test_pytorchs_placements_are_accepted() -> None:
 @pytest.mark.parametrize("shape", [(8,), (16, 3), (24,)])
 def test_pytorchs_strided_shard_is_an_order(shape: tuple[int, ...]) -> None:
     """Fully sharded over dp on top of tensor parallel over tp: tp cuts first, though dp stands left of it."""
-    types = pytest.importorskip("torch.distributed.tensor.placement_types")
+    types = import_module("torch.distributed.tensor.placement_types")
     mesh = Mesh((2, 2), ("dp", "tp"))
     theirs = Layout(mesh, [types._StridedShard(0, split_factor=2), types.Shard(0)], shape)
     assert theirs is Layout(mesh, [Shard(0), Shard(0)], shape, order=("tp", "dp"))
 
 
 def test_pytorchs_strided_shards_nest_in_three_dimensions() -> None:
-    types = pytest.importorskip("torch.distributed.tensor.placement_types")
+    types = import_module("torch.distributed.tensor.placement_types")
     strided = types._StridedShard
     mesh = Mesh((2, 3, 5), ("a", "b", "c"))
     for factors, order in [
