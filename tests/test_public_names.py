@@ -94,6 +94,7 @@ def test_the_front_door_offers_just_this() -> None:
         "randint",
         "randn",
         "randperm",
+        "sharded",
         "trace",
         "verify_ranks",
         "visualize",

@@ -1,5 +1,6 @@
 """Sharded tensors you can compute with, and checkpoints you can trust, on PyTorch."""
 
+from shardwright import sharded
 from shardwright.comm import DeviceMesh, init_device_mesh
 from shardwright.layout import Layout, Mesh, Partial, Placement, Ragged, Region, Replicate, Shard
 from shardwright.tensor import (
@@ -60,6 +61,7 @@ __all__ = [
     "randint",
     "randn",
     "randperm",
+    "sharded",
     "trace",
     "verify_ranks",
     "visualize",

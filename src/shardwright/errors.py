@@ -4,6 +4,7 @@
 ShardwrightError
 ├── LayoutError            (ValueError)    nonsense geometry: the value, the rule and the numbers
 │   ├── RegionError                        a region outside its parent, or of the wrong rank
+│   ├── TilingError                        shards that overlap, leave a gap, or reach outside their tensor
 │   ├── PlacementError                     a placement that cannot be, or not on this tensor and mesh
 │   └── MeshError                          a mesh that cannot be, or a rank or name that is not in it
 ├── ArgumentTypeError      (TypeError)     a value of a kind that has no meaning here
@@ -19,6 +20,8 @@ ShardwrightError
 │   ├── CommunicationError                 a movement nobody asked for, where the policy forbids it
 │   ├── PartialGradientError               a gradient through a partial maximum, which has none
 │   ├── RandomArgumentError  (ValueError)  a parameter that a distribution does not have
+│   ├── ShardError           (ValueError)  a shard that does not fit its metadata
+│   │   └── DisagreementError              ranks that describe one ShardedTensor differently
 │   ├── LocalTensorError                   a local tensor that does not fit its layout, on some rank
 │   └── UnsupportedError                   a path that would silently see the shard alone
 └── RanksError             (RuntimeError)  testing: ranks raised, died or hung
@@ -36,6 +39,7 @@ __all__ = [
     "CollectiveArgumentError",
     "CommError",
     "CommunicationError",
+    "DisagreementError",
     "Failure",
     "InPlaceError",
     "LayoutError",
@@ -51,8 +55,10 @@ __all__ = [
     "RankLostError",
     "RanksError",
     "RegionError",
+    "ShardError",
     "ShardwrightError",
     "TensorError",
+    "TilingError",
     "UnsupportedError",
 ]
 
@@ -84,6 +90,16 @@ class RegionError(LayoutError):
     >>> Region((0,), (4,)).slices(Region((2,), (4,)))
     Traceback (most recent call last):
     shardwright.errors.RegionError: region [0:4] is not inside [2:6]: ...
+    """
+
+
+class TilingError(LayoutError):
+    """Shards that do not tile their tensor: the first overlap, gap or stray, with the shards and their numbers.
+
+    >>> from shardwright.sharded import EnumerableShardingSpec, ShardMetadata
+    >>> EnumerableShardingSpec([ShardMetadata([0], [3], "rank:0/cpu"), ShardMetadata([2], [2], "rank:1/cpu")])
+    Traceback (most recent call last):
+    shardwright.errors.TilingError: overlap: shard 0 [0:3] on rank:0/cpu and shard 1 [2:4] on rank:1/cpu both hold [2:3]
     """
 
 
@@ -262,6 +278,25 @@ class PartialGradientError(TensorError):
     """A gradient was asked for through a partial maximum, minimum or product, which has none.
 
     >>> issubclass(PartialGradientError, TensorError)
+    True
+    """
+
+
+class ShardError(TensorError, ValueError):
+    """A shard whose tensor does not fit its metadata: its rank, its number, what it has and what it should have.
+
+    >>> import torch
+    >>> from shardwright import sharded
+    >>> sharded.Shard.from_tensor_and_offsets(torch.zeros(2, 3), [0], rank=0)
+    Traceback (most recent call last):
+    shardwright.errors.ShardError: a shard of 2 dimensions at offsets [0]: give one offset for each
+    """
+
+
+class DisagreementError(ShardError):
+    """Ranks describe one ShardedTensor differently: which ranks say what. Raised alike on all of them.
+
+    >>> issubclass(DisagreementError, ValueError)
     True
     """
 

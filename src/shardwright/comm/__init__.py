@@ -23,6 +23,7 @@ from shardwright.comm.reduce import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from shardwright.comm.rpc import call_remotely, rank_of_worker, worker_name
 from shardwright.comm.traffic import Traffic, Transfer, count, listen
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "all_to_all",
     "bind",
     "broadcast",
+    "call_remotely",
     "count",
     "default_timeout",
     "device_mesh_of",
@@ -54,6 +56,7 @@ __all__ = [
     "mesh_group",
     "on_forget",
     "rank",
+    "rank_of_worker",
     "reach_store",
     "reduce_scatter",
     "start_all_gather",
@@ -63,5 +66,6 @@ __all__ = [
     "start_exchange",
     "start_reduce_scatter",
     "subgroup",
+    "worker_name",
     "world",
 ]

@@ -3,11 +3,13 @@
 from shardwright.layout.cover import Coverage, Exact, Gap, Outside, Overlap
 from shardwright.layout.layout import Holding, Layout, RegionTable
 from shardwright.layout.mesh import Mesh
+from shardwright.layout.overlap import Boxes, Overlaps, overlaps
 from shardwright.layout.picture import picture
 from shardwright.layout.placement import Partial, Placement, Ragged, Replicate, Shard, as_placement
 from shardwright.layout.region import ByteRuns, Region
 
 __all__ = [
+    "Boxes",
     "ByteRuns",
     "Coverage",
     "Exact",
@@ -17,6 +19,7 @@ __all__ = [
     "Mesh",
     "Outside",
     "Overlap",
+    "Overlaps",
     "Partial",
     "Placement",
     "Ragged",
@@ -25,5 +28,6 @@ __all__ = [
     "Replicate",
     "Shard",
     "as_placement",
+    "overlaps",
     "picture",
 ]

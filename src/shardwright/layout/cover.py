@@ -19,7 +19,7 @@ import numpy.typing as npt
 from shardwright.errors import RegionError
 from shardwright.layout.region import Region, region_unchecked
 
-__all__ = ["Coverage", "Exact", "Gap", "Outside", "Overlap", "coverage"]
+__all__ = ["Coverage", "Exact", "Gap", "Outside", "Overlap", "coverage", "coverage_of_boxes"]
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 
@@ -113,11 +113,20 @@ def coverage(parent: Region, regions: Sequence[Region]) -> Coverage:
                 "only regions of one tensor can tile it"
             )
     starts = np.array([r.offset for r in regions], np.int64).reshape(len(regions), parent.ndim)
-    stops = starts + np.array([r.size for r in regions], np.int64).reshape(starts.shape)
+    return coverage_of_boxes(parent, starts, np.array([r.size for r in regions], np.int64).reshape(starts.shape))
+
+
+def coverage_of_boxes(parent: Region, starts: Integers, sizes: Integers) -> Coverage:
+    """The same, of boxes given as arrays, a row for each."""
+    stops = starts + sizes
+
+    def region(index: int) -> Region:
+        return Region(starts[index].tolist(), sizes[index].tolist())
+
     low, high = np.array(parent.offset, np.int64), np.array(parent.end, np.int64)
     stray = np.flatnonzero(((starts < low) | (stops > high)).any(axis=1))
     if stray.size:
-        return Outside(regions[stray[0]], int(stray[0]), parent)
+        return Outside(region(int(stray[0])), int(stray[0]), parent)
     wrong = _first_mismatch(starts, stops, low, high)
     if wrong is None:
         return Exact()
@@ -125,9 +134,10 @@ def coverage(parent: Region, regions: Sequence[Region]) -> Coverage:
     held = (starts <= point) & (point < stops)
     if count > 0:
         first, second = (int(i) for i in np.flatnonzero(held.all(axis=1))[:2])
-        common = regions[first].intersect(regions[second])
+        both = region(first), region(second)
+        common = both[0].intersect(both[1])
         assert common is not None  # both hold `point`
-        return Overlap(common, first, second, (regions[first], regions[second]))
+        return Overlap(common, first, second, both)
     return Gap(_grow_gap(point, starts, stops, high), parent)
 
 

@@ -72,8 +72,8 @@ def refuse_generator(name: str, generator: torch.Generator | None) -> None:
     """Refuses a generator: it has a state of its own on every rank, and draws without knowing which part it fills."""
     if generator is not None:
         raise UnsupportedError(
-            f"{name}: argument 'generator' draws from a state that each rank has for itself, so the parts of a DTensor "
-            "would not fit together: leave it out, and seed with sw.manual_seed"
+            f"{name}: argument 'generator' draws from a state that each rank has for itself, so the parts of one "
+            "tensor would not fit together: leave it out, and seed with sw.manual_seed"
         )
 
 

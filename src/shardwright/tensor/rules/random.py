@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation
 from shardwright.tensor.rules.pointwise import broadcast_labels
 from shardwright.tensor.types import REPLICATE, settled
 
-__all__: list[str] = []
+__all__ = ["IN_PLACE", "Draw"]
 
 Fill = Callable[..., Tensor]
 
@@ -46,19 +46,30 @@ def _blank(like: Any) -> Any:
     return torch.ones_like(like) if like._layout.is_partial else torch.empty_like(like)
 
 
-def _in_place(name: str, fill: Fill, parameters: tuple[str, ...], **spellings: str) -> None:
-    """Registers an operator that overwrites a tensor with random numbers; `spellings` are other names of parameters.
+class Draw(NamedTuple):
+    """An operator that overwrites a tensor with random numbers; `spellings` are other names of its parameters."""
 
-    torch's methods name the tensor first; the functions of `nn.init` hand everything over by name.
-    """
+    name: str
+    fill: Fill
+    parameters: tuple[str, ...]
+    spellings: dict[str, str]
 
-    def read(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def read(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The tensor and the parameters, by the names that `fill` knows.
+
+        torch's methods name the tensor first; the functions of `nn.init` hand everything over by name.
+        """
         given = dict(kwargs)
         target, *values = (given.pop("tensor"), *args) if "tensor" in given else args
-        refuse_generator(f"{name}_", given.pop("generator", None))
-        how = dict(zip(parameters, values, strict=False))
-        how |= {spellings.get(key, key): value for key, value in given.items()}
+        refuse_generator(f"{self.name}_", given.pop("generator", None))
+        how = dict(zip(self.parameters, values, strict=False))
+        how |= {self.spellings.get(key, key): value for key, value in given.items()}
         return target, how
+
+
+def _in_place(draw: Draw) -> None:
+    """Registers an operator that overwrites a tensor with random numbers."""
+    name, fill, read = draw.name, draw.fill, draw.read
 
     def answer(*args: Any, **kwargs: Any) -> Ways:
         target, how = read(args, kwargs)
@@ -92,14 +103,18 @@ def _fill_chance(
     return fill_bernoulli(out, region, shape, seed, offset, chance)
 
 
-_in_place("uniform", fill_uniform, ("low", "high"), a="low", b="high", to="high", **{"from": "low"})
-_in_place("normal", fill_normal, ("mean", "std"))
-_in_place("log_normal", fill_log_normal, ("mean", "std"))
-_in_place("exponential", fill_exponential, ("rate",), lambd="rate")
-_in_place("cauchy", fill_cauchy, ("median", "sigma"))
-_in_place("geometric", fill_geometric, ("p",))
-_in_place("bernoulli", _fill_chance, ("p",))
-_in_place("random", _fill_random, ("first", "last"), to="last", **{"from": "first"})
+IN_PLACE = (
+    Draw("uniform", fill_uniform, ("low", "high"), {"from": "low", "a": "low", "to": "high", "b": "high"}),
+    Draw("normal", fill_normal, ("mean", "std"), {}),
+    Draw("log_normal", fill_log_normal, ("mean", "std"), {}),
+    Draw("exponential", fill_exponential, ("rate",), {"lambd": "rate"}),
+    Draw("cauchy", fill_cauchy, ("median", "sigma"), {}),
+    Draw("geometric", fill_geometric, ("p",), {}),
+    Draw("bernoulli", _fill_chance, ("p",), {}),
+    Draw("random", _fill_random, ("first", "last"), {"from": "first", "to": "last"}),
+)
+for _draw in IN_PLACE:
+    _in_place(_draw)
 
 
 def _like(fill: Fill) -> Callable[..., Decided]:

@@ -1,0 +1,68 @@
+"""ShardedTensor: a tensor as explicit regions on ranks, with its metadata, specs, gather, reshard and remote shards."""
+
+from shardwright.sharded import ops
+from shardwright.sharded.base import ShardedTensorBase
+from shardwright.sharded.build import init_from_local_shards
+from shardwright.sharded.collect import collect_local_shard, reshard_output
+from shardwright.sharded.convert import from_dtensor, to_dtensor
+from shardwright.sharded.factories import Making, empty, full, ones, rand, randn, zeros
+from shardwright.sharded.hooks import pre_load_state_dict_hook, state_dict_hook
+from shardwright.sharded.metadata import ShardedTensorMetadata, ShardMetadata
+from shardwright.sharded.module import Sharder, ShardingPlan, shard_module, shard_parameter
+from shardwright.sharded.nested import flatten_sharded_tensors
+from shardwright.sharded.optimizer import ShardedOptimizer, named_params_with_sharded_tensor
+from shardwright.sharded.plan import Moves, moves_between, moves_of
+from shardwright.sharded.process_group import load_with_process_group
+from shardwright.sharded.properties import MEM_FORMAT_ENCODING, TensorProperties
+from shardwright.sharded.remote_device import RemoteDevice
+from shardwright.sharded.shard import Shard
+from shardwright.sharded.spec import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    LayoutShardingSpec,
+    ShardingSpec,
+    infer_sharding_spec,
+)
+from shardwright.sharded.tensor import ShardedTensor
+
+__all__ = [
+    "MEM_FORMAT_ENCODING",
+    "ChunkShardingSpec",
+    "EnumerableShardingSpec",
+    "LayoutShardingSpec",
+    "Making",
+    "Moves",
+    "RemoteDevice",
+    "Shard",
+    "ShardMetadata",
+    "ShardedOptimizer",
+    "ShardedTensor",
+    "ShardedTensorBase",
+    "ShardedTensorMetadata",
+    "Sharder",
+    "ShardingPlan",
+    "ShardingSpec",
+    "TensorProperties",
+    "collect_local_shard",
+    "empty",
+    "flatten_sharded_tensors",
+    "from_dtensor",
+    "full",
+    "infer_sharding_spec",
+    "init_from_local_shards",
+    "load_with_process_group",
+    "moves_between",
+    "moves_of",
+    "named_params_with_sharded_tensor",
+    "ones",
+    "ops",
+    "pre_load_state_dict_hook",
+    "rand",
+    "randn",
+    "reshard_output",
+    "shard_module",
+    "shard_parameter",
+    "state_dict_hook",
+    "to_dtensor",
+    "zeros",
+]

@@ -1,0 +1,250 @@
+"""`ShardedTensorBase`: what every sharded tensor has, and the attributes by which it passes for a torch.Tensor.
+
+It holds no values itself: it is a list of local shards, which are ordinary tensors, and the metadata of all shards.
+Gradients, storage and devices are those of the local shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import ShardError, UnsupportedError
+from shardwright.sharded.metadata import ShardedTensorMetadata, ShardMetadata
+from shardwright.sharded.ops.registry import call
+from shardwright.sharded.shard import Shard
+from shardwright.sharded.spec import ShardingSpec, infer_sharding_spec
+
+__all__ = ["ShardedTensorBase"]
+
+
+class ShardedTensorBase(Tensor):
+    """What every sharded tensor has: local shards, the metadata of all shards, and a spec. It talks to nobody.
+
+    `size`, `shape`, `dtype` and their like answer for the whole tensor.
+
+    >>> from shardwright import sharded
+    >>> table = sharded.zeros(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 4, 2)
+    >>> isinstance(table, ShardedTensorBase), table.shape, table.metadata().size
+    (True, torch.Size([4, 2]), torch.Size([4, 2]))
+    """
+
+    _metadata: ShardedTensorMetadata
+    _spec: ShardingSpec | None
+    _local_shards: list[Shard]
+    _leaf: bool = True  # said for all ranks: one without shards could not tell from them
+
+    @classmethod
+    def _wrap(cls, metadata: ShardedTensorMetadata, spec: ShardingSpec | None, local_shards: Sequence[Shard]) -> Self:
+        """A tensor object of these shards; what is said of them has been checked."""
+        properties = metadata.tensor_properties
+        made: Self = Tensor._make_wrapper_subclass(
+            cls, metadata.size, dtype=properties.dtype, device=torch.device("cpu")
+        )
+        made._metadata, made._spec, made._local_shards = metadata, spec, list(local_shards)
+        return made
+
+    def local_shards(self) -> list[Shard]:
+        """This rank's shards, in the order of the metadata; none where it holds none."""
+        return self._local_shards
+
+    def metadata(self) -> ShardedTensorMetadata:
+        """All shards with their owners, the size and the properties: the same on every rank."""
+        return self._metadata
+
+    def shards_metadata(self) -> list[ShardMetadata]:
+        """The metadata of all shards."""
+        return self._metadata.shards_metadata
+
+    def sharding_spec(self) -> ShardingSpec:
+        """The spec it was made with, or the one that its shards amount to."""
+        if self._spec is None:
+            self._spec = infer_sharding_spec(self._metadata.shards_metadata, self._metadata.size)
+        return self._spec
+
+    def size(self, dim: int | None = None) -> Any:
+        """The size of the whole tensor, or of one dimension of it."""
+        return self._metadata.size if dim is None else self._metadata.size[dim]
+
+    def dim(self) -> int:
+        """How many dimensions it has."""
+        return len(self._metadata.size)
+
+    def numel(self) -> int:
+        """How many elements the whole tensor has."""
+        return self._metadata.size.numel()
+
+    @property
+    def shape(self) -> torch.Size:
+        """The size of the whole tensor."""
+        return self._metadata.size
+
+    @property
+    def ndim(self) -> int:
+        """How many dimensions it has."""
+        return len(self._metadata.size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all shards."""
+        return self._metadata.tensor_properties.dtype
+
+    @property
+    def layout(self) -> torch.layout:
+        """torch's layout of all shards."""
+        return self._metadata.tensor_properties.layout
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's first shard; of the first shard of all where it has none."""
+        if self._local_shards:
+            return self._local_shards[0].tensor.device
+        placements = [shard.placement for shard in self._metadata.shards_metadata if shard.placement is not None]
+        return torch.device(placements[0].device().type) if placements else torch.device("cpu")
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients of its shards are wanted: the same on every rank."""
+        return self._metadata.tensor_properties.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether its shards are leaves of the graph: the same on every rank."""
+        return self._leaf
+
+    @property
+    def grad_fn(self) -> None:
+        """None: the graph is that of the local shards."""
+        return None
+
+    @property
+    def grad(self) -> Self | None:
+        """The gradients of its shards, as a tensor sharded alike; None where this rank's shards have none."""
+        gradients = [shard.tensor.grad for shard in self._local_shards]
+        if not gradients or any(gradient is None for gradient in gradients):
+            return None
+        return self._with([gradient for gradient in gradients if gradient is not None])
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is None:
+            for shard in self._local_shards:
+                shard.tensor.grad = None
+            return
+        if not isinstance(value, ShardedTensorBase) or not self._is_cut_like(value):
+            raise ShardError(f"the gradient of {self!r} is a ShardedTensor cut alike, not {value!r}")
+        for shard, other in zip(self._local_shards, value._local_shards, strict=True):
+            shard.tensor.grad = other.tensor
+
+    @property
+    def data(self) -> Self:
+        """The same shards without history. Assigning replaces the shards, as `module.to(...)` does."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, ShardedTensorBase) or value.shape != self.shape:
+            raise ShardError(f"the data of {self!r} is a ShardedTensor of the same size, not {value!r}")
+        wanted = self.requires_grad
+        self._become(value)
+        self.requires_grad_(wanted)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Says whether gradients of its shards are wanted; every rank says the same."""
+        for shard in self._local_shards:
+            shard.tensor.requires_grad_(requires_grad)
+        properties = replace(self._metadata.tensor_properties, requires_grad=requires_grad)
+        self._metadata = replace(self._metadata, tensor_properties=properties)
+        return self
+
+    def detach(self) -> Self:
+        """The same memory, without history."""
+        return self._with([shard.tensor.detach() for shard in self._local_shards])
+
+    def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> Self:
+        """A copy in memory of its own."""
+        shards = [shard.tensor.clone(memory_format=memory_format) for shard in self._local_shards]
+        made = self._with(shards, requires_grad=self.requires_grad and torch.is_grad_enabled())
+        made._metadata.tensor_properties.pin_memory = False  # torch's clone is not pinned, either
+        if memory_format != torch.preserve_format:
+            made._metadata.tensor_properties.memory_format = memory_format
+        return made
+
+    def _with(
+        self, tensors: Sequence[Tensor], *, requires_grad: bool = False, dtype: torch.dtype | None = None
+    ) -> Self:
+        """A tensor cut like this one, of these local tensors, which an operator made of its shards.
+
+        `requires_grad` says whether they have a history, `dtype` what they are, where this rank has none to show.
+        """
+        dtype = tensors[0].dtype if tensors else dtype or self.dtype
+        properties = replace(self._metadata.tensor_properties, dtype=dtype, requires_grad=requires_grad)
+        metadata = replace(self._metadata, tensor_properties=properties)
+        shards = [Shard(tensor, shard.metadata) for tensor, shard in zip(tensors, self._local_shards, strict=True)]
+        made = self._made_like(metadata, shards)
+        made._leaf = not requires_grad
+        return made
+
+    def _made_like(self, metadata: ShardedTensorMetadata, shards: Sequence[Shard]) -> Self:
+        return type(self)._wrap(metadata, self._spec, shards)
+
+    def _become(self, other: ShardedTensorBase) -> None:
+        self._metadata, self._spec = other._metadata, other._spec
+        self._local_shards, self._leaf = list(other._local_shards), other._leaf
+
+    def _is_cut_like(self, other: ShardedTensorBase) -> bool:
+        """Whether the shards are the same boxes on the same ranks, in the same order."""
+        mine, theirs = self._metadata.shards_metadata, other._metadata.shards_metadata
+        return mine is theirs or (self.shape == other.shape and mine == theirs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        shards = [shard.tensor.detach().clone() for shard in self._local_shards]
+        copied = self._with(shards)
+        copied._metadata = deepcopy(copied._metadata, memo)
+        copied.requires_grad_(self.requires_grad)
+        if hasattr(self, "_is_param"):
+            copied._is_param = True  # what makes isinstance(x, nn.Parameter) true
+        memo[id(self)] = copied
+        return copied
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        mine = ", ".join(str(shard.metadata.region) for shard in self._local_shards)
+        count = len(self._metadata.shards_metadata)
+        return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {count} shards; here: {mine or 'none'})"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __bool__(self) -> bool:
+        raise UnsupportedError(
+            f"the truth of {self!r} lies on several ranks: compare with torch.equal or torch.allclose, or gather it"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Every torch function called with a ShardedTensor: those with a local meaning are called on the shards."""
+        return call(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What gets here went past the table of operators: there are no values to compute with."""
+        raise UnsupportedError(f"{func}: a ShardedTensor holds no values of its own; use its local_shards()")

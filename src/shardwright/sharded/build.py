@@ -1,0 +1,127 @@
+"""`init_from_local_shards`: every rank says what it holds, and all find out together what that makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from shardwright import comm
+from shardwright.errors import ArgumentTypeError, DisagreementError, ShardError, ShardwrightError
+from shardwright.layout import Region
+from shardwright.layout.integers import integers
+from shardwright.sharded.base import ShardedTensorBase
+from shardwright.sharded.checks import check_shards, common_properties
+from shardwright.sharded.metadata import ShardedTensorMetadata, ShardMetadata
+from shardwright.sharded.owners import owner_in
+from shardwright.sharded.process_group import group_of
+from shardwright.sharded.properties import TensorProperties
+from shardwright.sharded.remote import offer
+from shardwright.sharded.shard import Shard
+from shardwright.sharded.tensor import ShardedTensor
+from shardwright.tensor import DTensor
+
+__all__ = ["Said", "assemble", "init_from_local_shards"]
+
+
+class Said(NamedTuple):
+    """What one rank says of its part of a tensor; or, instead, what is wrong with it."""
+
+    rank: int
+    size: tuple[int, ...] = ()
+    shards: tuple[dict[str, Any], ...] = ()
+    properties: dict[str, Any] | None = None
+    fault: str | None = None
+    nested: tuple[int, ...] = ()  # which of the shards are sharded tensors themselves
+
+
+def init_from_local_shards(
+    local_shards: Sequence[Shard], *global_size: Any, process_group: Any = None, init_rrefs: bool = False
+) -> ShardedTensor:
+    """A ShardedTensor of the shards that each rank has, some, one or none; they are not copied.
+
+    All ranks of the group call it with the same global size. Whatever is wrong, on whichever rank, is raised alike on
+    all of them: shards that overlap or leave a gap, a tensor that is not what its metadata says, ranks that disagree.
+
+    >>> import torch
+    >>> from shardwright import sharded
+    >>> mine = [sharded.Shard.from_tensor_and_offsets(torch.ones(2, 3), [row, 0]) for row in (0, 2)]
+    >>> sharded.init_from_local_shards(mine, 4, 3).sharding_spec()
+    ChunkShardingSpec(dim=0, placements=[RemoteDevice('rank:0/cpu'), RemoteDevice('rank:0/cpu')])
+    """
+    group = group_of(process_group)
+    rank = group.ranks[group.rank]
+    own = msgspec.json.encode(_describe(local_shards, global_size, rank))
+    said = comm.gather_bytes(own, group, what="init_from_local_shards")
+    metadata = assemble([msgspec.json.decode(one, type=Said) for one in said])
+    made = ShardedTensor._bind(metadata, None, local_shards, group)
+    metadata.table(owner_in(group))  # a placement may name a worker that nobody knows
+    if init_rrefs:
+        made._remote = offer(made, group)
+    return made
+
+
+def _describe(shards: Sequence[Shard], global_size: Sequence[Any], rank: int) -> Said:
+    try:
+        size = global_size[0] if len(global_size) == 1 and isinstance(global_size[0], Sequence) else global_size
+        checked = integers(size, "global size")
+        if not isinstance(shards, Sequence):
+            raise ArgumentTypeError(f"local shards: {type(shards).__name__} is not a list of sharded.Shard")
+        for shard in shards:
+            if not isinstance(shard, Shard):
+                raise ArgumentTypeError(f"{type(shard).__name__} is not a sharded.Shard")
+        properties = common_properties(shards, rank)
+        check_shards(shards, rank)
+    except ShardwrightError as error:
+        text = str(error)
+        return Said(rank, fault=text if text.startswith(f"rank {rank}") else f"rank {rank}: {text}")
+    told = None if properties is None else properties.to_json()
+    nested = tuple(n for n, shard in enumerate(shards) if isinstance(shard.tensor, ShardedTensorBase | DTensor))
+    return Said(rank, checked, tuple(shard.metadata.to_json() for shard in shards), told, nested=nested)
+
+
+def assemble(said: Sequence[Said]) -> ShardedTensorMetadata:
+    """The metadata that the ranks' words make together, or the error that all of them raise. Pure.
+
+    >>> assemble([Said(0, (4,)), Said(1, (5,))])
+    Traceback (most recent call last):
+    shardwright.errors.DisagreementError: ranks disagree about the global size: rank 0 says (4,), rank 1 says (5,)
+    """
+    faults = [one.fault for one in said if one.fault is not None]
+    if faults:
+        raise ShardError("; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else ""))
+    _same("the global size", [(one.rank, one.size) for one in said])
+    holding = [one for one in said if one.properties is not None]
+    if not holding:
+        raise ShardError(f"no rank holds a shard of a tensor of size {said[0].size}: its dtype is unknown")
+    for name in ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"):
+        _same(name, [(one.rank, one.properties[name]) for one in holding if one.properties is not None])
+    shards = _once(said)
+    properties = TensorProperties.from_json(holding[0].properties or {})
+    metadata = ShardedTensorMetadata(shards, torch.Size(said[0].size), properties)
+    metadata.validate()
+    return metadata
+
+
+def _once(said: Sequence[Said]) -> list[ShardMetadata]:
+    """The shards that the ranks name; one that is sharded itself is named by all who hold a part, and counts once."""
+    shards: list[ShardMetadata] = []
+    cut_again: set[Region] = set()
+    for one in said:
+        for number, value in enumerate(one.shards):
+            shard = ShardMetadata.from_json(value)
+            if number not in one.nested:
+                shards.append(shard)
+            elif shard.region not in cut_again:
+                cut_again.add(shard.region)
+                shards.append(shard)
+    return shards
+
+
+def _same(what: str, said: Sequence[tuple[int, Any]]) -> None:
+    first, value = said[0]
+    for rank, other in said[1:]:
+        if other != value:
+            raise DisagreementError(f"ranks disagree about {what}: rank {first} says {value}, rank {rank} says {other}")

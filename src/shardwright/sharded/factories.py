@@ -1,0 +1,113 @@
+"""New ShardedTensors: every rank makes its own shards, and no rank the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, Unpack
+
+import torch
+
+from shardwright.layout import Mesh, Region
+from shardwright.sharded.spec import ShardingSpec
+from shardwright.sharded.tensor import ShardedTensor
+from shardwright.tensor.random import fill_normal, fill_uniform
+from shardwright.tensor.randomness import next_key
+
+__all__ = ["Making", "empty", "fill_shards", "full", "ones", "rand", "randn", "zeros"]
+
+
+class Making(TypedDict, total=False):
+    """What every factory takes by keyword: torch's own, the process group, and whether to make RRefs for RPC.
+
+    >>> from shardwright import sharded
+    >>> how: sharded.Making = {"dtype": torch.float64}
+    >>> sharded.zeros(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 2, **how).dtype
+    torch.float64
+    """
+
+    dtype: torch.dtype | None
+    layout: torch.layout
+    requires_grad: bool
+    pin_memory: bool
+    memory_format: torch.memory_format
+    process_group: Any
+    init_rrefs: bool
+
+
+def empty(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[Making]) -> ShardedTensor:
+    """A ShardedTensor whose values are not set.
+
+    >>> from shardwright import sharded
+    >>> sharded.empty(sharded.ChunkShardingSpec(1, ["rank:0/cpu"]), 2, 3).shape
+    torch.Size([2, 3])
+    """
+    return ShardedTensor(sharding_spec, *size, **how)
+
+
+def zeros(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[Making]) -> ShardedTensor:
+    """A ShardedTensor of zeros.
+
+    >>> from shardwright import sharded
+    >>> sharded.zeros(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 2).gather()
+    tensor([0., 0.])
+    """
+    return full(sharding_spec, size, 0, **how)
+
+
+def ones(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[Making]) -> ShardedTensor:
+    """A ShardedTensor of ones.
+
+    >>> from shardwright import sharded
+    >>> sharded.ones(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 2).gather()
+    tensor([1., 1.])
+    """
+    return full(sharding_spec, size, 1, **how)
+
+
+def full(sharding_spec: ShardingSpec, size: Sequence[Any], fill_value: Any, **how: Unpack[Making]) -> ShardedTensor:
+    """A ShardedTensor of one value.
+
+    >>> from shardwright import sharded
+    >>> sharded.full(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), (2,), 0.5).gather()
+    tensor([0.5000, 0.5000])
+    """
+    made = ShardedTensor(sharding_spec, *size, **how)
+    with torch.no_grad():
+        for shard in made.local_shards():
+            shard.tensor.fill_(fill_value)
+    return made
+
+
+def rand(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[Making]) -> ShardedTensor:
+    """Uniform numbers of [0, 1): those of `shardwright.rand`, the same for every spec and number of ranks.
+
+    >>> import shardwright as sw
+    >>> sw.manual_seed(0)
+    >>> sw.sharded.rand(sw.sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 3).gather()
+    tensor([0.2117, 0.3332, 0.1760])
+    """
+    return fill_shards(ShardedTensor(sharding_spec, *size, **how), fill_uniform)
+
+
+def randn(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[Making]) -> ShardedTensor:
+    """Normal numbers of mean 0 and standard deviation 1: those of `shardwright.randn`, the same for every spec.
+
+    >>> import shardwright as sw
+    >>> sw.manual_seed(0)
+    >>> sw.sharded.randn(sw.sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 3).gather()
+    tensor([0.8912, 0.5441, 0.4056])
+    """
+    return fill_shards(ShardedTensor(sharding_spec, *size, **how), fill_normal)
+
+
+def fill_shards(tensor: ShardedTensor, fill: Callable[..., Any], **how: Any) -> ShardedTensor:
+    """The tensor, its shards filled with random numbers that depend on seed and global index alone."""
+    ranks = tensor._group.ranks
+    key = next_key(Mesh((len(ranks),), ranks=ranks))
+    with torch.no_grad():
+        for shard in tensor.local_shards():
+            fill(shard.tensor, shard.metadata.region, tuple(tensor.shape), key.seed, key.offset, **how)
+        if not tensor.local_shards():  # parameters that are refused are refused on every rank
+            nothing = Region.whole([0] * tensor.ndim)
+            fill(torch.empty(nothing.size, dtype=tensor.dtype), nothing, nothing.size, key.seed, key.offset, **how)
+    return tensor

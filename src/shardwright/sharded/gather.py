@@ -1,0 +1,68 @@
+"""`gather`: the whole tensor on one rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwright.errors import PlacementError, ShardError
+from shardwright.layout import RegionTable
+from shardwright.sharded.agreement import digest, together
+from shardwright.sharded.moving import Relocation
+
+if TYPE_CHECKING:
+    from shardwright.sharded.tensor import ShardedTensor
+
+__all__ = ["gather"]
+
+
+def gather(
+    tensor: ShardedTensor, dst: int, out: Tensor | None, *, enforce_dtype: bool, dtype: torch.dtype | None
+) -> Tensor | None:
+    """See `ShardedTensor.gather`."""
+    group = tensor._group
+    rank = group.ranks[group.rank]
+
+    def prepare() -> tuple[None, str]:
+        _check(tensor, dst, rank, out, enforce_dtype, dtype)
+        return None, f"dst {dst} of {digest(tensor._table)} of {tensor.dtype}"
+
+    together(prepare, "gather", group)
+    size = tuple(tensor.shape)
+    whole = RegionTable(np.array([dst]), np.zeros((1, len(size)), np.int64), np.array([size], np.int64))
+    like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    direct = out is not None and out.dtype == tensor.dtype and out.device == like.device and not out.is_conj()
+    filled = Relocation(tensor._table, whole, group).run(
+        [shard.tensor for shard in tensor._local_shards], like, [out] if direct and out is not None else None
+    )
+    if rank != dst:
+        return None
+    if out is not None:
+        if not direct:
+            out.detach().copy_(filled[0])
+        return out
+    return filled[0] if dtype is None else filled[0].to(dtype)
+
+
+def _check(
+    tensor: ShardedTensor, dst: int, rank: int, out: Tensor | None, enforce_dtype: bool, dtype: torch.dtype | None
+) -> None:
+    if dst not in tensor._group.ranks:
+        raise PlacementError(f"gather: dst {dst} is not in the group of ranks {list(tensor._group.ranks)}")
+    if out is None:
+        return
+    if rank != dst:
+        raise ShardError(
+            f"gather: rank {rank} gave `out`, and the tensor is gathered on rank {dst}: give it there only"
+        )
+    if out.shape != tensor.shape:
+        raise ShardError(f"gather: `out` of size {list(out.shape)} for a tensor of size {list(tensor.shape)}")
+    if dtype is not None and out.dtype != dtype:
+        raise ShardError(f"gather: `out` is {out.dtype}, and dtype={dtype} is asked for: give one of the two")
+    if enforce_dtype and out.dtype != tensor.dtype:
+        raise ShardError(f"gather: `out` is {out.dtype}, the tensor is {tensor.dtype}, and enforce_dtype forbids it")
+    if out.requires_grad and out.is_leaf and torch.is_grad_enabled():
+        raise ShardError("gather: `out` is a leaf that requires grad: give a plain buffer")

@@ -1,0 +1,207 @@
+"""Sharding a module: one parameter, or all that a plan names."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import ArgumentTypeError, ShardError
+from shardwright.sharded.agreement import together
+from shardwright.sharded.base import ShardedTensorBase
+from shardwright.sharded.collect import collect_local_shard, reshard_output
+from shardwright.sharded.process_group import group_of
+from shardwright.sharded.spec import ShardingSpec
+
+__all__ = ["Sharder", "ShardingPlan", "shard_module", "shard_parameter"]
+
+
+class Sharder(ABC):
+    """What shards a whole module its own way: a bag of embedding tables, say. Write `shard`.
+
+    >>> from torch import nn
+    >>> from shardwright import sharded
+    >>> class Rows(sharded.Sharder):
+    ...     def shard(self, module):
+    ...         sharded.shard_parameter(module, "weight", sharded.ChunkShardingSpec(0, ["rank:0/cpu"] * 2))
+    ...         return module
+    >>> model = nn.ModuleDict({"table": nn.Embedding(4, 2)})
+    >>> sharded.shard_module(model, sharded.ShardingPlan({"table": Rows()}))
+    >>> len(model["table"].weight.local_shards())
+    2
+    """
+
+    @abstractmethod
+    def shard(self, module: nn.Module) -> nn.Module:
+        """The sharded module, which takes the place of the one given, and may be it. All ranks call it alike."""
+
+
+@final
+@dataclass
+class ShardingPlan:
+    """How a module is sharded: parameters by name with a spec, submodules by name with a `Sharder`.
+
+    `output_plan` gives the specs to which outputs of submodules are resharded, by name, and `return_local_tensor` the
+    submodules whose outputs are collected as plain local tensors; the name "" is the module itself.
+
+    >>> from shardwright import sharded
+    >>> rows = sharded.ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+    >>> sharded.ShardingPlan({"table.weight": rows}, return_local_tensor=["table"]).output_plan
+    {}
+    """
+
+    plan: Mapping[str, ShardingSpec | Sharder]
+    output_plan: Mapping[str, ShardingSpec] = field(default_factory=dict)
+    return_local_tensor: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.output_plan = self.output_plan or {}  # None is how PyTorch's says that there is none
+        self.return_local_tensor = list(self.return_local_tensor or ())
+
+
+def shard_parameter(
+    module: nn.Module, param_name: str, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
+) -> None:
+    """Replaces a parameter by a ShardedTensor, whose values are those of rank `src_rank`. It is a parameter, too.
+
+    All ranks of the group call it with modules alike; each receives its own shards, and the whole is freed.
+
+    >>> from torch import nn
+    >>> from shardwright import sharded
+    >>> table = nn.Embedding(4, 2)
+    >>> sharded.shard_parameter(table, "weight", sharded.ChunkShardingSpec(0, ["rank:0/cpu"]))
+    >>> table.weight
+    ShardedTensor([4, 2], torch.float32, 1 shards; here: [0:4, 0:2])
+    """
+    group = group_of(process_group)
+
+    def prepare() -> tuple[tuple[nn.Module, str, Tensor], str]:
+        if fault := _parameter_fault(module, param_name, sharding_spec):
+            raise ShardError(f"shard_parameter: {fault}")
+        path, _, name = param_name.rpartition(".")
+        owner = module.get_submodule(path)
+        return (owner, name, getattr(owner, name)), f"parameter {param_name!r}"
+
+    owner, name, tensor = together(prepare, "shard_parameter", group)
+    parameter = nn.Parameter(sharding_spec.shard(tensor, src_rank, process_group), requires_grad=tensor.requires_grad)
+    for holder, other in [(owner, name), *_places(module, tensor)]:
+        if holder._parameters.get(other) is None:
+            delattr(holder, other)  # a buffer or a plain attribute
+        holder.register_parameter(other, parameter)
+
+
+def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: Any = None) -> None:
+    """Shards all that the plan names, in its order, in place. All ranks of the group call it with the same plan.
+
+    A plan that does not fit is refused as a whole, with every fault, before anything is changed.
+
+    >>> from torch import nn
+    >>> from shardwright import sharded
+    >>> model = nn.Sequential(nn.Embedding(4, 2))
+    >>> rows = sharded.ChunkShardingSpec(0, ["rank:0/cpu", "rank:0/cpu"])
+    >>> sharded.shard_module(model, sharded.ShardingPlan({"0.wieght": rows}))
+    Traceback (most recent call last):
+    shardwright.errors.ShardError: shard_module: '0.wieght' is not a parameter: did you mean '0.weight'?
+    >>> sharded.shard_module(model, sharded.ShardingPlan({"0.weight": rows}))
+    >>> len(model[0].weight.local_shards())
+    2
+    """
+    group = group_of(process_group)
+
+    def prepare() -> tuple[None, str]:
+        if not isinstance(plan, ShardingPlan):
+            raise ArgumentTypeError(f"shard_module: {type(plan).__name__} is not a sharded.ShardingPlan")
+        if faults := list(_faults(module, plan)):
+            raise ShardError("shard_module: " + "; ".join(faults))
+        return None, f"{list(plan.plan)}, outputs of {list(plan.output_plan)}, locally {list(plan.return_local_tensor)}"
+
+    together(prepare, "shard_module", group)
+    for name, how in plan.plan.items():
+        if isinstance(how, Sharder):
+            _replace(module, name, how)
+        else:
+            shard_parameter(module, name, how, src_rank, process_group)
+    for name, spec in plan.output_plan.items():
+        reshard_output(module.get_submodule(name), spec)
+    for name in plan.return_local_tensor:
+        collect_local_shard(module.get_submodule(name))
+
+
+def _replace(module: nn.Module, name: str, sharder: Sharder) -> None:
+    path, _, last = name.rpartition(".")
+    made = sharder.shard(module.get_submodule(name))
+    if not isinstance(made, nn.Module):
+        raise ArgumentTypeError(
+            f"shard_module: {type(sharder).__name__}.shard gave a {type(made).__name__} for {name!r}, not a module"
+        )
+    setattr(module.get_submodule(path), last, made)
+
+
+def _faults(module: nn.Module, plan: ShardingPlan) -> Iterator[str]:
+    modules = dict(module.named_modules(remove_duplicate=False))
+    planned: list[tuple[str, Any]] = list(plan.plan.items())
+    sharders = [name for name, how in planned if isinstance(how, Sharder)]
+    seen: dict[int, str] = {}
+    for name, how in planned:
+        around = [outer for outer in sharders if name.startswith(f"{outer}.")]
+        if around:
+            yield f"{name!r} lies inside {around[0]!r}, which a Sharder takes whole"
+        elif isinstance(how, Sharder):
+            if not name:
+                yield "a Sharder for '' would replace the module itself: call its shard(module)"
+            elif name not in modules:
+                yield _unknown(name, "module", modules)
+        elif not isinstance(how, ShardingSpec):
+            yield f"{name!r}: {type(how).__name__} is neither a ShardingSpec nor a Sharder"
+        elif fault := _parameter_fault(module, name, how):
+            yield fault
+        else:
+            tensor = _find(module, name)
+            if (first := seen.setdefault(id(tensor), name)) != name:
+                yield f"{name!r} is the same tensor as {first!r}, and is sharded with it: name one of them"
+    outputs: list[tuple[str, Any]] = list(plan.output_plan.items())
+    for name, spec in outputs:
+        if name not in modules:
+            yield _unknown(name, "module", modules)
+        elif not isinstance(spec, ShardingSpec):
+            yield f"the output of {name!r}: {type(spec).__name__} is not a ShardingSpec"
+    yield from (_unknown(name, "module", modules) for name in plan.return_local_tensor if name not in modules)
+
+
+def _parameter_fault(module: nn.Module, name: str, spec: Any) -> str | None:
+    """What keeps this name of a module from being sharded with this spec."""
+    found = _find(module, name)
+    if found is None:
+        return _unknown(name, "parameter", [known for known, _ in module.named_parameters(remove_duplicate=False)])
+    if not isinstance(found, Tensor):
+        return f"{name!r} is a {type(found).__name__}, not a tensor"
+    if isinstance(found, ShardedTensorBase):
+        return f"{name!r} is a ShardedTensor already: it has reshard(spec)"
+    if not isinstance(spec, ShardingSpec):
+        return f"{name!r}: {type(spec).__name__} is not a ShardingSpec"
+    if found.layout == torch.strided and not found.is_contiguous():
+        return f"{name!r} has sizes {list(found.shape)} with strides {list(found.stride())}: call contiguous()"
+    return None
+
+
+def _find(module: nn.Module, name: str) -> Any:
+    """What a module holds under a dotted name: a tensor, a submodule, anything, or None."""
+    path, _, last = name.rpartition(".")
+    owner = dict(module.named_modules(remove_duplicate=False)).get(path)
+    return getattr(owner, last, None) if owner is not None and last else None
+
+
+def _places(module: nn.Module, tensor: Tensor) -> list[tuple[nn.Module, str]]:
+    """Where a module holds this parameter: tied weights have several places."""
+    return [(owner, name) for owner in module.modules() for name, held in owner._parameters.items() if held is tensor]
+
+
+def _unknown(name: str, kind: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, list(known), n=2, cutoff=0.75)
+    hint = f": did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return f"{name!r} is not a {kind}{hint}"

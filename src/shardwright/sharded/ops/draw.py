@@ -1,0 +1,83 @@
+"""Random numbers in place, dropout and `nn.init`: they follow from seed and global index, never from the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import InPlaceError
+from shardwright.sharded.base import ShardedTensorBase
+from shardwright.sharded.factories import fill_shards
+from shardwright.sharded.ops.locally import check_operands
+from shardwright.sharded.ops.registry import implements, implements_named, unsupported
+from shardwright.tensor.random import fill_integers, fill_normal, fill_scaled_mask, fill_uniform
+from shardwright.tensor.randomness import refuse_generator
+from shardwright.tensor.reenter import body_of
+from shardwright.tensor.registry import canonical_name
+from shardwright.tensor.rules.random import IN_PLACE, Draw
+
+__all__: list[str] = []
+
+
+def _register(draw: Draw) -> None:
+    @implements_named(draw.name)
+    def _(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if not canonical_name(func)[1]:
+            raise unsupported(func, f"it is known in place only: torch.empty_like(x).{draw.name}_()")
+        target, how = draw.read(args, kwargs)
+        if any(isinstance(value, Tensor) for value in how.values()):
+            raise unsupported(func, "its parameters are numbers here")
+        if not (target.requires_grad and torch.is_grad_enabled()):
+            return fill_shards(target, draw.fill, **how)
+        if target.is_leaf:
+            raise InPlaceError(
+                f"{draw.name}_: {target!r} is a leaf that requires grad, and would be written in place: "
+                "do it in `with torch.no_grad():`"
+            )
+        blank: Any = torch.empty_like(target.detach())
+        return target.copy_(fill_shards(blank, draw.fill, **how))
+
+
+for _draw in IN_PLACE:
+    _register(_draw)
+
+
+@implements_named("rand_like", "randn_like", "randint_like")
+def _like(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    name = canonical_name(func)[0]
+    like = check_operands(func, args, kwargs)
+    refuse_generator(name, kwargs.get("generator"))
+    limits = [*args[1:], *(kwargs[key] for key in ("low", "high") if key in kwargs)]
+    options = {k: v for k, v in kwargs.items() if k not in ("low", "high", "generator", "requires_grad", "input")}
+    made: Any = torch.empty_like(like.detach(), **options)
+    if name == "randint_like":
+        low, high = (0, *limits) if len(limits) == 1 else limits
+        fill_shards(made, fill_integers, low=int(low), high=int(high))
+    else:
+        fill_shards(made, fill_uniform if name == "rand_like" else fill_normal)
+    return made.requires_grad_(kwargs.get("requires_grad", False))
+
+
+@implements_named("dropout")
+def _dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    named = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
+    tensor, p = named["input"], named.get("p", 0.5)
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout: p = {p} is not in [0, 1], where probabilities are")
+    if not named.get("train", named.get("training", True)) or p == 0:
+        return tensor
+    blank: Any = torch.empty_like(tensor.detach())
+    mask = fill_shards(blank, fill_scaled_mask, keep_probability=1 - p)
+    return tensor.mul_(mask) if named.get("inplace") or canonical_name(func)[1] else tensor * mask
+
+
+@implements(nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_)
+def _init(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> ShardedTensorBase:
+    """Their own code, which reads the global size and fills in place; it would hand itself over once more."""
+    body = body_of(func)
+    assert body is not None  # they are written in Python
+    made: ShardedTensorBase = body(*args, **kwargs)
+    return made

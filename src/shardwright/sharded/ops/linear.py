@@ -1,0 +1,155 @@
+"""`torch.nn.functional.linear` with a sharded weight: every rank multiplies a batch of its own.
+
+The batch goes to the weights: each owner of columns `c:d` receives those columns of every rank's batch, once,
+multiplies, and sends back what it found for its rows, summed over its shards; the asker adds up what the owners sent.
+The weight does not travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shardwright import comm
+from shardwright.errors import ArgumentTypeError, ShardError
+from shardwright.sharded.ops.announce import announce
+from shardwright.sharded.ops.embedding import table_of
+from shardwright.sharded.ops.registry import implements
+from shardwright.sharded.ops.route import Part, Route, Slot, deliver, merged, spread
+from shardwright.sharded.tensor import ShardedTensor
+
+__all__: list[str] = []
+
+
+@implements(functional.linear)
+def _linear(_: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    return _multiply(*args, **kwargs)
+
+
+def _multiply(input: Any, weight: Any, bias: Any = None) -> Tensor:  # torch's own names: they may be given by keyword
+    weight = table_of(weight, "linear")
+    group = weight._group
+
+    def prepare() -> tuple[tuple[Tensor, torch.dtype], list[int], bool]:
+        dtype = _check(input, weight, bias)
+        batch = input.reshape(input.shape[:-1].numel(), weight.shape[1])
+        return (batch, dtype), [len(batch)] * group.size, bool(input.requires_grad)
+
+    told = f"{type(bias).__name__} {list(bias.shape)}" if isinstance(bias, ShardedTensor) else "no sharded bias"
+    alike = (
+        f"a weight of {list(weight.shape)} {weight.dtype}, {getattr(input, 'dtype', type(input))}, {told}, "
+        f"gradients {'on' if torch.is_grad_enabled() else 'off'}"
+    )
+    (batch, dtype), counts, moved = announce(prepare, alike, group, weight.device, "linear with a ShardedTensor")
+    held, (out_features, in_features) = _Held.of(weight), weight.shape
+    stacks, anchor = spread(_route(group, held.columns, len(batch), in_features, counts), batch, differentiable=moved)
+    products, anchor = _products(weight, held, stacks, anchor)
+    out = deliver(
+        _route(group, held.rows, len(batch), out_features, counts),
+        products,
+        torch.empty(0, dtype=dtype, device=batch.device),
+        differentiable=moved or weight.requires_grad,
+        anchor=anchor if anchor.requires_grad else None,
+    )
+    out = out.view(*input.shape[:-1], out_features)
+    if bias is None:
+        return out
+    return out + (_whole(bias) if isinstance(bias, ShardedTensor) else bias).to(dtype)
+
+
+def _check(given: Any, weight: ShardedTensor, bias: Any) -> torch.dtype:
+    """The dtype of the result; everything that can be wrong is said here."""
+    if not isinstance(given, Tensor) or isinstance(given, ShardedTensor):
+        raise ArgumentTypeError(f"the input is a {type(given).__name__}: each rank gives a plain tensor")
+    if given.device.type != weight.device.type:
+        raise ShardError(f"the input is on {given.device}, the weight on {weight.device}: move the input there")
+    out, columns = weight.shape
+    if not given.ndim or given.shape[-1] != columns:
+        raise ShardError(
+            f"the input is of size {list(given.shape)}, and the weight of size {list(weight.shape)} multiplies "
+            f"{columns} features: the last dimension must be {columns}"
+        )
+    if given.dtype != weight.dtype and not torch.is_autocast_enabled(given.device.type):
+        raise ShardError(f"the input is {given.dtype}, and the weight is {weight.dtype}: convert one of them")
+    if isinstance(bias, ShardedTensor):
+        if bias._group.ranks != weight._group.ranks:
+            raise ShardError(f"the bias lies on ranks {bias._group.ranks}, the weight on {weight._group.ranks}")
+    elif bias is not None and not isinstance(bias, Tensor):
+        raise ArgumentTypeError(f"the bias is a {type(bias).__name__}: a tensor or a ShardedTensor is needed")
+    if bias is not None and (list(bias.shape) != [out] or bias.device.type != given.device.type):
+        raise ShardError(
+            f"the bias is of size {list(bias.shape)} on {bias.device}: [{out}] on {given.device} is needed"
+        )
+    # torch says what it makes of these dtypes, under autocast too.
+    return functional.linear(given.new_empty(0, 1), torch.empty(1, 1, dtype=weight.dtype, device=given.device)).dtype
+
+
+class _Held(NamedTuple):
+    """What each rank of the group holds something of: rows and columns, as few intervals as possible."""
+
+    rows: list[list[tuple[int, int]]]
+    columns: list[list[tuple[int, int]]]
+
+    @classmethod
+    def of(cls, weight: ShardedTensor) -> _Held:
+        table, group = weight._table, weight._group
+        index = {rank: place for place, rank in enumerate(group.ranks)}
+        sides: tuple[list[set[tuple[int, int]]], ...] = tuple([set() for _ in group.ranks] for _ in range(2))
+        full = (table.sizes > 0).all(axis=1)
+        ends = table.offsets + table.sizes
+        owners = table.ranks[full].tolist()
+        for rank, start, end in zip(owners, table.offsets[full].tolist(), ends[full].tolist(), strict=True):
+            for dim, side in enumerate(sides):
+                side[index[rank]].add((start[dim], end[dim]))
+        return cls(*([merged(intervals) for intervals in side] for side in sides))
+
+
+def _route(
+    group: comm.Group, intervals: Sequence[Sequence[tuple[int, int]]], rows: int, extent: int, counts: Sequence[int]
+) -> Route:
+    """The route between the ranks' batches, which are `extent` wide, and the holders of these intervals of them."""
+    parts = [Part(peer, 0, rows, *one) for peer, ours in enumerate(intervals) for one in ours if rows]
+    slots = [Slot(last - first, counts) for first, last in intervals[group.rank]]
+    return Route(group, rows, extent, parts, slots)
+
+
+def _products(
+    weight: ShardedTensor, held: _Held, stacks: Sequence[Tensor], anchor: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """What the local shards make of the stacked batches, for each interval of rows; and what ties in the rest."""
+    rows, columns = held.rows[weight._group.rank], held.columns[weight._group.rank]
+    found: list[Tensor | None] = [None] * len(rows)
+    for shard in weight._local_shards:
+        (a, c), (height, width) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+        if not (height and width):
+            anchor = anchor + shard.tensor.reshape(-1)  # both empty: so its gradient is empty, and not None
+            continue
+        number = next(number for number, (first, last) in enumerate(columns) if first <= c < last)
+        part = functional.linear(stacks[number].narrow(1, c - columns[number][0], width), shard.tensor)
+        number = next(number for number, (first, last) in enumerate(rows) if first <= a < last)
+        part = functional.pad(part, (a - rows[number][0], rows[number][1] - a - height))
+        known = found[number]
+        found[number] = part if known is None else known + part
+    return [part for part in found if part is not None], anchor
+
+
+def _whole(bias: ShardedTensor) -> Tensor:
+    """A sharded vector as every rank needs it, whole; gradients of all ranks add up in its shards."""
+    group, table = bias._group, bias._table
+    index = {rank: place for place, rank in enumerate(group.ranks)}
+    owned = [
+        Part(index[rank], 0, 1, start, start + size)
+        for rank, (start,), (size,) in zip(*(column.tolist() for column in table), strict=True)
+        if size
+    ]
+    parts = sorted(owned, key=lambda part: part.peer)  # it keeps the order of each owner's shards
+    shards = [shard.tensor for shard in bias._local_shards]
+    slots = [Slot(len(shard), [1] * group.size) for shard in shards]
+    stacks = [shard.expand(group.size, len(shard)) for shard in shards]
+    like = torch.empty(0, dtype=bias.dtype, device=bias.device)
+    route = Route(group, 1, len(bias), parts, slots)
+    return deliver(route, stacks, like, differentiable=bias.requires_grad)[0]

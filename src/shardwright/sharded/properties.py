@@ -1,0 +1,137 @@
+"""`TensorProperties`: what a tensor is, apart from its size and its values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import ArgumentTypeError, UnsupportedError
+
+__all__ = ["MEM_FORMAT_ENCODING", "TensorProperties", "memory_format_of"]
+
+
+class MEM_FORMAT_ENCODING(Enum):  # noqa: N801  the name PyTorch users know
+    """The numbers by which memory formats are written down: torch's own objects cannot be.
+
+    >>> MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST.value
+    1
+    """
+
+    TORCH_CONTIGUOUS_FORMAT = 0
+    TORCH_CHANNELS_LAST = 1
+    TORCH_PRESERVE_FORMAT = 2
+
+
+_ENCODED = {
+    torch.contiguous_format: MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT,
+    torch.channels_last: MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST,
+    torch.preserve_format: MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT,
+}
+_DECODED = {encoding: memory_format for memory_format, encoding in _ENCODED.items()}
+
+
+@final
+@dataclass
+class TensorProperties:
+    """dtype, layout, requires_grad, memory format and pinning of a tensor; it survives pickling and JSON.
+
+    >>> properties = TensorProperties(dtype=torch.bfloat16, pin_memory=True)
+    >>> properties.to_json()
+    {'dtype': 'bfloat16', 'layout': 'strided', 'requires_grad': False, 'memory_format': 0, 'pin_memory': True}
+    >>> TensorProperties.from_json(properties.to_json()) == properties
+    True
+    """
+
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    layout: torch.layout = field(default=torch.strided)
+    requires_grad: bool = False
+    memory_format: torch.memory_format = field(default=torch.contiguous_format)
+    pin_memory: bool = False
+
+    @staticmethod
+    def create_from_tensor(tensor: Tensor) -> TensorProperties:
+        """The properties of this tensor.
+
+        >>> TensorProperties.create_from_tensor(torch.zeros(2, dtype=torch.int8)).dtype
+        torch.int8
+        """
+        return TensorProperties(
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            requires_grad=tensor.requires_grad,
+            memory_format=memory_format_of(tensor) or torch.contiguous_format,
+            pin_memory=tensor.is_pinned() if tensor.device.type == "cpu" else False,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for JSON; the memory format by its number in `MEM_FORMAT_ENCODING`."""
+        return {
+            "dtype": _name(self.dtype),
+            "layout": _name(self.layout),
+            "requires_grad": self.requires_grad,
+            "memory_format": _encode(self.memory_format).value,
+            "pin_memory": self.pin_memory,
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> TensorProperties:
+        """The properties that `to_json` wrote."""
+        return cls(
+            dtype=_named(value["dtype"], torch.dtype),
+            layout=_named(value["layout"], torch.layout),
+            requires_grad=bool(value["requires_grad"]),
+            memory_format=_decode(value["memory_format"]),
+            pin_memory=bool(value["pin_memory"]),
+        )
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.dtype, self.layout, self.requires_grad, _encode(self.memory_format), self.pin_memory
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype, self.layout, self.requires_grad, encoding, self.pin_memory = state
+        self.memory_format = _decode(encoding)
+
+
+def memory_format_of(tensor: Tensor) -> torch.memory_format | None:
+    """How a tensor lies in memory: contiguous, channels last, or neither (None).
+
+    >>> memory_format_of(torch.zeros(2, 3).T) is None
+    True
+    """
+    if tensor.layout != torch.strided or tensor.is_contiguous():
+        return torch.contiguous_format
+    if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    return None
+
+
+def _encode(memory_format: torch.memory_format) -> MEM_FORMAT_ENCODING:
+    encoding = _ENCODED.get(memory_format)
+    if encoding is None:
+        raise UnsupportedError(
+            f"memory format {memory_format} cannot be written down: known are {', '.join(map(str, _ENCODED))}"
+        )
+    return encoding
+
+
+def _decode(encoding: Any) -> torch.memory_format:
+    try:
+        return _DECODED[MEM_FORMAT_ENCODING(encoding)]
+    except ValueError:
+        numbers = ", ".join(f"{known.value} ({known.name})" for known in MEM_FORMAT_ENCODING)
+        raise UnsupportedError(f"memory format encoding {encoding!r} is unknown: known are {numbers}") from None
+
+
+def _name(value: torch.dtype | torch.layout) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _named(name: Any, kind: type) -> Any:
+    value = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(value, kind):
+        raise ArgumentTypeError(f"{name!r} does not name a torch.{kind.__name__}")
+    return value

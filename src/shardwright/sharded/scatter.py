@@ -1,0 +1,55 @@
+"""A whole tensor on one rank, cut and scattered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwright.errors import ArgumentTypeError, PlacementError, ShardError
+from shardwright.layout import RegionTable
+from shardwright.sharded.agreement import digest, together
+from shardwright.sharded.moving import Relocation
+from shardwright.sharded.process_group import group_of
+from shardwright.sharded.properties import TensorProperties
+from shardwright.sharded.shard import Shard
+from shardwright.sharded.spec import ShardingSpec, metadata_for
+from shardwright.sharded.tensor import ShardedTensor
+from shardwright.tensor import DTensor
+
+__all__ = ["scatter"]
+
+
+def scatter(tensor: Tensor, spec: ShardingSpec, src_rank: int, process_group: Any) -> ShardedTensor:
+    """See `ShardingSpec.shard`."""
+    group = group_of(process_group)
+    rank = group.ranks[group.rank]
+
+    def prepare() -> tuple[ShardedTensor, str]:
+        if not isinstance(tensor, Tensor) or isinstance(tensor, ShardedTensor | DTensor):
+            raise ArgumentTypeError(
+                f"shard: {type(tensor).__name__} is not a plain tensor; a ShardedTensor has reshard(spec), and a "
+                "DTensor becomes one by sharded.from_dtensor"
+            )
+        if tensor.layout != torch.strided:
+            raise ShardError(f"shard: a tensor of layout {tensor.layout}: shards are strided; call to_dense()")
+        if src_rank not in group.ranks:
+            raise PlacementError(f"shard: src_rank {src_rank} is not in the group of ranks {list(group.ranks)}")
+        properties = TensorProperties(tensor.dtype, requires_grad=tensor.requires_grad)
+        made = ShardedTensor._bind(metadata_for(spec, tensor.shape, properties), spec, (), group)
+        needs = "requires_grad" if tensor.requires_grad else "no gradient"
+        what = f"{list(tensor.shape)} of {tensor.dtype}, {needs}, from rank {src_rank}, cut into {digest(made._table)}"
+        return made, what
+
+    made = together(prepare, "shard", group)
+    own = made._own()
+    size = tuple(tensor.shape)
+    whole = RegionTable(np.array([src_rank]), np.zeros((1, len(size)), np.int64), np.array([size], np.int64))
+    pieces = Relocation(whole, made._table, group).run([tensor] if rank == src_rank else [], tensor.detach())
+    made._local_shards = [
+        Shard(piece if where is None else piece.to(where.device()), shard)
+        for piece, shard, where in zip(pieces, own, (shard.placement for shard in own), strict=True)
+    ]
+    return made.requires_grad_(tensor.requires_grad)

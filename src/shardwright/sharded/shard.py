@@ -1,0 +1,48 @@
+"""`Shard`: a tensor that is a box of a larger one, with the metadata that says which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+from shardwright import comm
+from shardwright.errors import ShardError
+from shardwright.sharded.metadata import ShardMetadata
+from shardwright.sharded.remote_device import RemoteDevice
+
+__all__ = ["Shard"]
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Shard:
+    """A local tensor and its `ShardMetadata`. (The placement of a DTensor is `shardwright.Shard`.)
+
+    >>> import torch
+    >>> shard = Shard.from_tensor_and_offsets(torch.zeros(2, 4), [0, 4], rank=0)
+    >>> shard.metadata
+    ShardMetadata(shard_offsets=[0, 4], shard_sizes=[2, 4], placement=rank:0/cpu)
+    """
+
+    tensor: Tensor
+    metadata: ShardMetadata
+
+    def __post_init__(self) -> None:
+        if list(self.tensor.shape) != self.metadata.shard_sizes:
+            raise ShardError(
+                f"a tensor of size {list(self.tensor.shape)} is not the shard of sizes {self.metadata.shard_sizes} "
+                f"at offsets {self.metadata.shard_offsets}"
+            )
+
+    @classmethod
+    def from_tensor_and_offsets(cls, tensor: Tensor, shard_offsets: Sequence[int], rank: int | None = None) -> Shard:
+        """The shard that starts at these offsets, of this rank unless another is given."""
+        if len(shard_offsets) != tensor.ndim:
+            raise ShardError(
+                f"a shard of {tensor.ndim} dimensions at offsets {list(shard_offsets)}: give one offset for each"
+            )
+        where = RemoteDevice.of(f"rank:{comm.rank() if rank is None else rank}").on(tensor.device)
+        return cls(tensor, ShardMetadata(shard_offsets, tensor.shape, where))

@@ -1,0 +1,208 @@
+"""Specs: how a tensor of any size is to be cut into shards, and who gets them. Nothing here talks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import ArgumentTypeError, PlacementError, TilingError
+from shardwright.layout import Layout, Mesh
+from shardwright.sharded.metadata import ShardedTensorMetadata, ShardMetadata, check_disjoint, check_tiling
+from shardwright.sharded.properties import TensorProperties
+from shardwright.sharded.remote_device import RemoteDevice
+
+if TYPE_CHECKING:
+    from shardwright.sharded.tensor import ShardedTensor
+
+__all__ = [
+    "ChunkShardingSpec",
+    "EnumerableShardingSpec",
+    "LayoutShardingSpec",
+    "ShardingSpec",
+    "infer_sharding_spec",
+    "metadata_for",
+]
+
+
+class ShardingSpec(ABC):
+    """How tensors are cut: write `build_metadata`, and factories, `shard` and `reshard` take your spec like any other.
+
+    >>> class FirstRowAlone(ShardingSpec):
+    ...     def build_metadata(self, tensor_sizes, tensor_properties):
+    ...         rows, *rest = tensor_sizes
+    ...         first = ShardMetadata([0] * len(tensor_sizes), [1, *rest], "rank:0/cpu")
+    ...         others = ShardMetadata([1, *[0] * len(rest)], [rows - 1, *rest], "rank:0/cpu")
+    ...         return ShardedTensorMetadata([first, others], tensor_sizes, tensor_properties)
+    >>> from shardwright import sharded
+    >>> [shard.tensor.shape for shard in sharded.zeros(FirstRowAlone(), 4, 2).local_shards()]
+    [torch.Size([1, 2]), torch.Size([3, 2])]
+    """
+
+    @abstractmethod
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """The shards of a tensor of this size, which tile it, and their owners."""
+
+    def shard(self, tensor: Tensor, src_rank: int = 0, process_group: Any = None) -> ShardedTensor:
+        """The tensor of rank `src_rank`, cut and scattered: each rank receives its own shards and nothing else.
+
+        Every rank of the group calls it with a tensor of the same size and dtype; only the values of the source count.
+
+        >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:0/cpu"])
+        >>> [piece.tensor.tolist() for piece in spec.shard(torch.arange(3)).local_shards()]
+        [[0, 1], [2]]
+        """
+        from shardwright.sharded.scatter import scatter  # it builds a ShardedTensor, which knows its spec: a cycle
+
+        return scatter(tensor, self, src_rank, process_group)
+
+
+@final
+@dataclass
+class ChunkShardingSpec(ShardingSpec):
+    """Chunks along one dimension, sized as `torch.chunk` does it, one for each placement; the last may be empty.
+
+    >>> spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
+    >>> for shard in spec.build_metadata(torch.Size([5, 2]), TensorProperties()).shards_metadata:
+    ...     print(shard)
+    ShardMetadata(shard_offsets=[0, 0], shard_sizes=[3, 2], placement=rank:0/cpu)
+    ShardMetadata(shard_offsets=[3, 0], shard_sizes=[2, 2], placement=rank:1/cpu)
+    """
+
+    dim: int
+    placements: list[RemoteDevice]
+
+    def __init__(self, dim: int, placements: Iterable[Any]) -> None:
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise ArgumentTypeError(f"ChunkShardingSpec: dim {dim!r} is a {type(dim).__name__}: a number is needed")
+        self.dim = dim
+        self.placements = [RemoteDevice.of(placement) for placement in placements]
+        if not self.placements:
+            raise PlacementError("ChunkShardingSpec: no placements: at least one rank must hold the tensor")
+
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """The chunks of a tensor of this size."""
+        ndim, count = len(tensor_sizes), len(self.placements)
+        if not -ndim <= self.dim < ndim:
+            raise PlacementError(
+                f"ChunkShardingSpec: dim {self.dim} is not one of a tensor of size {list(tensor_sizes)}"
+            )
+        dim = self.dim % ndim
+        whole = list(tensor_sizes)
+        extent = whole[dim]
+        step = -(-extent // count)
+        shards = []
+        for number, placement in enumerate(self.placements):
+            start = min(number * step, extent)
+            offsets, sizes = [0] * ndim, whole.copy()
+            offsets[dim], sizes[dim] = start, min(step, extent - start)
+            shards.append(ShardMetadata(offsets, sizes, placement))
+        return ShardedTensorMetadata(shards, tensor_sizes, tensor_properties)
+
+
+@final
+@dataclass
+class EnumerableShardingSpec(ShardingSpec):
+    """These very shards: any boxes, any number per rank, as long as they tile the tensor.
+
+    >>> spec = EnumerableShardingSpec([ShardMetadata([0], [3], "rank:0/cpu"), ShardMetadata([3], [2], "rank:1/cpu")])
+    >>> spec.build_metadata(torch.Size([6]), TensorProperties())
+    Traceback (most recent call last):
+    shardwright.errors.TilingError: gap: nothing holds [5:6] of [0:6]
+    """
+
+    shards: list[ShardMetadata] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.shards = list(self.shards)
+        check_disjoint(self.shards)
+
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """The shards, which must tile a tensor of this size."""
+        check_tiling(self.shards, tensor_sizes)
+        return ShardedTensorMetadata(list(self.shards), tensor_sizes, tensor_properties)
+
+
+@final
+@dataclass(frozen=True)
+class LayoutShardingSpec(ShardingSpec):
+    """The tiles of a `Layout`: a mesh and its placements, as a DTensor has them. Grids are two `Shard`s.
+
+    Where several ranks would hold a tile (`Replicate`), the first of them owns it: a ShardedTensor holds nothing twice.
+    Empty tiles are left out. `device` is where the shards lie on their ranks; a DeviceMesh says it by itself.
+
+    >>> from shardwright import Mesh, Shard
+    >>> grid = LayoutShardingSpec(Mesh((2, 2)), [Shard(0), Shard(1)])
+    >>> [str(shard.region) for shard in grid.build_metadata(torch.Size([4, 6]), TensorProperties()).shards_metadata]
+    ['[0:2, 0:3]', '[0:2, 3:6]', '[2:4, 0:3]', '[2:4, 3:6]']
+    """
+
+    mesh: Mesh
+    placements: tuple[Any, ...]
+    order: tuple[int | str, ...] | None = None
+    device: torch.device = field(default=torch.device("cpu"))
+
+    def __init__(
+        self, mesh: Any, placements: Iterable[Any], order: Iterable[int | str] | None = None, device: Any = None
+    ) -> None:
+        where = getattr(mesh, "device_type", "cpu") if device is None else device
+        put = object.__setattr__
+        put(self, "mesh", Mesh.of(mesh))
+        put(self, "placements", tuple(placements))
+        put(self, "order", None if order is None else tuple(order))
+        put(self, "device", torch.device(where))
+
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """The tiles of a tensor of this size."""
+        layout = Layout(self.mesh, self.placements, tensor_sizes, self.order)
+        if layout.is_partial:
+            raise PlacementError(
+                f"LayoutShardingSpec: {layout} holds addends, and a shard holds values: use Shard(dim)"
+            )
+        shards = [
+            ShardMetadata(region.offset, region.size, RemoteDevice.of(f"rank:{ranks[0]}/{self.device}"))
+            for region, ranks in layout.regions()
+        ]
+        return ShardedTensorMetadata(shards, tensor_sizes, tensor_properties)
+
+
+def metadata_for(spec: ShardingSpec, size: Sequence[int], properties: TensorProperties) -> ShardedTensorMetadata:
+    """What the spec makes of a tensor of this size, checked, as users write specs too: it cuts this very tensor."""
+    if not isinstance(spec, ShardingSpec):
+        raise ArgumentTypeError(f"{type(spec).__name__} is not a sharded.ShardingSpec")
+    metadata = spec.build_metadata(torch.Size(size), properties)
+    if not isinstance(metadata, ShardedTensorMetadata):
+        raise ArgumentTypeError(
+            f"{type(spec).__name__}.build_metadata gave a {type(metadata).__name__}, not a ShardedTensorMetadata"
+        )
+    if tuple(metadata.size) != tuple(size):
+        raise TilingError(
+            f"{type(spec).__name__}.build_metadata gave shards of a tensor of size {list(metadata.size)}, and was "
+            f"asked for size {list(size)}"
+        )
+    metadata.validate()
+    return replace(metadata, tensor_properties=properties)
+
+
+def infer_sharding_spec(shards_metadata: Sequence[ShardMetadata], size: Sequence[int]) -> ShardingSpec:
+    """The spec that gives these shards: a `ChunkShardingSpec` where they are its chunks, else an enumeration.
+
+    >>> chunks = [ShardMetadata([0], [3], "rank:0/cpu"), ShardMetadata([3], [2], "rank:1/cpu")]
+    >>> infer_sharding_spec(chunks, [5])
+    ChunkShardingSpec(dim=0, placements=[RemoteDevice('rank:0/cpu'), RemoteDevice('rank:1/cpu')])
+    """
+    shards = list(shards_metadata)
+    placements = [shard.placement for shard in shards]
+    if shards and size and all(placement is not None for placement in placements):
+        cut = [dim for dim in range(len(size)) if any(shard.shard_sizes[dim] != size[dim] for shard in shards)]
+        if len(cut) > 1:
+            return EnumerableShardingSpec(shards)
+        for dim in cut or range(len(size)):  # where no size tells, any dimension may be the one
+            spec = ChunkShardingSpec(dim, placements)
+            if spec.build_metadata(torch.Size(size), TensorProperties()).shards_metadata == shards:
+                return spec
+    return EnumerableShardingSpec(shards)

@@ -1,0 +1,107 @@
+"""ShardedTensors on a CUDA device: in a world of one, and on ranks that share the device over gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardwright as sw
+from shardwright import comm, sharded
+from shardwright.errors import ShardError
+from shardwright.sharded import ChunkShardingSpec, EnumerableShardingSpec, Shard, ShardMetadata, TensorProperties
+from shardwright.testing import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+WHOLE = torch.arange(45.0).reshape(9, 5)
+
+
+def on(device: str, *ranks: int, dim: int = 0) -> ChunkShardingSpec:
+    return ChunkShardingSpec(dim, [f"rank:{rank}/{device}" for rank in ranks])
+
+
+def test_factories_make_shards_on_the_device_with_the_cpus_values() -> None:
+    for make in (sharded.rand, sharded.randn):
+        drawn = []
+        for device in ("cpu", "cuda:0"):
+            sw.manual_seed(3)
+            made = make(on(device, 0, 0), 9, 5)
+            assert all(shard.tensor.device == torch.device(device) for shard in made.local_shards())
+            drawn.append(made.gather().cpu())
+        torch.testing.assert_close(*drawn, rtol=1e-6, atol=1e-6)
+    assert sharded.ones(on("cuda:0", 0), 3).gather().is_cuda
+
+
+def test_tensors_go_to_the_device_and_back() -> None:
+    here = on("cpu", 0, 0).shard(WHOLE)
+    there = here.cuda()
+    assert there.device == torch.device("cuda", torch.cuda.current_device())
+    assert [str(shard.placement) for shard in there.shards_metadata()] == ["rank:0/cuda:0"] * 2
+    assert all(shard.tensor.is_cuda for shard in there.local_shards())
+    assert there.cuda() is there
+    back = there.cpu()
+    assert back.shards_metadata() == here.shards_metadata()
+    assert torch.equal(back.gather(), WHOLE)
+    out = torch.zeros(9, 5)
+    assert there.gather(out=out) is out  # a buffer on another device
+    assert torch.equal(out, WHOLE)
+    assert there.gather().is_cuda
+
+
+def test_pinned_shards_are_what_their_metadata_say() -> None:
+    made = sharded.zeros(on("cpu", 0), 4, pin_memory=True)
+    assert made.local_tensor().is_pinned()
+    assert TensorProperties.create_from_tensor(made.local_tensor()).pin_memory
+    assert not made.clone().metadata().tensor_properties.pin_memory
+    assert not made.cuda().cpu().metadata().tensor_properties.pin_memory
+    plain = [Shard.from_tensor_and_offsets(torch.zeros(2), [2])]
+    pinned = [Shard.from_tensor_and_offsets(torch.zeros(2).pin_memory(), [0])]
+    with pytest.raises(ShardError, match="rank 0, shard 1: pin_memory is False, and True in shard 0 of rank 0"):
+        sharded.init_from_local_shards(pinned + plain, 4)
+
+
+def test_a_tensor_on_the_wrong_device_is_refused() -> None:
+    shard = Shard(torch.zeros(4, device="cuda"), ShardMetadata([0], [4], "rank:0/cpu"))
+    with pytest.raises(ShardError, match="rank 0, shard 0: a tensor on cuda:0 for placement rank:0/cpu"):
+        sharded.init_from_local_shards([shard], 4)
+
+
+def test_shards_on_two_devices_of_one_rank_are_moved_and_gathered() -> None:
+    mixed = EnumerableShardingSpec(
+        [ShardMetadata([0, 0], [4, 5], "rank:0/cuda:0"), ShardMetadata([4, 0], [5, 5], "rank:0/cpu")]
+    )
+    made = mixed.shard(WHOLE)
+    assert [shard.tensor.device.type for shard in made.local_shards()] == ["cuda", "cpu"]
+    assert torch.equal(made.gather().cpu(), WHOLE)
+    made.reshard(on("cpu", 0, dim=1))
+    assert torch.equal(made.gather(), WHOLE)
+    made.reshard(mixed)
+    assert [shard.tensor.device.type for shard in made.local_shards()] == ["cuda", "cpu"]
+    assert torch.equal(made.gather().cpu(), WHOLE)
+
+
+def test_ranks_that_share_the_device_reshard_and_gather_over_gloo() -> None:
+    def work() -> None:
+        rank = comm.world().rank
+        made = on("cuda:0", 0, 1, 3, 3).shard(WHOLE.cuda(), src_rank=2)
+        for target in (on("cuda:0", 3, 2, 1, dim=1), on("cpu", 0, 2), on("cuda:0", 1), on("cuda:0", 0, 1, 2, 3)):
+            made.reshard(target)
+            for shard in made.local_shards():
+                assert shard.tensor.device == shard.metadata.placement.device()
+                assert torch.equal(shard.tensor.cpu(), WHOLE[shard.metadata.region.slices()])
+            whole = made.gather(2)
+            assert whole is None if rank != 2 else torch.equal(whole.cpu(), WHOLE)
+
+    run_ranks(4, work, timeout=150.0)
+
+
+def test_gradients_come_back_to_the_device() -> None:
+    def work() -> None:
+        x = on("cuda:0", 0, 1).shard(WHOLE.cuda()).requires_grad_()
+        y = x.clone().reshard(on("cuda:0", 1, 0, dim=1))
+        sum((shard.tensor**2).sum() for shard in y.local_shards()).backward()
+        for shard in x.local_shards():
+            assert shard.tensor.grad.is_cuda
+            assert torch.equal(shard.tensor.grad.cpu(), 2 * WHOLE[shard.metadata.region.slices()])
+
+    run_ranks(2, work, timeout=150.0)
