@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -58,6 +60,42 @@ def test_pinned_shards_are_what_their_metadata_say() -> None:
     pinned = [Shard.from_tensor_and_offsets(torch.zeros(2).pin_memory(), [0])]
     with pytest.raises(ShardError, match="rank 0, shard 1: pin_memory is False, and True in shard 0 of rank 0"):
         sharded.init_from_local_shards(pinned + plain, 4)
+
+
+def test_resharding_keeps_shards_pinned_and_copies_are_not() -> None:
+    made = sharded.rand(on("cpu", 0, 0), 9, 5, pin_memory=True, requires_grad=True)
+    whole = made.gather()
+    for tensor in (copy.deepcopy(made), made * 1, (made * 1).reshard(on("cpu", 0, dim=1))):
+        assert not tensor.metadata().tensor_properties.pin_memory
+        assert not any(shard.tensor.is_pinned() for shard in tensor.local_shards())
+        sharded.ShardedTensor._init_from_local_shards_and_global_metadata(tensor.local_shards(), tensor.metadata())
+    made.reshard(on("cpu", 0, 0, 0, dim=1))
+    assert made.metadata().tensor_properties.pin_memory
+    assert all(shard.tensor.is_pinned() and shard.tensor.is_leaf for shard in made.local_shards())
+    assert torch.equal(made.gather(), whole)
+    sharded.ShardedTensor._init_from_local_shards_and_global_metadata(made.local_shards(), made.metadata())
+    made.reshard(on("cuda", 0))
+    assert not made.metadata().tensor_properties.pin_memory
+    assert torch.equal(made.gather().cpu(), whole)
+    with pytest.raises(ShardError, match=r"pin_memory=True: the shard \[0:4\] on rank:0/cuda:0 is not in host memory"):
+        sharded.zeros(on("cuda:0", 0), 4, pin_memory=True)
+
+
+def test_a_change_of_device_numbers_the_devices_of_this_rank_only() -> None:
+    def work() -> tuple[list[str], list[str]]:
+        there = on("cpu", 0, 1).shard(WHOLE).cuda()
+        double = there.to(torch.float64)
+        assert there.cuda() is there is there.to("cuda:0")
+        kept = there.reshard(on("cuda", 1, 0, dim=1))
+        assert all(shard.tensor.device == torch.device("cuda:0") for shard in kept.local_shards())
+        places = [str(shard.placement) for shard in double.shards_metadata()]
+        return places, [str(shard.placement) for shard in double.cpu().shards_metadata()]
+
+    back = ["rank:0/cpu", "rank:1/cpu"]
+    assert run_ranks(2, work, timeout=150.0) == [
+        (["rank:0/cuda:0", "rank:1/cuda"], back),
+        (["rank:0/cuda", "rank:1/cuda:0"], back),
+    ]
 
 
 def test_a_tensor_on_the_wrong_device_is_refused() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.rpc as rpc
 
 from shardwright import comm, sharded
-from shardwright.errors import CommError, PlacementError, ShardError, UnsupportedError
+from shardwright.errors import CommError, PlacementError, RankFailedError, ShardError, UnsupportedError
 from shardwright.sharded import ShardMetadata
 from shardwright.testing import RankPool, run_ranks
 
@@ -114,6 +114,27 @@ def _worker_names() -> Any:
     return *found, unknown
 
 
+def _other_workers() -> Any:
+    """Each rank gives a shard as that of another rank's worker."""
+    me = comm.rank()
+    spec = _spec("trainer0", "trainer1", "trainer2")
+    metadata = spec.build_metadata(torch.Size([6, 2]), sharded.TensorProperties())
+    known = metadata.shards_metadata[me]
+
+    def shards(worker: int) -> list[sharded.Shard]:
+        box = ShardMetadata(known.shard_offsets, known.shard_sizes, f"trainer{worker}/cpu")
+        return [sharded.Shard(_whole()[box.region.slices()], box)]
+
+    whole = sharded.init_from_local_shards(shards(me), 6, 2).gather(0)
+    assert whole is None or torch.equal(whole, _whole())
+    build = sharded.ShardedTensor._init_from_local_shards_and_global_metadata
+    wrong = shards((me + 1) % 3)
+    return (
+        _refusal(ShardError, lambda: sharded.init_from_local_shards(wrong, 6, 2)),
+        _refusal(RankFailedError, lambda: build(wrong, metadata, run_check=True)),
+    )
+
+
 def _sub_group() -> Any:
     if comm.rank() == 0:
         return None
@@ -147,6 +168,7 @@ CASES = (
     _after_reshard,
     _cut_otherwise_there,
     _worker_names,
+    _other_workers,
     _sub_group,
     _freed,
 )
@@ -199,6 +221,17 @@ def test_placements_name_workers_whatever_their_numbers(found: dict[str, list[An
     assert list(remote) == [{1: two, 2: one}, {2: one}, {1: two}]
     assert list(local) == [[], [[0, 0], [4, 0]], [[1, 0]]]
     assert all(message.startswith("worker 'trainer9' did not tell its rank") for message in unknown)
+
+
+def test_a_worker_that_is_named_must_be_the_one_that_gives_the_shard(found: dict[str, list[Any]]) -> None:
+    told, checked = found["_other_workers"][0]
+    assert found["_other_workers"] == [(told, checked)] * 3
+    for me in range(3):
+        fault = (
+            f"rank {me}, shard 0: placement trainer{(me + 1) % 3}/cpu names rank {(me + 1) % 3}: give a rank its own"
+        )
+        assert fault in told
+        assert fault in checked
 
 
 def test_remote_shards_of_a_sub_group_are_by_global_rank(found: dict[str, list[Any]]) -> None:

@@ -1,5 +1,6 @@
-"""PyTorch's own sharded tensors, converted both ways. Only here are they known."""
+"""PyTorch's own distributed tensors, converted both ways. Only here are they known."""
 
+from shardwright.interop.torch_dtensor import from_torch_dtensor, to_shardwright, to_torch_dtensor
 from shardwright.interop.torch_sharded import (
     from_torch_metadata,
     from_torch_sharded_tensor,
@@ -10,9 +11,12 @@ from shardwright.interop.torch_sharded import (
 )
 
 __all__ = [
+    "from_torch_dtensor",
     "from_torch_metadata",
     "from_torch_sharded_tensor",
     "from_torch_spec",
+    "to_shardwright",
+    "to_torch_dtensor",
     "to_torch_metadata",
     "to_torch_sharded_tensor",
     "to_torch_spec",

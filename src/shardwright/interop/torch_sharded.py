@@ -35,6 +35,7 @@ from shardwright.sharded import (
     ShardMetadata,
     TensorProperties,
 )
+from shardwright.sharded.checks import refuse_nested
 from shardwright.tensor import DTensor
 
 __all__ = [
@@ -70,6 +71,7 @@ def to_torch_sharded_tensor(tensor: ShardedTensor, process_group: Any = None) ->
             "to_torch_sharded_tensor: PyTorch's ShardedTensor needs a process group, and there is none: call "
             "torch.distributed.init_process_group or shardwright.init_device_mesh first"
         )
+    refuse_nested(tensor, "to_torch_sharded_tensor")
     mine = {number: shard.tensor for number, shard in zip(_own_numbers(tensor), tensor.local_shards(), strict=True)}
     for number, shard in mine.items():
         if isinstance(shard, ShardedTensorBase | DTensor) or not shard.is_contiguous():

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from shardwright.errors import RegionError
 from shardwright.layout.region import Region
 
-__all__ = ["Boxes", "Overlaps", "overlaps"]
+__all__ = ["Boxes", "Overlaps", "overlapping_pair", "overlaps"]
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 
@@ -80,6 +80,24 @@ def overlaps(first: Boxes, second: Boxes) -> Overlaps:
     start = np.maximum(first.offsets[i], second.offsets[j])
     stop = np.minimum(first.offsets[i] + first.sizes[i], second.offsets[j] + second.sizes[j])
     return Overlaps(i, j, start, stop - start)
+
+
+def overlapping_pair(boxes: Boxes) -> tuple[int, int] | None:
+    """Two of these boxes that share an element, the first pair that is met; None where no two do.
+
+    Of boxes that lie on top of each other there are n² pairs: it stops at one of them.
+
+    >>> overlapping_pair(Boxes.of([Region((0,), (2,)), Region((4,), (2,)), Region((5,), (2,))]))
+    (1, 2)
+    >>> overlapping_pair(Boxes.of([Region((0,), (2,)), Region((4,), (2,))])) is None
+    True
+    """
+    side = _Side.of(boxes)
+    for first, second in _join(side, side, ((None, None),) * boxes.offsets.shape[1]):
+        apart = np.flatnonzero(first < second)
+        if apart.size:
+            return int(first[apart[0]]), int(second[apart[0]])
+    return None
 
 
 class _Side(NamedTuple):

@@ -3,6 +3,7 @@
 from shardwright.sharded import ops
 from shardwright.sharded.base import ShardedTensorBase
 from shardwright.sharded.build import init_from_local_shards
+from shardwright.sharded.clip import clip_grad_norm_
 from shardwright.sharded.collect import collect_local_shard, reshard_output
 from shardwright.sharded.convert import from_dtensor, to_dtensor
 from shardwright.sharded.factories import Making, empty, full, ones, rand, randn, zeros
@@ -43,6 +44,7 @@ __all__ = [
     "ShardingPlan",
     "ShardingSpec",
     "TensorProperties",
+    "clip_grad_norm_",
     "collect_local_shard",
     "empty",
     "flatten_sharded_tensors",

@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwright.errors import ShardError, UnsupportedError
 from shardwright.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwright.sharded.ops.registry import call
+from shardwright.sharded.owners import moved_to
 from shardwright.sharded.shard import Shard
 from shardwright.sharded.spec import ShardingSpec, infer_sharding_spec
 
@@ -38,6 +39,7 @@ class ShardedTensorBase(Tensor):
     _spec: ShardingSpec | None
     _local_shards: list[Shard]
     _leaf: bool = True  # said for all ranks: one without shards could not tell from them
+    _nested: bool = False  # whether shards are sharded themselves, on any rank
 
     @classmethod
     def _wrap(cls, metadata: ShardedTensorMetadata, spec: ShardingSpec | None, local_shards: Sequence[Shard]) -> Self:
@@ -46,6 +48,8 @@ class ShardedTensorBase(Tensor):
         made: Self = Tensor._make_wrapper_subclass(
             cls, metadata.size, dtype=properties.dtype, device=torch.device("cpu")
         )
+        # It has no memory: torch's C++ code that asks past the table of operators gets an error, not a null pointer.
+        torch._C._set_throw_on_mutable_data_ptr(made)
         made._metadata, made._spec, made._local_shards = metadata, spec, list(local_shards)
         return made
 
@@ -118,7 +122,11 @@ class ShardedTensorBase(Tensor):
 
     @property
     def is_leaf(self) -> bool:
-        """Whether its shards are leaves of the graph: the same on every rank."""
+        """Whether its shards are leaves of the graph: the same on every rank.
+
+        A rank without shards takes that from the others. Of a tensor that was made without talking (of local shards and
+        known metadata, or of PyTorch's) it says True, until a `reshard` tells.
+        """
         return self._leaf
 
     @property
@@ -128,11 +136,23 @@ class ShardedTensorBase(Tensor):
 
     @property
     def grad(self) -> Self | None:
-        """The gradients of its shards, as a tensor sharded alike; None where this rank's shards have none."""
-        gradients = [shard.tensor.grad for shard in self._local_shards]
-        if not gradients or any(gradient is None for gradient in gradients):
+        """The gradients of its shards, as a tensor sharded alike; None where none of this rank's shards has one.
+
+        Where only some have one, the others' are zeros, made when it is read: the shards themselves are left without.
+        """
+        found = [shard.tensor.grad for shard in self._local_shards]
+        known = next((gradient for gradient in found if gradient is not None), None)
+        if known is None:
             return None
-        return self._with([gradient for gradient in gradients if gradient is not None])
+        gradients = [
+            torch.zeros_like(shard.tensor, dtype=known.dtype, layout=known.layout, requires_grad=False)
+            if gradient is None
+            else gradient
+            for gradient, shard in zip(found, self._local_shards, strict=True)
+        ]
+        made = self._with(gradients)
+        made._metadata.tensor_properties.pin_memory = False  # autograd makes them, in memory that is not pinned
+        return made
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -147,7 +167,10 @@ class ShardedTensorBase(Tensor):
 
     @property
     def data(self) -> Self:
-        """The same shards without history. Assigning replaces the shards, as `module.to(...)` does."""
+        """The same shards without history. Assigning replaces the shards, as `module.to(...)` does.
+
+        What is assigned stays as it is: the new shards share its memory, and nothing of its history.
+        """
         return self.detach()
 
     @data.setter
@@ -155,7 +178,12 @@ class ShardedTensorBase(Tensor):
         if not isinstance(value, ShardedTensorBase) or value.shape != self.shape:
             raise ShardError(f"the data of {self!r} is a ShardedTensor of the same size, not {value!r}")
         wanted = self.requires_grad
-        self._become(value)
+        if wanted and not (value.dtype.is_floating_point or value.dtype.is_complex):
+            raise ShardError(
+                f"the data of {self!r}, which requires grad, cannot be {value.dtype}: only floating point and complex "
+                "have gradients; call requires_grad_(False) first"
+            )
+        self._become(value.detach())
         self.requires_grad_(wanted)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
@@ -180,37 +208,67 @@ class ShardedTensorBase(Tensor):
         return made
 
     def _with(
-        self, tensors: Sequence[Tensor], *, requires_grad: bool = False, dtype: torch.dtype | None = None
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        requires_grad: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> Self:
         """A tensor cut like this one, of these local tensors, which an operator made of its shards.
 
-        `requires_grad` says whether they have a history, `dtype` what they are, where this rank has none to show.
+        `requires_grad` says whether they have a history, `dtype` what they are, where this rank has none to show, and
+        `device` where they lie on all ranks, where that is not the kind of device that the placements name.
         """
         dtype = tensors[0].dtype if tensors else dtype or self.dtype
-        properties = replace(self._metadata.tensor_properties, dtype=dtype, requires_grad=requires_grad)
+        layout = tensors[0].layout if tensors else self.layout
+        properties = replace(self._metadata.tensor_properties, dtype=dtype, layout=layout, requires_grad=requires_grad)
+        own = [shard.metadata for shard in self._local_shards]
         metadata = replace(self._metadata, tensor_properties=properties)
-        shards = [Shard(tensor, shard.metadata) for tensor, shard in zip(tensors, self._local_shards, strict=True)]
-        made = self._made_like(metadata, shards)
+        if device is not None:
+            metadata.shards_metadata = moved_to(device, metadata.shards_metadata)
+            own = moved_to(device, own)
+        made = self._made_like(metadata, [Shard(tensor, shard) for tensor, shard in zip(tensors, own, strict=True)])
+        if device is not None:
+            made._spec = None
         made._leaf = not requires_grad
         return made
 
     def _made_like(self, metadata: ShardedTensorMetadata, shards: Sequence[Shard]) -> Self:
-        return type(self)._wrap(metadata, self._spec, shards)
+        made = type(self)._wrap(metadata, self._spec, shards)
+        made._nested = self._nested
+        return made
 
     def _become(self, other: ShardedTensorBase) -> None:
         self._metadata, self._spec = other._metadata, other._spec
-        self._local_shards, self._leaf = list(other._local_shards), other._leaf
+        self._local_shards, self._leaf, self._nested = list(other._local_shards), other._leaf, other._nested
 
     def _is_cut_like(self, other: ShardedTensorBase) -> bool:
         """Whether the shards are the same boxes on the same ranks, in the same order."""
         mine, theirs = self._metadata.shards_metadata, other._metadata.shards_metadata
         return mine is theirs or (self.shape == other.shape and mine == theirs)
 
+    def __copy__(self) -> Self:
+        """Another object of the same shards, with their history and in the same group."""
+        made = type(self)._wrap(self._metadata, self._spec, self._local_shards)
+        made.__dict__.update({**self.__dict__, "_local_shards": list(self._local_shards)})
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy in memory of its own, which is not pinned, with copies of the shards' gradients. Of leaves alone."""
+        if not self.is_leaf:
+            raise UnsupportedError(
+                f"deepcopy of {self!r}: its shards have a history, which cannot be copied: copy x.detach(), or use "
+                "x.clone(), through which gradients flow"
+            )
         shards = [shard.tensor.detach().clone() for shard in self._local_shards]
         copied = self._with(shards)
         copied._metadata = deepcopy(copied._metadata, memo)
+        copied._metadata.tensor_properties.pin_memory = False  # torch's deepcopy is not pinned, either
         copied.requires_grad_(self.requires_grad)
+        for tensor, shard in zip(shards, self._local_shards, strict=True):
+            gradient = shard.tensor.grad
+            tensor.grad = None if gradient is None else gradient.detach().clone()
         if hasattr(self, "_is_param"):
             copied._is_param = True  # what makes isinstance(x, nn.Parameter) true
         memo[id(self)] = copied

@@ -9,11 +9,10 @@ import msgspec
 import torch
 
 from shardwright import comm
-from shardwright.errors import ArgumentTypeError, DisagreementError, ShardError, ShardwrightError
+from shardwright.errors import DisagreementError, ShardError, ShardwrightError
 from shardwright.layout import Region
 from shardwright.layout.integers import integers
-from shardwright.sharded.base import ShardedTensorBase
-from shardwright.sharded.checks import check_shards, common_properties
+from shardwright.sharded.checks import check_kinds, check_shards, common_properties, has_nested
 from shardwright.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwright.sharded.owners import owner_in
 from shardwright.sharded.process_group import group_of
@@ -21,7 +20,6 @@ from shardwright.sharded.properties import TensorProperties
 from shardwright.sharded.remote import offer
 from shardwright.sharded.shard import Shard
 from shardwright.sharded.tensor import ShardedTensor
-from shardwright.tensor import DTensor
 
 __all__ = ["Said", "assemble", "init_from_local_shards"]
 
@@ -35,6 +33,8 @@ class Said(NamedTuple):
     properties: dict[str, Any] | None = None
     fault: str | None = None
     nested: tuple[int, ...] = ()  # which of the shards are sharded tensors themselves
+    leaf: bool = True  # whether all of the shards are leaves of the graph
+    either: bool = False  # whether they lie in memory both ways, contiguous and channels last
 
 
 def init_from_local_shards(
@@ -44,6 +44,7 @@ def init_from_local_shards(
 
     All ranks of the group call it with the same global size. Whatever is wrong, on whichever rank, is raised alike on
     all of them: shards that overlap or leave a gap, a tensor that is not what its metadata says, ranks that disagree.
+    Where any rank's shards have a history, the tensor is no leaf, on any rank.
 
     >>> import torch
     >>> from shardwright import sharded
@@ -54,10 +55,12 @@ def init_from_local_shards(
     group = group_of(process_group)
     rank = group.ranks[group.rank]
     own = msgspec.json.encode(_describe(local_shards, global_size, rank))
-    said = comm.gather_bytes(own, group, what="init_from_local_shards")
-    metadata = assemble([msgspec.json.decode(one, type=Said) for one in said])
+    heard = comm.gather_bytes(own, group, what="init_from_local_shards")
+    said = [msgspec.json.decode(one, type=Said) for one in heard]
+    metadata = assemble(said)
     made = ShardedTensor._bind(metadata, None, local_shards, group)
-    metadata.table(owner_in(group))  # a placement may name a worker that nobody knows
+    made._leaf, made._nested = all(one.leaf for one in said), any(one.nested for one in said)
+    metadata.table(owner_in(group))  # a placement may name no rank at all, or one that is not in the group
     if init_rrefs:
         made._remote = offer(made, group)
     return made
@@ -67,19 +70,22 @@ def _describe(shards: Sequence[Shard], global_size: Sequence[Any], rank: int) ->
     try:
         size = global_size[0] if len(global_size) == 1 and isinstance(global_size[0], Sequence) else global_size
         checked = integers(size, "global size")
-        if not isinstance(shards, Sequence):
-            raise ArgumentTypeError(f"local shards: {type(shards).__name__} is not a list of sharded.Shard")
-        for shard in shards:
-            if not isinstance(shard, Shard):
-                raise ArgumentTypeError(f"{type(shard).__name__} is not a sharded.Shard")
-        properties = common_properties(shards, rank)
+        check_kinds(shards)
+        properties, either = common_properties(shards, rank)
         check_shards(shards, rank)
-    except ShardwrightError as error:
-        text = str(error)
+        nested = tuple(number for number, shard in enumerate(shards) if has_nested([shard]))
+        return Said(
+            rank,
+            checked,
+            tuple(shard.metadata.to_json() for shard in shards),
+            None if properties is None else properties.to_json(),
+            nested=nested,
+            leaf=all(shard.tensor.is_leaf for shard in shards),
+            either=either,
+        )
+    except Exception as error:  # noqa: BLE001  # whatever is wrong here is told to the ranks that wait, and raised on all
+        text = str(error) if isinstance(error, ShardwrightError) else f"{type(error).__name__}: {error}"
         return Said(rank, fault=text if text.startswith(f"rank {rank}") else f"rank {rank}: {text}")
-    told = None if properties is None else properties.to_json()
-    nested = tuple(n for n, shard in enumerate(shards) if isinstance(shard.tensor, ShardedTensorBase | DTensor))
-    return Said(rank, checked, tuple(shard.metadata.to_json() for shard in shards), told, nested=nested)
 
 
 def assemble(said: Sequence[Said]) -> ShardedTensorMetadata:
@@ -96,10 +102,12 @@ def assemble(said: Sequence[Said]) -> ShardedTensorMetadata:
     holding = [one for one in said if one.properties is not None]
     if not holding:
         raise ShardError(f"no rank holds a shard of a tensor of size {said[0].size}: its dtype is unknown")
+    sure = [one for one in holding if not one.either] or holding[:1]  # shards that lie both ways follow the others
     for name in ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"):
-        _same(name, [(one.rank, one.properties[name]) for one in holding if one.properties is not None])
+        told = sure if name == "memory_format" else holding
+        _same(name, [(one.rank, one.properties[name]) for one in told if one.properties is not None])
     shards = _once(said)
-    properties = TensorProperties.from_json(holding[0].properties or {})
+    properties = TensorProperties.from_json(sure[0].properties or {})
     metadata = ShardedTensorMetadata(shards, torch.Size(said[0].size), properties)
     metadata.validate()
     return metadata

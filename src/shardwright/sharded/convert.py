@@ -5,7 +5,7 @@ Whether they agree is found from the two tables of regions alone, so all ranks d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shardwright import comm
-from shardwright.errors import ArgumentTypeError, MeshError, PlacementError, UnsupportedError
+from shardwright.errors import ArgumentTypeError, MeshError, PlacementError
 from shardwright.layout import Layout, Mesh, Placement, Ragged, Region, RegionTable, Replicate, Shard
 from shardwright.sharded.agreement import digest, together
-from shardwright.sharded.base import ShardedTensorBase
+from shardwright.sharded.checks import refuse_nested, refuse_sparse
 from shardwright.sharded.metadata import ShardedTensorMetadata
 from shardwright.sharded.moving import Relocation
 from shardwright.sharded.owners import owner_in
@@ -62,8 +62,10 @@ def to_dtensor(
         shards, group = tensor.local_shards(), tensor._group
     else:
         raise ArgumentTypeError(f"to_dtensor: {type(tensor).__name__} is not a ShardedTensor, nor the metadata of one")
+    if isinstance(tensor, ShardedTensor):
+        refuse_nested(tensor, "to_dtensor")
+        refuse_sparse(tensor, "to_dtensor")
     layout = _layout_for(tensor, table, mesh, placements, order)
-    _refuse_nested(shards)
     needs = metadata.tensor_properties.requires_grad and torch.is_grad_enabled()
     like = torch.empty(0, dtype=metadata.tensor_properties.dtype, device=_device(shards, metadata))
     if holds(table, layout.table()):
@@ -155,15 +157,6 @@ def _part(shards: Sequence[LocalShard], region: Region, like: Tensor, needs: boo
         if shard.metadata.region == region or (region.is_empty and tuple(shard.metadata.shard_sizes) == region.size):
             return shard.tensor
     return like.new_empty(region.size).requires_grad_(needs)
-
-
-def _refuse_nested(shards: Iterable[LocalShard]) -> None:
-    for shard in shards:
-        if isinstance(shard.tensor, ShardedTensorBase | DTensor):
-            raise UnsupportedError(
-                f"to_dtensor: the shard {shard.metadata.region} is itself a {type(shard.tensor).__name__}: make its "
-                "regions explicit first, with sharded.flatten_sharded_tensors(tensor)"
-            )
 
 
 def _device(shards: Sequence[LocalShard], metadata: ShardedTensorMetadata) -> torch.device:

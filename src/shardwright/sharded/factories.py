@@ -8,6 +8,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from shardwright.layout import Mesh, Region
+from shardwright.sharded.checks import refuse_nested
 from shardwright.sharded.spec import ShardingSpec
 from shardwright.sharded.tensor import ShardedTensor
 from shardwright.tensor.random import fill_normal, fill_uniform
@@ -102,6 +103,7 @@ def randn(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[Making]) -> Sha
 
 def fill_shards(tensor: ShardedTensor, fill: Callable[..., Any], **how: Any) -> ShardedTensor:
     """The tensor, its shards filled with random numbers that depend on seed and global index alone."""
+    refuse_nested(tensor, "random numbers")
     ranks = tensor._group.ranks
     key = next_key(Mesh((len(ranks),), ranks=ranks))
     with torch.no_grad():

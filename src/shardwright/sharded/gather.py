@@ -8,10 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.errors import PlacementError, ShardError
+from shardwright.errors import ArgumentTypeError, PlacementError, ShardError
 from shardwright.layout import RegionTable
 from shardwright.sharded.agreement import digest, together
+from shardwright.sharded.base import ShardedTensorBase
+from shardwright.sharded.checks import refuse_nested, refuse_sparse
 from shardwright.sharded.moving import Relocation
+from shardwright.tensor import DTensor
 
 if TYPE_CHECKING:
     from shardwright.sharded.tensor import ShardedTensor
@@ -27,6 +30,8 @@ def gather(
     rank = group.ranks[group.rank]
 
     def prepare() -> tuple[None, str]:
+        refuse_nested(tensor, "gather")
+        refuse_sparse(tensor, "gather")
         _check(tensor, dst, rank, out, enforce_dtype, dtype)
         return None, f"dst {dst} of {digest(tensor._table)} of {tensor.dtype}"
 
@@ -34,7 +39,8 @@ def gather(
     size = tuple(tensor.shape)
     whole = RegionTable(np.array([dst]), np.zeros((1, len(size)), np.int64), np.array([size], np.int64))
     like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    direct = out is not None and out.dtype == tensor.dtype and out.device == like.device and not out.is_conj()
+    direct = out is not None and out.dtype == tensor.dtype and out.device == like.device
+    direct = direct and out is not None and not (out.is_conj() or out.is_neg())  # whose bytes are not their values
     filled = Relocation(tensor._table, whole, group).run(
         [shard.tensor for shard in tensor._local_shards], like, [out] if direct and out is not None else None
     )
@@ -52,8 +58,12 @@ def _check(
 ) -> None:
     if dst not in tensor._group.ranks:
         raise PlacementError(f"gather: dst {dst} is not in the group of ranks {list(tensor._group.ranks)}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ArgumentTypeError(f"gather: dtype {dtype!r} is a {type(dtype).__name__}: give a torch.dtype")
     if out is None:
         return
+    if not isinstance(out, Tensor) or isinstance(out, ShardedTensorBase | DTensor):
+        raise ArgumentTypeError(f"gather: `out` is a {type(out).__name__}: give a plain tensor")
     if rank != dst:
         raise ShardError(
             f"gather: rank {rank} gave `out`, and the tensor is gathered on rank {dst}: give it there only"
@@ -66,3 +76,27 @@ def _check(
         raise ShardError(f"gather: `out` is {out.dtype}, the tensor is {tensor.dtype}, and enforce_dtype forbids it")
     if out.requires_grad and out.is_leaf and torch.is_grad_enabled():
         raise ShardError("gather: `out` is a leaf that requires grad: give a plain buffer")
+    if out.layout != torch.strided or out.is_meta:
+        raise ShardError(f"gather: `out` has layout {out.layout} on {out.device}: give a strided tensor with memory")
+    if _overlaps_itself(out):
+        raise ShardError(
+            f"gather: elements of `out`, of size {list(out.shape)} with strides {list(out.stride())}, share memory: "
+            "they would overwrite each other; give a tensor with memory for each"
+        )
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements of a strided tensor are one place in memory."""
+    longer = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    if not tensor.numel() or not longer:
+        return False
+    reach, apart = 0, True
+    for stride, size in longer:
+        apart = apart and stride > reach  # a step is longer than all that lies within it
+        reach += stride * (size - 1)
+    if apart or longer[0][0] == 0:
+        return not apart
+    places = np.zeros(1, np.int64)
+    for stride, size in longer:
+        places = (places[:, None] + stride * np.arange(size)).reshape(-1)
+    return len(np.unique(places)) < len(places)

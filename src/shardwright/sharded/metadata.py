@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from shardwright.errors import ShardError, TilingError
-from shardwright.layout import Boxes, Gap, Outside, Overlap, Region, RegionTable, overlaps
+from shardwright.layout import Boxes, Gap, Outside, Overlap, Region, RegionTable
 from shardwright.layout.cover import coverage_of_boxes
 from shardwright.layout.integers import integers
+from shardwright.layout.overlap import overlapping_pair
 from shardwright.sharded.properties import TensorProperties
 from shardwright.sharded.remote_device import RemoteDevice
 
@@ -179,10 +180,8 @@ def check_disjoint(shards: Sequence[ShardMetadata]) -> None:
         case Overlap(region, first, second):
             raise _overlapping(shards, first, second, region)
         case Gap():  # there may be an overlap behind it
-            found = overlaps(boxes, boxes)
-            apart = np.flatnonzero(found.first != found.second)
-            if apart.size:
-                first, second = int(found.first[apart[0]]), int(found.second[apart[0]])
+            if pair := overlapping_pair(boxes):
+                first, second = pair
                 raise _overlapping(shards, first, second, shards[first].region.intersect(shards[second].region))
 
 

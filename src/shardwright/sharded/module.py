@@ -69,7 +69,8 @@ def shard_parameter(
 ) -> None:
     """Replaces a parameter by a ShardedTensor, whose values are those of rank `src_rank`. It is a parameter, too.
 
-    All ranks of the group call it with modules alike; each receives its own shards, and the whole is freed.
+    All ranks of the group call it with modules alike; each receives its own shards, and the whole is freed. On ranks
+    other than the source the parameter may be on meta: its shards lie where the placements say.
 
     >>> from torch import nn
     >>> from shardwright import sharded

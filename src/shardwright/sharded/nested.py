@@ -34,7 +34,6 @@ class _Told(NamedTuple):
 
     said: Said
     nested: bool = False
-    leaf: bool = True
     ranks: tuple[int, ...] = ()  # of the groups of the inner tensors
 
 
@@ -160,8 +159,8 @@ def _tell(path: str, tensor: ShardedTensor, inner: Flat) -> _Told:
         for box, owner in zip(within.shards_metadata(), owners, strict=True):
             boxes.append(_placed(_within(box, shard.metadata), owner))
     told = None if properties is None else properties.to_json()
-    said = Said(rank, tuple(tensor.shape), tuple(box.to_json() for box in boxes), told)
-    return _Told(said, nested, leaf, tuple(sorted(ranks)))
+    said = Said(rank, tuple(tensor.shape), tuple(box.to_json() for box in boxes), told, leaf=leaf)
+    return _Told(said, nested, tuple(sorted(ranks)))
 
 
 def _within(box: ShardMetadata, outer: ShardMetadata) -> ShardMetadata:
@@ -191,7 +190,7 @@ def _assemble(path: str, tensor: ShardedTensor, told: list[_Told], inner: Flat) 
     members = sorted({*tensor._group.ranks, *(rank for one in told for rank in one.ranks)})
     group = tensor._group if members == sorted(tensor._group.ranks) else comm.subgroup(members)
     made = ShardedTensor._bind(metadata, None, (), group)
-    made._leaf = all(one.leaf for one in told)
+    made._leaf = all(one.said.leaf for one in told)
     pieces = dict(_pieces(path, tensor, inner))
     made._local_shards = [Shard(pieces[box], box) for box in made._own()]
     return made

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import ArgumentTypeError, ShardError, UnsupportedError
-from shardwright.sharded.optimizer_state import export_state, import_state
+from shardwright.sharded.agreement import together
+from shardwright.sharded.optimizer_state import by_group, export_state, import_state
 from shardwright.sharded.tensor import ShardedTensor
 
-__all__ = ["ShardedOptimizer", "named_params_with_sharded_tensor"]
+__all__ = ["ShardedOptimizer", "local_tensors", "named_params_with_sharded_tensor"]
 
 # They compute with whole matrices, rows or norms, which a shard is not.
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
@@ -99,7 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Of a ShardedTensor, what has the size of its shards is a ShardedTensor cut alike, and numbers are as they are;
         on ranks without shards, too. Memory is shared with the optimizer, as torch does it.
         """
-        self._check_shards()
+        self._check_together("state_dict of a ShardedOptimizer")
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
             for group, names in zip(self.param_groups, self._groups, strict=True)
@@ -108,7 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over the state of an optimizer of the same parameters, however they were cut. All ranks call it."""
-        self._check_shards()
+        self._check_together("load_state_dict of a ShardedOptimizer")
         states = import_state(self.named_params, state_dict, self._groups)
         numbers = iter(range(sum(map(len, self._locals.values()))))
         indices = {name: [next(numbers) for _ in self._locals[name]] for names in self._groups for name in names}
@@ -145,6 +146,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"ShardedOptimizer: the shards of {name!r} are others than those it was made with: make a new "
                     "optimizer after a parameter was resharded or moved, and load its state_dict"
                 )
+
+    def _check_together(self, what: str) -> None:
+        """`_check_shards` before ranks talk: one without shards cannot see what the others see."""
+
+        def check() -> tuple[None, str]:
+            self._check_shards()
+            return None, ""
+
+        for group, _ in by_group(self.named_params):
+            together(check, what, group)
+        check()  # where there is no group
 
     def __getattr__(self, name: str) -> Any:
         """Hooks, defaults and what else torch keeps in an optimizer: that of the inner one."""

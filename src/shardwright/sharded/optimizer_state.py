@@ -16,10 +16,11 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import ShardError
 from shardwright.sharded.agreement import together
+from shardwright.sharded.cut_like import cut_like
 from shardwright.sharded.process_group import listed
 from shardwright.sharded.tensor import ShardedTensor
 
-__all__ = ["export_state", "import_state"]
+__all__ = ["by_group", "export_state", "import_state"]
 
 
 class _Entry(NamedTuple):
@@ -44,7 +45,7 @@ def export_state(named: Mapping[str, Tensor], state: Mapping[Tensor, Any]) -> di
         for name, tensor in named.items()
         if not isinstance(tensor, ShardedTensor) and tensor in state
     }
-    for group, sharded in _by_group(named):
+    for group, sharded in by_group(named):
         own = {name: _describe(tensor, state) for name, tensor in sharded.items()}
         said = comm.gather_bytes(msgspec.msgpack.encode(own), group, what="state_dict of a ShardedOptimizer")
         told = [msgspec.msgpack.decode(one, type=dict[str, _Told]) for one in said]
@@ -58,15 +59,18 @@ def import_state(
     named: Mapping[str, Tensor], state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]
 ) -> dict[str, list[dict[str, Any]]]:
     """The state of each local tensor, by the name of its parameter, from a state dict of any cut. Collective."""
-    faults = list(_faults(named, state_dict, groups))
 
     def check() -> tuple[None, str]:
-        if faults:
+        if faults := list(_faults(named, state_dict, groups)):
             raise ShardError("load_state_dict of a ShardedOptimizer: " + "; ".join(faults))
-        keys = {name: sorted(each) for name, each in sorted(state_dict["state"].items())}
+        # Ranks must load the same keys, and find alike which of them are resharded.
+        keys = {
+            name: [(key, _way(value, named[name])) for key, value in sorted(each.items())]
+            for name, each in sorted(state_dict["state"].items())
+        }
         return None, f"state of {len(keys)} parameters ({hashlib.blake2b(repr(keys).encode()).hexdigest()[:16]})"
 
-    sharing = list(_by_group(named))
+    sharing = list(by_group(named))
     for group, _ in sharing:
         together(check, "load_state_dict of a ShardedOptimizer", group)
     check()  # where there is no group
@@ -81,7 +85,7 @@ def import_state(
     return found
 
 
-def _by_group(named: Mapping[str, Tensor]) -> Iterator[tuple[comm.Group, dict[str, ShardedTensor]]]:
+def by_group(named: Mapping[str, Tensor]) -> Iterator[tuple[comm.Group, dict[str, ShardedTensor]]]:
     """The ShardedTensors, those of one group together: its ranks tell each other of all of them at once."""
     found: dict[comm.Group, dict[str, ShardedTensor]] = {}
     for name, tensor in named.items():
@@ -158,13 +162,19 @@ def _disassemble(tensor: ShardedTensor, saved: Mapping[str, Any]) -> list[dict[s
     found: list[dict[str, Any]] = [{} for _ in tensor.local_shards()]
     for key, value in sorted(saved.items()):
         if isinstance(value, ShardedTensor):
-            cut = value if value._is_cut_like(tensor) else value.detach().reshard(tensor.sharding_spec())
-            values: Sequence[Any] = [shard.tensor for shard in cut.local_shards()]
+            values: Sequence[Any] = [shard.tensor for shard in cut_like(value.detach(), tensor).local_shards()]
         else:
             values = [value] * len(found)
         for each, one in zip(found, values, strict=True):
             each[key] = _own(one)
     return found
+
+
+def _way(value: Any, tensor: Tensor) -> str:
+    """What is done with an entry: ranks talk only where it is resharded."""
+    if isinstance(value, ShardedTensor) and isinstance(tensor, ShardedTensor):
+        return "as it is" if value._is_cut_like(tensor) else "resharded"
+    return "a tensor" if isinstance(value, Tensor) and value.ndim else "a number"
 
 
 def _own(value: Any) -> Any:
@@ -176,8 +186,14 @@ def _faults(
     named: Mapping[str, Tensor], state_dict: Mapping[str, Any], groups: Sequence[Sequence[str]]
 ) -> Iterator[str]:
     """Where a state dict does not fit these parameters in these groups."""
-    if not {"state", "param_groups"} <= state_dict.keys():
-        yield f"it has the keys {sorted(state_dict)}, not 'state' and 'param_groups'"
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        had = (
+            f"the keys {sorted(state_dict)}" if isinstance(state_dict, Mapping) else f"type {type(state_dict).__name__}"
+        )
+        yield f"it has {had}, not 'state' and 'param_groups'"
+        return
+    if not isinstance(state_dict["state"], Mapping):
+        yield f"'state' is a {type(state_dict['state']).__name__}: a dict by the names of parameters is needed"
         return
     saved = [set(group["params"]) for group in state_dict["param_groups"]]
     if len(saved) != len(groups):
@@ -191,6 +207,9 @@ def _faults(
         tensor = named.get(name)
         if tensor is None:
             yield f"{name!r} is not a parameter of the optimizer"
+            continue
+        if not isinstance(state, Mapping):
+            yield f"the state of {name!r} is a {type(state).__name__}: a dict is needed"
             continue
         for key, value in state.items():
             if fault := _misfit(tensor, value):

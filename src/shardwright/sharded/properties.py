@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, final
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from shardwright.errors import ArgumentTypeError, UnsupportedError
 
-__all__ = ["MEM_FORMAT_ENCODING", "TensorProperties", "memory_format_of"]
+__all__ = ["MEM_FORMAT_ENCODING", "TensorProperties", "empty_of", "lies_as", "memory_format_of"]
 
 
 class MEM_FORMAT_ENCODING(Enum):  # noqa: N801  the name PyTorch users know
@@ -104,9 +105,30 @@ def memory_format_of(tensor: Tensor) -> torch.memory_format | None:
     """
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return torch.contiguous_format
-    if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        return torch.channels_last
-    return None
+    return torch.channels_last if lies_as(tensor, torch.channels_last) else None
+
+
+def lies_as(tensor: Tensor, memory_format: torch.memory_format) -> bool:
+    """Whether a tensor lies in memory as this format says; one channel, one pixel or no element lies in both ways.
+
+    >>> lies_as(torch.zeros(2, 1, 4, 4), torch.channels_last), lies_as(torch.zeros(2, 3, 4, 4), torch.channels_last)
+    (True, False)
+    """
+    if memory_format != torch.channels_last:
+        return tensor.is_contiguous()
+    return tensor.ndim == 4 and (not tensor.numel() or tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def empty_of(properties: TensorProperties, size: Sequence[int], device: torch.device) -> Tensor:
+    """A new tensor of these properties, whose values are not set; it requires no grad yet."""
+    last = properties.memory_format == torch.channels_last
+    return torch.empty(
+        tuple(size),
+        dtype=properties.dtype,
+        device=device,
+        pin_memory=properties.pin_memory,
+        memory_format=torch.channels_last if last else torch.contiguous_format,
+    )
 
 
 def _encode(memory_format: torch.memory_format) -> MEM_FORMAT_ENCODING:

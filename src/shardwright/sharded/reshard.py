@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from shardwright.layout import RegionTable
-from shardwright.sharded.agreement import digest, together
-from shardwright.sharded.metadata import ShardedTensorMetadata
+from shardwright.sharded.agreement import digest, together_telling
+from shardwright.sharded.checks import refuse_nested, refuse_sparse
+from shardwright.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwright.sharded.moving import Relocation
 from shardwright.sharded.owners import owner_in
+from shardwright.sharded.properties import TensorProperties, empty_of
 from shardwright.sharded.shard import Shard
 from shardwright.sharded.spec import ShardingSpec, metadata_for
 
@@ -23,25 +28,70 @@ __all__ = ["reshard"]
 def reshard(tensor: ShardedTensor, spec: ShardingSpec) -> None:
     """See `ShardedTensor.reshard`."""
     group = tensor._group
-    differentiable = tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled()
+    recording = tensor.requires_grad and torch.is_grad_enabled()
 
-    def prepare() -> tuple[tuple[ShardedTensorMetadata, RegionTable], str]:
+    def prepare() -> tuple[tuple[ShardedTensorMetadata, RegionTable], str, str]:
+        refuse_nested(tensor, "reshard")
+        refuse_sparse(tensor, "reshard")
         metadata = metadata_for(spec, tensor.shape, tensor._metadata.tensor_properties)
         table = metadata.table(owner_in(group))
-        how = "with gradients" if differentiable else "without gradients"
-        return (metadata, table), f"{digest(tensor._table)} of {tensor.dtype} to {digest(table)} {how}"
+        how = "with gradients" if recording else "without gradients"
+        said = f"{digest(tensor._table)} of {tensor.dtype} to {digest(table)} {how}"
+        return (metadata, table), said, "leaves" if tensor.is_leaf else "a history"
 
-    metadata, table = together(prepare, "reshard", group)
-    held = [shard.tensor for shard in tensor._local_shards]
+    (metadata, table), words = together_telling(prepare, "reshard", group)
+    tensor._leaf = all(word == "leaves" for word in words)  # a rank without shards may not have known
+    if metadata.shards_metadata == tensor._metadata.shards_metadata:
+        tensor._spec = spec
+        return
     own = [metadata.shards_metadata[number] for number in (table.ranks == group.ranks[group.rank]).nonzero()[0]]
-    devices = [tensor.device if shard.placement is None else shard.placement.device() for shard in own]
-    like = torch.empty(0, dtype=tensor.dtype, device=held[0].device if held else (*devices, tensor.device)[0])
-    relocation = Relocation(tensor._table, table, group)
-    moved = relocation.apply(held, like) if differentiable else relocation.run(held, like)
-    moved = [piece.to(device) for piece, device in zip(moved, devices, strict=True)]
+    differentiable = recording and not tensor._leaf
+    properties = replace(
+        metadata.tensor_properties,
+        requires_grad=differentiable or (tensor.requires_grad and tensor._leaf),
+        pin_memory=metadata.tensor_properties.pin_memory and not differentiable and _in_host_memory(metadata),
+    )
+    pieces = _moved(tensor, own, Relocation(tensor._table, table, group), properties, differentiable)
     if not differentiable:
-        moved = [piece.requires_grad_(tensor.requires_grad) for piece in moved]
+        pieces = [piece.requires_grad_(properties.requires_grad) for piece in pieces]
         tensor._leaf = True
-    tensor._local_shards = [Shard(piece, shard) for piece, shard in zip(moved, own, strict=True)]
-    tensor._metadata, tensor._spec = metadata, spec
+    tensor._local_shards = [Shard(piece, shard) for piece, shard in zip(pieces, own, strict=True)]
+    tensor._metadata, tensor._spec = replace(metadata, tensor_properties=properties), spec
     tensor.__dict__["_table"] = table
+
+
+def _moved(
+    tensor: ShardedTensor,
+    own: Sequence[ShardMetadata],
+    relocation: Relocation,
+    properties: TensorProperties,
+    differentiable: bool,
+) -> list[Tensor]:
+    """This rank's new shards, with the values that other ranks and its old shards hold."""
+    held = [shard.tensor for shard in tensor._local_shards]
+    devices = [_device(shard, tensor.device) for shard in own]
+    here = held[0].device if held else (*devices, tensor.device)[0]
+    like = torch.empty(0, dtype=tensor.dtype, device=here)
+    if differentiable:
+        moved = relocation.apply(held, like)
+    else:
+        # Values arrive on the device that holds the old shards; those that go on to another are made there, below.
+        staging = replace(properties, pin_memory=False)
+        kinds = [properties if device == here else staging for device in devices]
+        landing = [empty_of(kind, shard.shard_sizes, here) for kind, shard in zip(kinds, own, strict=True)]
+        moved = relocation.run(held, like, landing)
+    if properties.memory_format == torch.channels_last:
+        moved = [piece.contiguous(memory_format=torch.channels_last) for piece in moved]
+    placed = [piece.to(device) for piece, device in zip(moved, devices, strict=True)]
+    return [piece.pin_memory() if properties.pin_memory and not piece.is_pinned() else piece for piece in placed]
+
+
+def _device(shard: ShardMetadata, known: torch.device) -> torch.device:
+    """Where the shard is to lie: a placement that gives no number means the device that is in use, where it is one."""
+    wanted = known if shard.placement is None else shard.placement.device()
+    return known if wanted == torch.device(known.type) else wanted
+
+
+def _in_host_memory(metadata: ShardedTensorMetadata) -> bool:
+    placements = {shard.placement for shard in metadata.shards_metadata}
+    return all(placement is None or placement.device().type == "cpu" for placement in placements)

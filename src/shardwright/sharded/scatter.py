@@ -11,6 +11,7 @@ from torch import Tensor
 from shardwright.errors import ArgumentTypeError, PlacementError, ShardError
 from shardwright.layout import RegionTable
 from shardwright.sharded.agreement import digest, together
+from shardwright.sharded.metadata import ShardedTensorMetadata
 from shardwright.sharded.moving import Relocation
 from shardwright.sharded.process_group import group_of
 from shardwright.sharded.properties import TensorProperties
@@ -37,6 +38,10 @@ def scatter(tensor: Tensor, spec: ShardingSpec, src_rank: int, process_group: An
             raise ShardError(f"shard: a tensor of layout {tensor.layout}: shards are strided; call to_dense()")
         if src_rank not in group.ranks:
             raise PlacementError(f"shard: src_rank {src_rank} is not in the group of ranks {list(group.ranks)}")
+        if tensor.is_meta and rank == src_rank and not _is_meta(metadata_for(spec, tensor.shape, TensorProperties())):
+            raise ShardError(
+                f"shard: rank {rank} is the source, and its tensor is on meta: it has no values to scatter"
+            )
         properties = TensorProperties(tensor.dtype, requires_grad=tensor.requires_grad)
         made = ShardedTensor._bind(metadata_for(spec, tensor.shape, properties), spec, (), group)
         needs = "requires_grad" if tensor.requires_grad else "no gradient"
@@ -47,9 +52,27 @@ def scatter(tensor: Tensor, spec: ShardingSpec, src_rank: int, process_group: An
     own = made._own()
     size = tuple(tensor.shape)
     whole = RegionTable(np.array([src_rank]), np.zeros((1, len(size)), np.int64), np.array([size], np.int64))
-    pieces = Relocation(whole, made._table, group).run([tensor] if rank == src_rank else [], tensor.detach())
+    if _is_meta(made.metadata()):
+        pieces = [torch.empty(shard.shard_sizes, dtype=tensor.dtype, device="meta") for shard in own]
+    else:
+        pieces = Relocation(whole, made._table, group).run([tensor] if rank == src_rank else [], _like(tensor, made))
     made._local_shards = [
         Shard(piece if where is None else piece.to(where.device()), shard)
         for piece, shard, where in zip(pieces, own, (shard.placement for shard in own), strict=True)
     ]
     return made.requires_grad_(tensor.requires_grad)
+
+
+def _is_meta(metadata: ShardedTensorMetadata) -> bool:
+    """Whether no shard has memory."""
+    placements = [shard.placement for shard in metadata.shards_metadata]
+    return all(placement is not None and placement.device().type == "meta" for placement in placements)
+
+
+def _like(tensor: Tensor, made: ShardedTensor) -> Tensor:
+    """What a rank's pieces are like: a rank that only receives may have given a meta tensor, which holds nothing."""
+    if not tensor.is_meta:
+        return tensor.detach()
+    devices = [shard.placement.device() for shard in made._own() if shard.placement is not None]
+    device = (*devices, made.device)[0]
+    return torch.empty(0, dtype=tensor.dtype, device="cpu" if device.type == "meta" else device)

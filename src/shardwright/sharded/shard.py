@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
 from shardwright import comm
-from shardwright.errors import ShardError
+from shardwright.errors import ArgumentTypeError, ShardError
 from shardwright.sharded.metadata import ShardMetadata
 from shardwright.sharded.remote_device import RemoteDevice
 
@@ -21,6 +21,8 @@ __all__ = ["Shard"]
 class Shard:
     """A local tensor and its `ShardMetadata`. (The placement of a DTensor is `shardwright.Shard`.)
 
+    PyTorch's metadata of this kind are taken, too, and become ours.
+
     >>> import torch
     >>> shard = Shard.from_tensor_and_offsets(torch.zeros(2, 4), [0, 4], rank=0)
     >>> shard.metadata
@@ -31,6 +33,12 @@ class Shard:
     metadata: ShardMetadata
 
     def __post_init__(self) -> None:
+        tensor: object = self.tensor  # whatever it was given
+        metadata: object = self.metadata
+        if not isinstance(tensor, Tensor):
+            raise ArgumentTypeError(f"a Shard of a {type(tensor).__name__}: give a torch.Tensor")
+        if not isinstance(metadata, ShardMetadata):
+            self.metadata = _converted(metadata)
         if list(self.tensor.shape) != self.metadata.shard_sizes:
             raise ShardError(
                 f"a tensor of size {list(self.tensor.shape)} is not the shard of sizes {self.metadata.shard_sizes} "
@@ -46,3 +54,9 @@ class Shard:
             )
         where = RemoteDevice.of(f"rank:{comm.rank() if rank is None else rank}").on(tensor.device)
         return cls(tensor, ShardMetadata(shard_offsets, tensor.shape, where))
+
+
+def _converted(metadata: Any) -> ShardMetadata:
+    if all(hasattr(metadata, name) for name in ("shard_offsets", "shard_sizes", "placement")):
+        return ShardMetadata(metadata.shard_offsets, metadata.shard_sizes, metadata.placement)
+    raise ArgumentTypeError(f"a Shard with a {type(metadata).__name__}: its metadata are a sharded.ShardMetadata")

@@ -50,7 +50,8 @@ class ShardingSpec(ABC):
     def shard(self, tensor: Tensor, src_rank: int = 0, process_group: Any = None) -> ShardedTensor:
         """The tensor of rank `src_rank`, cut and scattered: each rank receives its own shards and nothing else.
 
-        Every rank of the group calls it with a tensor of the same size and dtype; only the values of the source count.
+        Every rank of the group calls it with a tensor of the same size and dtype; only the values of the source count,
+        and the others' may be on meta.
 
         >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:0/cpu"])
         >>> [piece.tensor.tolist() for piece in spec.shard(torch.arange(3)).local_shards()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
@@ -12,17 +11,18 @@ import torch
 from torch import Tensor
 
 from shardwright import comm, layout
-from shardwright.errors import ShardError, UnsupportedError
+from shardwright.errors import ArgumentTypeError, ShardError, UnsupportedError
 from shardwright.layout import RegionTable
 from shardwright.layout.integers import integers
 from shardwright.sharded import process_group as current
-from shardwright.sharded.agreement import digest, together
+from shardwright.sharded.agreement import digest, together_telling
 from shardwright.sharded.base import ShardedTensorBase
-from shardwright.sharded.checks import check_shards
+from shardwright.sharded.checks import check_kinds, check_shards, has_nested, refuse_nested
 from shardwright.sharded.gather import gather
 from shardwright.sharded.metadata import ShardedTensorMetadata, ShardMetadata
-from shardwright.sharded.owners import owner_in
-from shardwright.sharded.properties import MEM_FORMAT_ENCODING, TensorProperties
+from shardwright.sharded.ops.locally import kind_of
+from shardwright.sharded.owners import owner_in, placed, same_device
+from shardwright.sharded.properties import MEM_FORMAT_ENCODING, TensorProperties, empty_of
 from shardwright.sharded.remote import RemoteShards, offer
 from shardwright.sharded.remote_device import RemoteDevice
 from shardwright.sharded.reshard import reshard
@@ -68,6 +68,8 @@ class ShardedTensor(ShardedTensorBase):
         process_group: Any = None,
         init_rrefs: bool = False,
     ) -> Self:
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ArgumentTypeError(f"dtype {dtype!r} is a {type(dtype).__name__}: give a torch.dtype")
         shape = integers(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size, "size")
         if layout != torch.strided:
             raise ShardError(f"layout {layout}: the shards of a ShardedTensor are torch.strided")
@@ -81,7 +83,10 @@ class ShardedTensor(ShardedTensorBase):
         if memory_format == torch.channels_last and len(shape) != 4:
             raise ShardError(f"memory format channels_last with size {list(shape)}: it needs 4 dimensions")
         group = current.group_of(process_group)
-        made = cls._bind(metadata_for(sharding_spec, shape, properties), sharding_spec, (), group)
+        metadata = metadata_for(sharding_spec, shape, properties)
+        if pin_memory:
+            _check_pinning(metadata)
+        made = cls._bind(metadata, sharding_spec, (), group)
         made._local_shards = [Shard(_allocate(shard, properties), shard) for shard in made._own()]
         if init_rrefs:
             made._remote = offer(made, group)
@@ -108,25 +113,38 @@ class ShardedTensor(ShardedTensorBase):
     ) -> Self:
         """A ShardedTensor of these shards, with the metadata all ranks know already: ranks do not talk.
 
-        Each rank checks its own shards; with `run_check` they tell each other, and a mistake is raised on all.
+        Each rank checks its own shards; with `run_check` they tell each other, and a mistake is raised on all. They
+        also learn whether the tensor is a leaf, which a rank without shards cannot see.
         """
         group = current.group_of(process_group)
-        made = cls._bind(sharded_tensor_metadata, sharding_spec, local_shards, group)
 
-        def check() -> tuple[None, str]:
+        def check() -> tuple[Self, str, str]:
             rank = group.ranks[group.rank]
+            if not isinstance(sharded_tensor_metadata, ShardedTensorMetadata):
+                raise ArgumentTypeError(
+                    f"{type(sharded_tensor_metadata).__name__} is not a sharded.ShardedTensorMetadata; PyTorch's "
+                    "become ours by shardwright.interop.from_torch_metadata"
+                )
             sharded_tensor_metadata.validate()
+            check_kinds(local_shards)
             check_shards(local_shards, rank, sharded_tensor_metadata.tensor_properties)
+            made = cls._bind(sharded_tensor_metadata, sharding_spec, local_shards, group)
             given, due = [shard.metadata for shard in local_shards], made._own()
             if sorted(map(_key, given)) != sorted(map(_key, due)):
                 raise ShardError(f"rank {rank} gave the shards {given}, and the metadata gives it {due}")
+            _check_devices(local_shards, due, rank)
+            made._leaf, made._nested = all(shard.tensor.is_leaf for shard in local_shards), has_nested(local_shards)
             properties = sharded_tensor_metadata.tensor_properties
-            return None, f"{digest(made._table)} of size {list(sharded_tensor_metadata.size)}, {properties}"
+            said = f"{digest(made._table)} of size {list(sharded_tensor_metadata.size)}, {properties}"
+            return made, said, f"{made._leaf} {made._nested}"
 
+        made: Self
         if run_check:
-            together(check, "making a ShardedTensor of local shards", group)
+            made, words = together_telling(check, "making a ShardedTensor of local shards", group)
+            made._leaf = all(word.startswith("True") for word in words)
+            made._nested = any(word.endswith("True") for word in words)
         else:
-            check()
+            made = check()[0]
         order = {_key(metadata): number for number, metadata in enumerate(made._own())}
         made._local_shards.sort(key=lambda shard: order[_key(shard.metadata)])
         if init_rrefs:
@@ -196,7 +214,7 @@ class ShardedTensor(ShardedTensorBase):
     ) -> Tensor | None:
         """The whole tensor on the rank `dst`, None on the others. All ranks of the group call it.
 
-        `out`, given on `dst` only, is filled; else a tensor is made, of `dtype` if that is given. With
+        `out`, a plain tensor given on `dst` only, is filled; else a tensor is made, of `dtype` if that is given. With
         `enforce_dtype`, an `out` of another dtype is refused; without, values are converted.
 
         >>> from shardwright import sharded
@@ -208,7 +226,10 @@ class ShardedTensor(ShardedTensorBase):
     def reshard(self, resharding_spec: ShardingSpec) -> Self:
         """This tensor itself, cut as the spec says: its shards are replaced, moving only what a rank lacks.
 
-        Shards that are leaves become new leaves without gradients; where they have a history, gradients flow back.
+        Shards that are leaves become new leaves without gradients; where they have a history, gradients flow back. As
+        everywhere in torch, `no_grad` makes no history: there, shards with one become shards that require no grad. The
+        new shards keep the memory format, and those in host memory stay pinned if they were. Where the tensor is cut
+        like that already, with the same placements, nothing changes, and the shards keep gradients and history.
 
         >>> from shardwright import sharded
         >>> table = sharded.ones(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 4)
@@ -248,13 +269,17 @@ class ShardedTensor(ShardedTensorBase):
     def to(self, *args: Any, process_group: Any = None, **kwargs: Any) -> Self:
         """The tensor on another device, or of another dtype, as `Tensor.to`; itself where nothing changes.
 
-        Every rank moves its own shards; on a GPU, to its current one, unless the device has a number.
+        Every rank moves its own shards; on a GPU, to its current one, unless the device has a number. A change of dtype
+        leaves all placements as they are. A change of device changes the kind of device in all of them; its number is
+        said of this rank's own shards only, as other ranks may use another.
 
         >>> from shardwright import sharded
         >>> sharded.ones(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 2).to(torch.float64).dtype
         torch.float64
         """
-        args = tuple(_sample(arg) if isinstance(arg, ShardedTensorBase) else arg for arg in args)
+        refuse_nested(self, "to")
+        args = tuple(kind_of(arg) if isinstance(arg, ShardedTensorBase) else arg for arg in args)
+        kwargs = {name: kind_of(arg) if isinstance(arg, ShardedTensorBase) else arg for name, arg in kwargs.items()}
         tensors = [shard.tensor.to(*args, **kwargs) for shard in self._local_shards]
         # A rank without shards must find what the others find: by an empty tensor, and by the metadata.
         blank = torch.empty([0] * self.ndim, dtype=self.dtype, device=self.device)
@@ -262,13 +287,12 @@ class ShardedTensor(ShardedTensorBase):
         known, wanted = self._metadata.tensor_properties, kwargs.get("memory_format", torch.preserve_format)
         kept = example is blank and wanted in (torch.preserve_format, known.memory_format)
         kept = kept and all(new is shard.tensor for new, shard in zip(tensors, self._local_shards, strict=True))
-        device = tensors[0].device if tensors else example.device
+        asked = _asked_device(args, kwargs)
+        shards = self._metadata.shards_metadata if asked is None else self._placed_on(asked, tensors)
+        kept = kept and _kinds(shards) == _kinds(self._metadata.shards_metadata)
         if kept and process_group is None:
             return self
         group = self._group if process_group is None else comm.Group.of(process_group)
-        shards = [_moved(shard, device) for shard in self._metadata.shards_metadata]
-        mine = iter(tensors)
-        placed = dict(zip(map(_key, self._own()), mine, strict=True))
         properties = replace(
             known,
             dtype=example.dtype,
@@ -279,13 +303,31 @@ class ShardedTensor(ShardedTensorBase):
             pin_memory=known.pin_memory and kept,
         )
         metadata = ShardedTensorMetadata(shards, self.shape, properties)
-        made = type(self)._bind(metadata, None, (), group)
-        made._local_shards = [Shard(placed[_key(shard)], shard) for shard in made._own()]
+        spec = self._spec if shards is self._metadata.shards_metadata else None
+        made = type(self)._bind(metadata, spec, (), group)
+        made._local_shards = [Shard(tensor, shard) for tensor, shard in zip(tensors, made._own(), strict=True)]
         made._leaf = not properties.requires_grad or (self._leaf and kept)
         return made
 
+    def _placed_on(self, asked: torch.device, tensors: Sequence[Tensor]) -> list[ShardMetadata]:
+        """The metadata of all shards once every rank has moved its own, here to where these tensors are."""
+        kind = torch.device(asked.type)
+        mine = (self._table.ranks == self._group.ranks[self._group.rank]).nonzero()[0].tolist()
+        shards = []
+        for shard in self._metadata.shards_metadata:
+            where = None if shard.placement is None else shard.placement.device()
+            stays = where is None or where in (asked, kind)
+            shards.append(shard if stays else placed(shard, kind))
+        for number, tensor in zip(mine, tensors, strict=True):
+            old = self._metadata.shards_metadata[number]
+            stays = old.placement is None or same_device(old.placement.device(), tensor.device)
+            shards[number] = old if stays else placed(old, tensor.device)
+        same = all(new is old for new, old in zip(shards, self._metadata.shards_metadata, strict=True))
+        return self._metadata.shards_metadata if same else shards
+
     def _made_like(self, metadata: ShardedTensorMetadata, shards: Sequence[Shard]) -> Self:
         made = type(self)._bind(metadata, self._spec, shards, self._group)
+        made._nested = self._nested
         if "_table" in self.__dict__ and metadata.shards_metadata is self._metadata.shards_metadata:
             made.__dict__["_table"] = self._table
         return made
@@ -295,6 +337,11 @@ class ShardedTensor(ShardedTensorBase):
         self.__dict__.pop("_table", None)
         if isinstance(other, ShardedTensor):
             self._group = other._group
+
+    def __copy__(self) -> Self:
+        made = super().__copy__()
+        made._remote = None  # what other ranks fetch are the shards of the tensor that was offered to them
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = current.State.of(self._group)
@@ -339,27 +386,40 @@ torch.serialization.add_safe_globals(
 
 def _allocate(shard: ShardMetadata, properties: TensorProperties) -> Tensor:
     device = torch.device("cpu") if shard.placement is None else shard.placement.device()
-    return torch.empty(
-        shard.shard_sizes,
-        dtype=properties.dtype,
-        device=device,
-        requires_grad=properties.requires_grad,
-        pin_memory=properties.pin_memory,
-        memory_format=properties.memory_format,
-    )
+    return empty_of(properties, shard.shard_sizes, device).requires_grad_(properties.requires_grad)
 
 
-def _moved(shard: ShardMetadata, device: torch.device) -> ShardMetadata:
-    if shard.placement is None or shard.placement.device() == device:
-        return shard
-    moved = copy(shard)
-    moved.placement = shard.placement.on(device)
-    return moved
+def _check_pinning(metadata: ShardedTensorMetadata) -> None:
+    if not torch.accelerator.is_available():
+        raise UnsupportedError("pin_memory=True: memory is pinned for an accelerator, and this process sees none")
+    for shard in metadata.shards_metadata:
+        if shard.placement is not None and shard.placement.device().type != "cpu":
+            raise ShardError(f"pin_memory=True: the shard {shard.region} on {shard.placement} is not in host memory")
 
 
-def _sample(tensor: ShardedTensorBase) -> Tensor:
-    """A plain tensor with the dtype and device of a ShardedTensor, for `x.to(other)`."""
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+def _check_devices(given: Sequence[Shard], due: Sequence[ShardMetadata], rank: int) -> None:
+    """Sees that the tensors lie where the metadata of all ranks say, whatever their own say."""
+    tensors = {_key(shard.metadata): shard.tensor for shard in given}
+    for shard in due:
+        device = tensors[_key(shard)].device
+        if shard.placement is not None and not same_device(shard.placement.device(), device):
+            raise ShardError(
+                f"rank {rank}: the shard {shard.region} is on {device}, and {shard.placement} in the metadata"
+            )
+
+
+def _asked_device(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
+    """The device that arguments of `to` name; None where they name none."""
+    for value in (*args[:1], kwargs.get("device"), kwargs.get("other")):
+        if isinstance(value, Tensor):
+            return value.device
+        if isinstance(value, str | int | torch.device) and not isinstance(value, bool):  # a bool says non_blocking
+            return torch.device(value)
+    return None
+
+
+def _kinds(shards: Sequence[ShardMetadata]) -> list[str | None]:
+    return [None if shard.placement is None else shard.placement.device().type for shard in shards]
 
 
 def _key(shard: ShardMetadata) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwright.errors import ArgumentTypeError, UnsupportedError
 from shardwright.sharded.base import ShardedTensorBase
+from shardwright.sharded.ops.locally import kind_of
 from shardwright.sharded.ops.registry import getters, implements, implements_named, name_of
 
 __all__: list[str] = []
@@ -20,8 +21,8 @@ is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quan
 is_xla is_xpu itemsize
 """.split()
 _ASKED_OF_A_KIND = """
-is_floating_point is_complex is_signed is_conj is_neg is_inference is_distributed is_coalesced is_shared element_size
-get_device _is_zerotensor
+is_floating_point is_complex is_signed is_conj is_neg is_inference is_distributed is_shared element_size get_device
+_is_zerotensor
 """.split()
 # The object's own: hooks, names and the graph of the object are none, as those of its shards count.
 _OF_THE_OBJECT = """
@@ -35,18 +36,14 @@ _OF_THE_CLASS = "data device dtype grad grad_fn is_leaf layout ndim requires_gra
 Answer = Callable[..., Any]
 
 
-def _kind(tensor: ShardedTensorBase) -> Tensor:
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-
-
 @implements(*getters(*_OF_A_KIND))
 def _of_a_kind(func: Any, args: Sequence[Any], _: dict[str, Any]) -> Any:
-    return getattr(_kind(args[0]), name_of(func))
+    return getattr(kind_of(args[0]), name_of(func))
 
 
 @implements_named(*_ASKED_OF_A_KIND)
 def _asked_of_a_kind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return func(_kind(args[0] if args else kwargs["input"]))
+    return func(kind_of(args[0] if args else kwargs["input"]))
 
 
 @implements(*getters(*_OF_THE_CLASS))
@@ -94,6 +91,11 @@ def _is_contiguous(input: ShardedTensorBase, memory_format: torch.memory_format 
     return all(shard.tensor.is_contiguous(memory_format=memory_format) for shard in input._local_shards)
 
 
+@_answer(Tensor.is_coalesced)
+def _is_coalesced(input: ShardedTensorBase) -> bool:
+    return all(shard.tensor.is_coalesced() for shard in input._local_shards)
+
+
 @_answer(Tensor.stride)
 def _stride(input: ShardedTensorBase, dim: int | None = None) -> Any:
     """The strides that the whole tensor would have, had one rank all of it."""
@@ -139,7 +141,7 @@ def _may_be_assigned(input: Any, other: Any) -> bool:
 @_answer(Tensor.new_tensor)
 def _new_tensor(input: ShardedTensorBase, data: Any, **how: Any) -> Tensor:
     """A plain tensor of these very values, as the caller has them on every rank."""
-    return _kind(input).new_tensor(data, **how)
+    return torch.empty(0, dtype=input.dtype, device=input.device).new_tensor(data, **how)
 
 
 @implements(Tensor.backward)
@@ -150,9 +152,53 @@ def _backward(func: Any, args: Sequence[Any], _: dict[str, Any]) -> None:
     )
 
 
+@implements(Tensor.__float__, Tensor.__int__, Tensor.__complex__, Tensor.__index__, Tensor.item, Tensor.tolist)
+def _values(func: Any, args: Sequence[Any], _: dict[str, Any]) -> None:
+    raise UnsupportedError(
+        f"{name_of(func)}: the values of {args[0]!r} lie in shards on its ranks: gather() them on one, or ask each "
+        "shard.tensor of local_shards()"
+    )
+
+
+_MEMORY = "its values lie in the shards, each in memory of its own: ask each shard.tensor of x.local_shards()"
+_SPARSE = (
+    "each sparse shard has its own: ask each shard.tensor of x.local_shards(). An optimizer for sparse gradients is "
+    "given the shards by sharded.ShardedOptimizer({'table': x}, torch.optim.SparseAdam)"
+)
+_GRAPH = "the graph is that of the shards: do it with each shard.tensor of x.local_shards()"
+_OTHER_SIZE = (
+    "nothing says how a tensor of another size is cut: use torch.zeros_like and the like, or sharded.zeros(spec, size)"
+)
+# What is refused for a reason of its own; of everything else, `call` says that it is not computed shard by shard.
+_REASONS = {
+    _MEMORY: "data_ptr const_data_ptr untyped_storage storage _typed_storage storage_type share_memory_ numpy "
+    "__array__ __dlpack__ __dlpack_device__ pin_memory set_ resize_ resize_as_ __cuda_array_interface__ is_set_to",
+    _GRAPH: "register_hook register_post_accumulate_grad_hook",
+    _OTHER_SIZE: "new_zeros new_empty new_ones new_full new_empty_strided new",
+    _SPARSE: "indices values _indices _values _nnz sparse_dim dense_dim _dimI _dimV sparse_mask",
+}
+
+
+def _refuse(reason: str, functions: Sequence[Any]) -> None:
+    @implements(*functions)
+    def _(func: Any, _: Sequence[Any], __: dict[str, Any]) -> None:
+        raise UnsupportedError(f"{name_of(func)} of a ShardedTensor: {reason}")
+
+
+for _reason, _names in _REASONS.items():
+    _functions = [getattr(Tensor, _name) for _name in _names.split() if callable(getattr(Tensor, _name, None))]
+    _refuse(_reason, [*_functions, *getters(*_names.split())])
+_refuse(
+    "the graph is that of the shards: torch.autograd.grad(loss, [shard.tensor for shard in x.local_shards()])",
+    [torch.autograd.grad],
+)
+
+
 @implements_named("result_type")
 def _result_type(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     def kind(value: Any) -> Any:
-        return _kind(value).reshape([0] * value.ndim) if isinstance(value, ShardedTensorBase) else value
+        if not isinstance(value, ShardedTensorBase):
+            return value
+        return torch.empty([0] * value.ndim, dtype=value.dtype, device=value.device)
 
     return func(*map(kind, args), **{key: kind(value) for key, value in kwargs.items()})

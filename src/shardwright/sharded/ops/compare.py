@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright import comm
 from shardwright.errors import MixedTensorsError, ShardError
 from shardwright.sharded.base import ShardedTensorBase
-from shardwright.sharded.ops.locally import check_operands, on_shards
+from shardwright.sharded.ops.announce import announce
+from shardwright.sharded.ops.locally import on_shards
 from shardwright.sharded.ops.reduce import along
 from shardwright.sharded.ops.registry import implements_named
 from shardwright.sharded.tensor import ShardedTensor
@@ -24,20 +24,28 @@ __all__: list[str] = []
 
 
 @implements_named("equal")
-def _equal(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _equal(_: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     first, second = (*args, *kwargs.values())
-    _check_kinds("equal", first, second)
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    return _all_say("equal", func, first, second, {})
+
+    def same() -> bool:
+        _check_kinds("equal", first, second)
+        if first.shape != second.shape or first.dtype != second.dtype:
+            return False
+        return _alike("equal", torch.equal, first, second)
+
+    return all(_told("equal", same, first, second))
 
 
 @implements_named("allclose")
 def _allclose(_: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     named = dict(zip(("input", "other", "rtol", "atol", "equal_nan"), args, strict=False)) | kwargs
     first, second = named.pop("input", None), named.pop("other", None)
-    _check_kinds("allclose", first, second)
-    return _all_say("allclose", torch.allclose, first, second, named)
+
+    def close() -> bool:
+        _check_kinds("allclose", first, second)
+        return _alike("allclose", lambda a, b: torch.allclose(a, b, **named), first, second)
+
+    return all(_told("allclose", close, first, second))
 
 
 @implements_named("all", "any")
@@ -46,15 +54,24 @@ def _truth(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     if len(args) + len(kwargs) > 1:
         return along(func, args, kwargs)
     (tensor,) = (*args, *kwargs.values())
-    mine = [bool(func(shard.tensor)) for shard in tensor._local_shards]
     name = canonical_name(func)[0]
     fold = all if name == "all" else any
-    return torch.tensor(fold(_told(name, tensor._group, fold(mine))), device=tensor.device)
+
+    def mine() -> bool:
+        return fold(bool(func(shard.tensor)) for shard in tensor._local_shards)
+
+    return torch.tensor(fold(_told(name, mine, tensor)), device=tensor.device)
 
 
-def _told(name: str, group: comm.Group, mine: bool) -> list[bool]:
-    """What every rank says."""
-    return [said == b"1" for said in comm.gather_bytes(b"1" if mine else b"0", group, what=name)]
+def _told(name: str, mine: Callable[[], bool], *given: Any) -> list[bool]:
+    """What every rank says; where one of them cannot tell, all raise."""
+    tensor = next(one for one in given if isinstance(one, ShardedTensor))
+
+    def say() -> tuple[None, bytes]:
+        return None, b"1" if mine() else b"0"
+
+    _, told = announce(say, f"{name} of a ShardedTensor", tensor._group, name)
+    return [said == b"1" for said in told]
 
 
 def _check_kinds(name: str, *tensors: Any) -> None:
@@ -67,16 +84,19 @@ def _check_kinds(name: str, *tensors: Any) -> None:
             )
 
 
-def _all_say(
-    name: str, func: Callable[..., bool], first: ShardedTensor, second: ShardedTensor, how: dict[str, Any]
-) -> bool:
-    group = first._group
-    if group.ranks != second._group.ranks:
+def _alike(name: str, func: Callable[[Tensor, Tensor], bool], first: ShardedTensor, second: ShardedTensor) -> bool:
+    """Whether the function says so of all of this rank's shards."""
+    # All ranks say the same, so none says what it holds itself.
+    if first._group.ranks != second._group.ranks:
         raise ShardError(
-            f"{name}: {first!r} is of the group of ranks {list(group.ranks)}, {second!r} of "
+            f"{name}: a ShardedTensor of the group of ranks {list(first._group.ranks)} and one of "
             f"{list(second._group.ranks)}: compare tensors of one group"
         )
-    check_operands(func, (first, second), {})
+    if not first._is_cut_like(second):
+        one, other = (f"size {list(x.shape)} in {len(x.shards_metadata())} shards" for x in (first, second))
+        raise ShardError(
+            f"{name}: ShardedTensors of {one} and of {other} are not cut alike, so their shards do not lie on top of "
+            "each other: bring one to the other's spec with b.reshard(a.sharding_spec())"
+        )
     # A rank without shards asks about examples: where torch refuses the two dtypes, it does so there too.
-    given = on_shards(lambda a, b: func(a, b, **how), first, (first, second), {})
-    return all(_told(name, group, all(given.values)))
+    return all(on_shards(func, first, (first, second), {}).values)

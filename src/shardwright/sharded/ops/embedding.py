@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwright.errors import ArgumentTypeError, ShardError, UnsupportedError
+from shardwright.sharded.checks import refuse_nested
 from shardwright.sharded.ops.registry import implements
 from shardwright.sharded.ops.rows import Distinct, Lookup, distinct, fetch_rows
 from shardwright.sharded.tensor import ShardedTensor
@@ -52,6 +53,7 @@ def table_of(weight: Any, what: str) -> ShardedTensor:
             f"{what}: the weight is a {type(weight).__name__}: the weight is the ShardedTensor, and what each rank "
             "gives beside it is plain"
         )
+    refuse_nested(weight, what)
     if weight.ndim != 2:
         raise ShardError(
             f"{what}: the weight is a ShardedTensor of size {list(weight.shape)}: two dimensions are needed"

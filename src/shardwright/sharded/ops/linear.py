@@ -7,6 +7,7 @@ The weight does not travel.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, ShardError
+from shardwright.sharded.checks import refuse_nested
 from shardwright.sharded.ops.announce import announce
 from shardwright.sharded.ops.embedding import table_of
 from shardwright.sharded.ops.registry import implements
@@ -23,6 +25,9 @@ from shardwright.sharded.ops.route import Part, Route, Slot, deliver, merged, sp
 from shardwright.sharded.tensor import ShardedTensor
 
 __all__: list[str] = []
+
+_WHAT = "linear with a ShardedTensor"
+_SAID = struct.Struct("!q?")
 
 
 @implements(functional.linear)
@@ -34,17 +39,19 @@ def _multiply(input: Any, weight: Any, bias: Any = None) -> Tensor:  # torch's o
     weight = table_of(weight, "linear")
     group = weight._group
 
-    def prepare() -> tuple[tuple[Tensor, torch.dtype], list[int], bool]:
+    def prepare() -> tuple[tuple[Tensor, torch.dtype], bytes]:
         dtype = _check(input, weight, bias)
         batch = input.reshape(input.shape[:-1].numel(), weight.shape[1])
-        return (batch, dtype), [len(batch)] * group.size, bool(input.requires_grad)
+        return (batch, dtype), _SAID.pack(len(batch), input.requires_grad)
 
     told = f"{type(bias).__name__} {list(bias.shape)}" if isinstance(bias, ShardedTensor) else "no sharded bias"
     alike = (
         f"a weight of {list(weight.shape)} {weight.dtype}, {getattr(input, 'dtype', type(input))}, {told}, "
         f"gradients {'on' if torch.is_grad_enabled() else 'off'}"
     )
-    (batch, dtype), counts, moved = announce(prepare, alike, group, weight.device, "linear with a ShardedTensor")
+    (batch, dtype), heard = announce(prepare, alike, group, _WHAT)
+    counts, wanting = zip(*map(_SAID.unpack, heard), strict=True)  # everyone's rows, and who wants a gradient of them
+    moved = any(wanting)
     held, (out_features, in_features) = _Held.of(weight), weight.shape
     stacks, anchor = spread(_route(group, held.columns, len(batch), in_features, counts), batch, differentiable=moved)
     products, anchor = _products(weight, held, stacks, anchor)
@@ -76,6 +83,7 @@ def _check(given: Any, weight: ShardedTensor, bias: Any) -> torch.dtype:
     if given.dtype != weight.dtype and not torch.is_autocast_enabled(given.device.type):
         raise ShardError(f"the input is {given.dtype}, and the weight is {weight.dtype}: convert one of them")
     if isinstance(bias, ShardedTensor):
+        refuse_nested(bias, "the bias")
         if bias._group.ranks != weight._group.ranks:
             raise ShardError(f"the bias lies on ranks {bias._group.ranks}, the weight on {weight._group.ranks}")
     elif bias is not None and not isinstance(bias, Tensor):
@@ -84,8 +92,16 @@ def _check(given: Any, weight: ShardedTensor, bias: Any) -> torch.dtype:
         raise ShardError(
             f"the bias is of size {list(bias.shape)} on {bias.device}: [{out}] on {given.device} is needed"
         )
-    # torch says what it makes of these dtypes, under autocast too.
-    return functional.linear(given.new_empty(0, 1), torch.empty(1, 1, dtype=weight.dtype, device=given.device)).dtype
+    one = torch.ones(1, 1, dtype=weight.dtype, device=given.device)
+    try:  # torch says what it makes of these dtypes, under autocast too
+        added = None if bias is None else torch.ones(1, dtype=bias.dtype, device=given.device)
+        return functional.linear(given.new_ones(1, 1), one, added).dtype
+    except RuntimeError as error:
+        told = "" if bias is None else f", the bias {bias.dtype}"
+        raise ShardError(
+            f"the input is {given.dtype}, the weight {weight.dtype}{told}, and torch does not multiply and add those "
+            f"({error}): convert them to one dtype"
+        ) from None
 
 
 class _Held(NamedTuple):
@@ -114,7 +130,7 @@ def _route(
     """The route between the ranks' batches, which are `extent` wide, and the holders of these intervals of them."""
     parts = [Part(peer, 0, rows, *one) for peer, ours in enumerate(intervals) for one in ours if rows]
     slots = [Slot(last - first, counts) for first, last in intervals[group.rank]]
-    return Route(group, rows, extent, parts, slots)
+    return Route(group, rows, extent, parts, slots, _WHAT)
 
 
 def _products(
@@ -151,5 +167,5 @@ def _whole(bias: ShardedTensor) -> Tensor:
     slots = [Slot(len(shard), [1] * group.size) for shard in shards]
     stacks = [shard.expand(group.size, len(shard)) for shard in shards]
     like = torch.empty(0, dtype=bias.dtype, device=bias.device)
-    route = Route(group, 1, len(bias), parts, slots)
+    route = Route(group, 1, len(bias), parts, slots, f"the bias of {_WHAT}")
     return deliver(route, stacks, like, differentiable=bias.requires_grad)[0]

@@ -19,7 +19,17 @@ from shardwright.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwright.sharded.ops.registry import name_of, unsupported
 from shardwright.sharded.shard import Shard
 
-__all__ = ["Given", "check_operands", "made_like", "on_shards", "recut", "tensors_in", "whole_of"]
+__all__ = [
+    "Given",
+    "check_operands",
+    "kind_of",
+    "made_like",
+    "on_shards",
+    "recut",
+    "recut_shard",
+    "tensors_in",
+    "whole_of",
+]
 
 
 class Given(NamedTuple):
@@ -97,14 +107,25 @@ def _swap(value: Any, local: Callable[[ShardedTensorBase], Tensor]) -> Any:
     return value
 
 
+def kind_of(tensor: ShardedTensorBase) -> Tensor:
+    """A plain tensor without elements that answers for the shards: of their dtype and layout, on their device."""
+    if tensor.layout == torch.strided:
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return torch.empty([0] * tensor.ndim, dtype=tensor.dtype, layout=tensor.layout, device=tensor.device)
+
+
 def _example(tensor: ShardedTensorBase) -> Tensor:
     """A tensor with no elements and the same place in the graph; of 0 dimensions it has one."""
     return _in_graph(torch.zeros([0] * tensor.ndim, dtype=tensor.dtype, device=tensor.device), tensor)
 
 
 def whole_of(tensor: ShardedTensorBase) -> Tensor:
-    """A tensor of the whole size, without memory: what a function makes of it says size, dtype and requires_grad."""
-    return _in_graph(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tensor)
+    """A tensor of the whole size, without memory: what a function makes of it says size, dtype and requires_grad.
+
+    One without elements is a real one: of a meta tensor, torch does not say what it would not do with nothing.
+    """
+    device = "meta" if tensor.shape.numel() else tensor.device
+    return _in_graph(torch.empty(tensor.shape, dtype=tensor.dtype, device=device), tensor)
 
 
 def _in_graph(plain: Tensor, tensor: ShardedTensorBase) -> Tensor:
@@ -117,11 +138,13 @@ def _in_graph(plain: Tensor, tensor: ShardedTensorBase) -> Tensor:
         return plain.clone()
 
 
-def made_like(func: Any, first: ShardedTensorBase, values: Sequence[Tensor], sample: Tensor) -> ShardedTensorBase:
-    """A tensor cut like `first`, of what the function gave for its shards."""
+def made_like(
+    func: Any, first: ShardedTensorBase, values: Sequence[Tensor], sample: Tensor, device: torch.device | None = None
+) -> ShardedTensorBase:
+    """A tensor cut like `first`, of what the function gave for its shards; `device` where it lies on another kind."""
     if sample.device.type not in (first.device.type, "meta"):
         raise unsupported(func, f"its shards would move to {sample.device}, where their placements do not say: use .to")
-    made = first._with(values, requires_grad=sample.requires_grad, dtype=sample.dtype)
+    made = first._with(values, requires_grad=sample.requires_grad, dtype=sample.dtype, device=device)
     made._leaf = sample.is_leaf
     properties = made._metadata.tensor_properties
     properties.pin_memory = properties.pin_memory and sample._is_view()  # what is computed lies in fresh memory
@@ -136,14 +159,9 @@ def recut(
     `sample` has the size of the whole result; `origins` names, for each dimension of it, the one of `first` that is cut
     in the same way, or None for one that no shard cuts.
     """
-    kept = list(zip(origins, sample.shape, strict=True))
 
     def moved(shard: ShardMetadata) -> ShardMetadata:
-        return ShardMetadata(
-            [0 if dim is None else shard.shard_offsets[dim] for dim, _ in kept],
-            [extent if dim is None else shard.shard_sizes[dim] for dim, extent in kept],
-            shard.placement,
-        )
+        return recut_shard(shard, sample.shape, origins)
 
     properties = replace(
         first._metadata.tensor_properties,
@@ -158,3 +176,13 @@ def recut(
     made = first._made_like(metadata, own)
     made._spec, made._leaf = None, sample.is_leaf
     return made
+
+
+def recut_shard(shard: ShardMetadata, size: Sequence[int], origins: Sequence[int | None]) -> ShardMetadata:
+    """What becomes of a shard's box in a result of this size; see `recut`."""
+    kept = list(zip(origins, size, strict=True))
+    return ShardMetadata(
+        [0 if dim is None else shard.shard_offsets[dim] for dim, _ in kept],
+        [extent if dim is None else shard.shard_sizes[dim] for dim, extent in kept],
+        shard.placement,
+    )

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from shardwright.errors import ArgumentTypeError, MixedTensorsError, ShardError
 from shardwright.sharded.base import ShardedTensorBase
-from shardwright.sharded.ops.locally import check_operands, made_like, on_shards
+from shardwright.sharded.cut_like import cut_like
+from shardwright.sharded.ops.locally import check_operands, kind_of, made_like, on_shards
 from shardwright.sharded.ops.registry import getters, implements, implements_named, name_of, unsupported
-from shardwright.sharded.spec import EnumerableShardingSpec
 from shardwright.sharded.tensor import ShardedTensor
 from shardwright.tensor.registry import canonical_name
 from shardwright.tensor.rules.pointwise import COPIES, LINEAR_UNARY, NONLINEAR, TO_WHOLE_NUMBERS
 
 __all__ = ["pointwise"]
 
-_MORE = "add sub rsub mul div lerp addcmul addcdiv fill zero _threshold".split()
+_MORE = "add sub rsub mul div lerp addcmul addcdiv fill zero _threshold coalesce to_dense".split()
 _LIKE = "zeros_like ones_like full_like empty_like".split()
 _ONLY_OF_COMPLEX = {"view_as_real"}  # it has one dimension more
 _MOVES = {"cpu", "cuda", "to", "type"}  # they have answers of their own
@@ -50,7 +50,9 @@ def pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         return written(target, given.sample)
     if given.same:
         return first
-    made = made_like(func, first, given.values, given.sample)
+    where = given.sample.device  # `zeros_like(x, device="meta")` may say another
+    moved = None if where.type == first.device.type else where
+    made = made_like(func, first, given.values, given.sample, moved)
     if (wanted := kwargs.get("memory_format", torch.preserve_format)) != torch.preserve_format:
         made._metadata.tensor_properties.memory_format = wanted
     return made
@@ -94,29 +96,17 @@ def _copy(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
             f"{list(source._group.ranks)}: nothing moves between groups; use shardwright.checkpoint"
         )
     options = {name: value for name, value in kwargs.items() if name not in ("src", "other")}
-    return pointwise(func, (target, _cut_like(source, target), *rest), options)
-
-
-def _cut_like(source: ShardedTensor, target: ShardedTensor) -> ShardedTensor:
-    """A new tensor with the values of `source`, cut like `target`; gradients flow back."""
-    wanted = source.requires_grad and torch.is_grad_enabled()
-    views = [shard.tensor.view_as(shard.tensor) for shard in source._local_shards]
-    moving = source._with(views, requires_grad=wanted)
-    return moving.reshard(EnumerableShardingSpec(target.shards_metadata()))
+    return pointwise(func, (target, cut_like(source, target), *rest), options)
 
 
 @implements(Tensor.cpu, Tensor.cuda, Tensor.to, Tensor.type_as)
 def _moved(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Where torch is asked past the class: `Tensor.cpu(x)`; and `plain.to(x)`, which wants x's dtype and device."""
     tensor, *rest = args
-    kinds = [_kind(value) if isinstance(value, ShardedTensorBase) else value for value in rest]
+    kinds = [kind_of(value) if isinstance(value, ShardedTensorBase) else value for value in rest]
     if not isinstance(tensor, ShardedTensor):
         return func(tensor, *kinds, **kwargs)
     return getattr(tensor, "to" if func is Tensor.type_as else func.__name__)(*kinds, **kwargs)
-
-
-def _kind(tensor: ShardedTensorBase) -> Tensor:
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 @implements(Tensor.type)
@@ -125,7 +115,7 @@ def _type(_: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
     tensor, *rest = args
     rest += [value for name, value in kwargs.items() if name == "dtype"]
     if not rest:
-        return _kind(tensor).type()
+        return kind_of(tensor).type()
     if not isinstance(rest[0], torch.dtype):
         raise ArgumentTypeError(f"type({rest[0]!r}) of a ShardedTensor: give a torch.dtype, or use .to(device)")
     return tensor.to(rest[0])

@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from shardwright.errors import TilingError
 from shardwright.sharded.base import ShardedTensorBase
-from shardwright.sharded.ops.locally import check_operands, made_like, recut, whole_of
+from shardwright.sharded.metadata import check_tiling
+from shardwright.sharded.ops.locally import check_operands, made_like, recut, recut_shard, whole_of
 from shardwright.sharded.ops.pointwise import pointwise
 from shardwright.sharded.ops.registry import implements_named, unsupported
 from shardwright.tensor.registry import canonical_name
@@ -51,7 +53,9 @@ def along(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     dims = _dims(tensor, asked)
     if cut := sorted(set(dims) & set(cut_dims(tensor))):
         over = f"dimension {cut[0]}" if len(cut) == 1 else f"dimensions {cut}"
-        raise unsupported(func, f"it runs over {over} of {tensor!r}, which the shards cut: no rank has all of a row")
+        why = f"it runs over {over} of {tensor!r}, which the shards cut: no rank has all of a row"
+        norm = "; of gradients, sharded.clip_grad_norm_ finds the norm" if "norm" in name and asked is None else ""
+        raise unsupported(func, why + norm)
     values = []
     for shard in tensor._local_shards:
         with warnings.catch_warnings() if not shard.tensor.numel() else nullcontext():
@@ -96,4 +100,17 @@ def _result(
     origins = [None if dim in dims else dim for dim in range(tensor.ndim) if stays or dim not in dims]
     if len(origins) != sample.ndim:
         raise unsupported(func, f"it makes size {list(sample.shape)} of {tensor!r}")
+    if not tensor.shape.numel():
+        _check_whole(func, tensor, sample, origins)
     return recut(tensor, values, sample, origins)
+
+
+def _check_whole(func: Any, tensor: ShardedTensorBase, sample: Tensor, origins: Sequence[int | None]) -> None:
+    """Sees that the shards of a result tile it: those of a tensor without elements may lie on top of each other."""
+    shards = [recut_shard(shard, sample.shape, origins) for shard in tensor._metadata.shards_metadata]
+    try:
+        check_tiling(shards, sample.shape)
+    except TilingError as error:
+        raise unsupported(
+            func, f"of {tensor!r}, which has no elements, it would make shards that do not tile the result ({error})"
+        ) from None

@@ -14,6 +14,8 @@ __all__ = ["Handler", "call", "getters", "implements", "implements_named", "name
 
 Handler: TypeAlias = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 
+_NUMPY = {"axis": "dim", "keepdims": "keepdim"}  # names by which torch takes them, too
+
 _by_function: dict[Any, Handler] = {}
 _by_name: dict[str, Handler] = {}
 
@@ -46,7 +48,15 @@ def getters(*names: str) -> list[Any]:
 def call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The function called on ShardedTensors, where it has a local meaning; else an error that says what to do."""
     handler = _by_function.get(func) or _by_name.get(canonical_name(func)[0])
+    if not _NUMPY.keys().isdisjoint(kwargs):
+        kwargs = {_NUMPY.get(name, name): value for name, value in kwargs.items()}
     if handler is None:
+        if canonical_name(func)[0] in ("_foreach_norm", "stack"):
+            raise unsupported(
+                func,
+                "a ShardedTensor has no such operator, as it cannot be computed shard by shard; of gradients, "
+                "sharded.clip_grad_norm_ finds the norm",
+            )
         if canonical_name(func)[0].startswith(("_foreach_", "_fused_")):
             raise UnsupportedError(
                 f"{name_of(func)}: lists of ShardedTensors are not computed at once: make the optimizer with "

@@ -43,7 +43,7 @@ class Route:
     """Which parts of the ranks' matrices belong to which slots, as one rank of the group sees it.
 
     No part is empty. The parts that a rank has for one peer come in the order of that peer's slots. Peers are indices
-    in the group.
+    in the group. `what` names whose route it is, for errors.
 
     >>> both = Route(comm.world(), 2, 3, [Part(0, 0, 2, 0, 2), Part(0, 0, 2, 1, 3)], [Slot(2, [2]), Slot(2, [2])])
     >>> stacks, _ = spread(both, torch.arange(6.0).view(2, 3))
@@ -61,6 +61,11 @@ class Route:
     columns: int
     parts: Sequence[Part]
     slots: Sequence[Slot]
+    what: str = "an operator of a ShardedTensor"
+
+    def meet(self) -> None:
+        """Waits for all ranks before they go back along the route; one that does not come is named."""
+        comm.gather_bytes(b"", self.group, what=f"backward of {self.what}")
 
     @property
     def overlaps(self) -> bool:
@@ -190,6 +195,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, end: Tensor, *gradients: Tensor) -> Any:
         anchor = end if end.requires_grad else None
+        ctx.route.meet()
         return None, None, deliver(ctx.route, gradients, ctx.like, differentiable=True, anchor=anchor)
 
 
@@ -201,6 +207,7 @@ class _Deliver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.route.meet()
         stacks, end = spread(ctx.route, gradient, differentiable=True)
         # The anchor's gradient is empty, and the way by which a rank without slots is part of a second backward.
         return None, None, end, *stacks

@@ -24,6 +24,9 @@ from shardwright.sharded.tensor import ShardedTensor
 
 __all__ = ["Distinct", "Lookup", "distinct", "fetch_rows"]
 
+# Up to so many ranks, what each asks of each is told to all: half a megabyte at most. More tell their peers one by one.
+_AT_ONCE = 256
+
 
 @final
 @dataclass(frozen=True)
@@ -106,20 +109,26 @@ def fetch_rows(
     [2.0, 2.0]
     """
     gradient = table.requires_grad and torch.is_grad_enabled()
+    at_once = table._group.size <= _AT_ONCE
 
-    def ask() -> tuple[tuple[Distinct, _Question], list[int], bool]:
+    def ask() -> tuple[tuple[Distinct, _Question], bytes]:
         how.check()
         wanted = prepare()
         question = _ask(table, wanted, how.scale_grad_by_freq)
-        return (wanted, question), [len(rows) for rows in question.rows], gradient
+        return (wanted, question), question.counts.tobytes() if at_once else b""
 
     alike = f"a table of {list(table.shape)} {table.dtype}, {how}, {'a' if gradient else 'no'} gradient"
-    (wanted, question), counts, _ = announce(ask, alike, table._group, table.device, what)
+    (wanted, question), told = announce(ask, alike, table._group, what)
+    if at_once:
+        counts = [int(np.frombuffer(one, np.int64)[table._group.rank]) for one in told]
+    else:
+        mine = torch.from_numpy(question.counts).to(table.device)[:, None].unbind()
+        counts = torch.cat(comm.all_to_all(mine, [(1,)] * len(told), table._group)).tolist()
     width = question.rows[0].shape[1]
     asked = comm.all_to_all(question.rows, [(count, width) for count in counts], table._group)
     sought = _sought(table, asked)
     slots = [Slot(shard.tensor.shape[1], one.counts) for shard, one in zip(table._local_shards, sought, strict=True)]
-    route = Route(table._group, len(wanted.indices), table.shape[1], question.parts, slots)
+    route = Route(table._group, len(wanted.indices), table.shape[1], question.parts, slots, what)
     if how.max_norm is not None:
         shards = [shard.tensor for shard in table._local_shards]
         renormalise(table, route, shards, [one.rows for one in sought], float(how.max_norm), float(how.norm_type))
@@ -133,6 +142,11 @@ class _Question(NamedTuple):
 
     rows: list[Tensor]
     parts: list[Part]
+
+    @property
+    def counts(self) -> np.ndarray[Any, Any]:
+        """How many rows it asks of each peer."""
+        return np.array([len(rows) for rows in self.rows], np.int64)
 
 
 def _ask(table: ShardedTensor, wanted: Distinct, frequencies: bool) -> _Question:

@@ -1,0 +1,36 @@
+"""A tensor cut like another one."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwright.sharded.spec import EnumerableShardingSpec
+from shardwright.sharded.tensor import ShardedTensor
+
+__all__ = ["cut_like"]
+
+
+def cut_like(source: ShardedTensor, target: ShardedTensor) -> ShardedTensor:
+    """The values of `source` in the boxes of `target`: the tensor itself where it has those, else a new one.
+
+    Where they differ, values travel, and all ranks call it. Gradients flow back to a source that has any.
+
+    >>> from shardwright import sharded
+    >>> one, two = (sharded.ones(sharded.ChunkShardingSpec(0, ["rank:0/cpu"] * n), 4) for n in (1, 2))
+    >>> cut_like(one, two)
+    ShardedTensor([4], torch.float32, 2 shards; here: [0:2], [2:4])
+    >>> one
+    ShardedTensor([4], torch.float32, 1 shards; here: [0:4])
+    """
+    if source._is_cut_like(target):
+        return source
+    wanted = source.requires_grad and torch.is_grad_enabled()
+    if wanted:
+        moving = source._with(
+            [shard.tensor.view_as(shard.tensor) for shard in source._local_shards], requires_grad=True
+        )
+    else:
+        moving = source.detach()  # another object, as the one given stays as it is
+    made = moving.reshard(EnumerableShardingSpec(target.shards_metadata()))
+    made._spec = target._spec
+    return made
