@@ -20,7 +20,8 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
-demo: $(STAMPS)/test ## the main job in miniature, on 4 local ranks
+demo: $(STAMPS)/test ## the main job in miniature, on 4 local ranks: save, be killed, resume on 2; shard, move, train
+	@OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(VENV)/bin/python examples/05_save_and_reshard.py
 	@OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(VENV)/bin/torchrun --standalone --nproc-per-node 4 examples/demo.py
 
 test: $(STAMPS)/test ## every test, every documentation example (ARGS="..." goes to pytest)

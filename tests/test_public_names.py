@@ -78,6 +78,7 @@ def test_the_front_door_offers_just_this() -> None:
         "Shard",
         "TensorMeta",
         "Trace",
+        "checkpoint",
         "communication",
         "defer_gradient_reduction",
         "distribute_module",

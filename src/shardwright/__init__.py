@@ -1,6 +1,6 @@
 """Sharded tensors you can compute with, and checkpoints you can trust, on PyTorch."""
 
-from shardwright import sharded
+from shardwright import checkpoint, sharded
 from shardwright.comm import DeviceMesh, init_device_mesh
 from shardwright.layout import Layout, Mesh, Partial, Placement, Ragged, Region, Replicate, Shard
 from shardwright.tensor import (
@@ -45,6 +45,7 @@ __all__ = [
     "Shard",
     "TensorMeta",
     "Trace",
+    "checkpoint",
     "communication",
     "defer_gradient_reduction",
     "distribute_module",

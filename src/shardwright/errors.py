@@ -24,6 +24,19 @@ ShardwrightError
 │   │   └── DisagreementError              ranks that describe one ShardedTensor differently
 │   ├── LocalTensorError                   a local tensor that does not fit its layout, on some rank
 │   └── UnsupportedError                   a path that would silently see the shard alone
+├── StorageError           (OSError)       the place of a checkpoint could not be read or written
+│   ├── MissingKeyError                    nothing is stored under that key
+│   └── StorageBusyError                   another process is saving there
+├── CheckpointError        (RuntimeError)  a checkpoint could not be saved or loaded
+│   ├── StateError           (ValueError)  something in the state that is not stored, with its path
+│   │   └── StateDiffersError              ranks have different values under one name
+│   ├── NotACheckpointError                nothing was saved there
+│   ├── SaveTimeoutError     (TimeoutError) a save in the background has not ended yet
+│   ├── MissingNameError     (KeyError)    no tensor or value of that name is stored; near misses
+│   ├── LoadMismatchError    (ValueError)  what is stored does not fit what is asked for: everything that does not
+│   ├── FormatError          (ValueError)  a manifest that makes no sense, or of another version
+│   │   └── UnknownVersionError            a manifest of a version that this library does not read
+│   └── CorruptionError                    bytes are not what was written: which file, tensor and block
 └── RanksError             (RuntimeError)  testing: ranks raised, died or hung
 ```
 
@@ -36,17 +49,24 @@ from dataclasses import dataclass
 
 __all__ = [
     "ArgumentTypeError",
+    "CheckpointError",
     "CollectiveArgumentError",
     "CommError",
     "CommunicationError",
+    "CorruptionError",
     "DisagreementError",
     "Failure",
+    "FormatError",
     "InPlaceError",
     "LayoutError",
+    "LoadMismatchError",
     "LocalTensorError",
     "MeshError",
     "MeshMismatchError",
+    "MissingKeyError",
+    "MissingNameError",
     "MixedTensorsError",
+    "NotACheckpointError",
     "PartialGradientError",
     "PlacementError",
     "ProgramMismatchError",
@@ -55,10 +75,16 @@ __all__ = [
     "RankLostError",
     "RanksError",
     "RegionError",
+    "SaveTimeoutError",
     "ShardError",
     "ShardwrightError",
+    "StateDiffersError",
+    "StateError",
+    "StorageBusyError",
+    "StorageError",
     "TensorError",
     "TilingError",
+    "UnknownVersionError",
     "UnsupportedError",
 ]
 
@@ -328,6 +354,129 @@ class UnsupportedError(TensorError):
     >>> torch.func.grad(torch.sum)(sw.ones(2, mesh=sw.Mesh((1,))))
     Traceback (most recent call last):
     shardwright.errors.UnsupportedError: torch.func ...
+    """
+
+
+class StorageError(ShardwrightError, OSError):
+    """The place of a checkpoint could not be read or written: what was being done, to what, and why it failed.
+
+    >>> from shardwright.storage import LocalStorage
+    >>> LocalStorage("somewhere").open("../manifest.json")
+    Traceback (most recent call last):
+    shardwright.errors.StorageError: key '../manifest.json': keys have small letters, digits, dots and hyphens, ...
+    """
+
+
+class MissingKeyError(StorageError):
+    """Nothing is stored under a key.
+
+    >>> issubclass(MissingKeyError, OSError)
+    True
+    """
+
+
+class StorageBusyError(StorageError):
+    """Another process is saving a checkpoint to the same place.
+
+    >>> issubclass(StorageBusyError, OSError)
+    True
+    """
+
+
+class CheckpointError(ShardwrightError, RuntimeError):
+    """A checkpoint could not be saved or loaded.
+
+    >>> issubclass(CheckpointError, RuntimeError)
+    True
+    """
+
+
+class StateError(CheckpointError, ValueError):
+    """Something in a state is not stored: its path, what it is, and what to do.
+
+    >>> import tempfile
+    >>> from shardwright import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoint.save({"model": {"hook": print}}, folder)
+    Traceback (most recent call last):
+    shardwright.errors.RankFailedError: save failed on 1 rank
+      rank 0: StateError: model.hook: a builtins.builtin_function_or_method is not stored: nothing is pickled. ...
+    """
+
+
+class StateDiffersError(StateError):
+    """Ranks have different values under one name: all such names, and which ranks have what.
+
+    >>> issubclass(StateDiffersError, StateError)
+    True
+    """
+
+
+class NotACheckpointError(CheckpointError):
+    """Nothing was saved there, or not completely.
+
+    >>> import tempfile
+    >>> from shardwright import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoint.load(folder)
+    Traceback (most recent call last):
+    shardwright.errors.NotACheckpointError: LocalStorage(...) holds no checkpoint: there is no manifest.json
+    """
+
+
+class SaveTimeoutError(CheckpointError, TimeoutError):
+    """A save in the background had not ended when the wait for it did; it goes on.
+
+    >>> issubclass(SaveTimeoutError, TimeoutError)
+    True
+    """
+
+
+class MissingNameError(CheckpointError, KeyError):
+    """No tensor or value of that name is stored; the message suggests the nearest name.
+
+    >>> import tempfile
+    >>> from shardwright import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoint.save({"epoch": 3}, folder)
+    ...     checkpoint.open(folder).value("epochs")
+    Traceback (most recent call last):
+    shardwright.errors.MissingNameError: no plain value is stored under 'epochs'; did you mean 'epoch'?
+    """
+
+    def __str__(self) -> str:  # a KeyError's text would be the repr of it
+        return str(self.args[0]) if self.args else ""
+
+
+class LoadMismatchError(CheckpointError, ValueError):
+    """What is stored does not fit what is asked for: every name, shape and dtype that does not, at once.
+
+    >>> issubclass(LoadMismatchError, ValueError)
+    True
+    """
+
+
+class FormatError(CheckpointError, ValueError):
+    """A manifest of a version that is not known, or one that makes no sense.
+
+    >>> issubclass(FormatError, ValueError)
+    True
+    """
+
+
+class UnknownVersionError(FormatError):
+    """A manifest of a version that this library does not read: a newer one wrote it.
+
+    >>> issubclass(UnknownVersionError, FormatError)
+    True
+    """
+
+
+class CorruptionError(CheckpointError):
+    """Bytes are not those that were written: which file, which tensor, which block.
+
+    >>> issubclass(CorruptionError, RuntimeError)
+    True
     """
 
 

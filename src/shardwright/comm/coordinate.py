@@ -87,6 +87,8 @@ class Channel:
         self._lock = threading.Lock()
         self._store = dist.distributed_c10d._get_default_store()
         self._prefix = f"shardwright/coordinate/{group.process_group.group_name}"
+        if group.name:
+            self._prefix += f"/aside/{group.name}"
         self._door = Door(self._store, f"{self._prefix}/{me}", len(self._children)) if self._children else None
 
     def connect(self, what: str, timeout: float) -> None:

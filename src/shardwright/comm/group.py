@@ -30,9 +30,13 @@ class Group:
     Group(ranks=(0,), rank=0)
     """
 
-    __slots__ = ("channel", "process_group", "rank", "ranks", "size")
+    __slots__ = ("asides", "channel", "name", "process_group", "rank", "ranks", "size")
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], rank: int, process_group: dist.ProcessGroup | None, name: str = ""
+    ) -> None:
+        self.name = name
+        self.asides: dict[str, Group] = {}
         self.ranks = ranks
         self.rank = rank
         self.size = len(ranks)
@@ -50,6 +54,20 @@ class Group:
             return world()
         known = _groups.get(process_group)
         return known if known is not None else _remember(process_group)
+
+    def aside(self, name: str) -> Group:
+        """The same ranks with messages of their own: a thread that talks there is not heard here, nor waits for it.
+
+        It is for `agree` and `gather_bytes`; collectives on tensors go the same way as those of the group itself.
+        In each of the two, one thread talks at a time.
+
+        >>> world().aside("checkpoint") is world().aside("checkpoint")
+        True
+        """
+        found = self.asides.get(name)
+        if found is None:
+            found = self.asides[name] = Group(self.ranks, self.rank, self.process_group, name)
+        return found
 
     def moves(self, device: torch.device) -> bool:
         """Whether the backend moves tensors of this device point to point; else they go through host memory.
@@ -153,19 +171,20 @@ def forget() -> None:
     1
     """
     global _world
+    for other in _others_who_forget:  # first: a save in the background is still talking
+        other()
     for group in [_world, *_groups.values(), *_subgroups.values()]:
-        if group.channel is not None:
-            group.channel.close()
-            group.channel = None
+        for each in [group, *group.asides.values()]:
+            if each.channel is not None:
+                each.channel.close()
+                each.channel = None
     _groups.clear()
     _subgroups.clear()
     _world = _ALONE
-    for other in _others_who_forget:
-        other()
 
 
 def on_forget(also: Callable[[], None]) -> None:
-    """Has `also` called whenever process groups are forgotten, for what is remembered about them elsewhere.
+    """Has `also` called whenever process groups are about to be forgotten, for what else knows of them.
 
     >>> on_forget(lambda: None)
     """

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple, final
@@ -15,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.errors import ArgumentTypeError, LayoutError, MeshError, PlacementError, RegionError
+from shardwright.layout.collecting import not_collecting
 from shardwright.layout.integers import integers
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.placement import Placement, Ragged, Replicate, Shard, StridedShard, as_placement
@@ -164,7 +163,7 @@ class Layout:
         places = np.arange(mesh.size).reshape(mesh.shape).transpose(*cutting, *others)
         places = places.reshape(-1, int(np.prod([mesh.shape[m] for m in others], dtype=np.int64)))
         places = places[table.sizes[places[:, 0]].all(axis=1)]
-        with _no_collecting():
+        with not_collecting():
             offsets = map(tuple, table.offsets[places[:, 0]].tolist())
             sizes = map(tuple, table.sizes[places[:, 0]].tolist())
             owners = map(tuple, table.ranks[places].tolist())
@@ -344,18 +343,6 @@ class Layout:
 
     def __repr__(self) -> str:
         return f"Layout({self}, {self.mesh!r})"
-
-
-@contextmanager
-def _no_collecting() -> Iterator[None]:
-    """Has Python not look for garbage while tens of thousands of values are made, none of which is any."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _intern(mesh: Mesh, placements: tuple[Placement, ...], shape: tuple[int, ...], order: tuple[int, ...]) -> Layout:

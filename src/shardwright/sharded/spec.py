@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwright.errors import ArgumentTypeError, PlacementError, TilingError
 from shardwright.layout import Layout, Mesh
+from shardwright.layout.collecting import not_collecting
 from shardwright.sharded.metadata import ShardedTensorMetadata, ShardMetadata, check_disjoint, check_tiling
 from shardwright.sharded.properties import TensorProperties
 from shardwright.sharded.remote_device import RemoteDevice
@@ -97,11 +98,12 @@ class ChunkShardingSpec(ShardingSpec):
         extent = whole[dim]
         step = -(-extent // count)
         shards = []
-        for number, placement in enumerate(self.placements):
-            start = min(number * step, extent)
-            offsets, sizes = [0] * ndim, whole.copy()
-            offsets[dim], sizes[dim] = start, min(step, extent - start)
-            shards.append(ShardMetadata(offsets, sizes, placement))
+        with not_collecting():
+            for number, placement in enumerate(self.placements):
+                start = min(number * step, extent)
+                offsets, sizes = [0] * ndim, whole.copy()
+                offsets[dim], sizes[dim] = start, min(step, extent - start)
+                shards.append(ShardMetadata(offsets, sizes, placement))
         return ShardedTensorMetadata(shards, tensor_sizes, tensor_properties)
 
 

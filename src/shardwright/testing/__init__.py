@@ -1,8 +1,10 @@
-"""Ranks to test on: a pool of local processes that share a gloo process group. And proofs of rules, without any."""
+"""Ranks to test on: a pool of local processes that share a gloo process group. Proofs of rules and of storages."""
 
+from shardwright.testing.crashes import RecordedCalls, crash_states, put_tree
 from shardwright.testing.outcome import Died, Hung, Outcome, Raised, Returned
 from shardwright.testing.pool import RankPool, on_ranks, outcomes, run_ranks
 from shardwright.testing.proof import Proof, Verdict, prove
+from shardwright.testing.storage_contract import StorageContract
 
 __all__ = [
     "Died",
@@ -11,10 +13,14 @@ __all__ = [
     "Proof",
     "Raised",
     "RankPool",
+    "RecordedCalls",
     "Returned",
+    "StorageContract",
     "Verdict",
+    "crash_states",
     "on_ranks",
     "outcomes",
     "prove",
+    "put_tree",
     "run_ranks",
 ]

@@ -1,0 +1,70 @@
+"""Checkpoints: a state saved as safetensors files and one manifest, atomically, checked, loaded under any layout."""
+
+from shardwright.checkpoint.api import async_save, load, save
+from shardwright.checkpoint.background import AsyncSave, SaveProgress
+from shardwright.checkpoint.manager import CheckpointManager, CheckpointWarning
+from shardwright.checkpoint.metadata import (
+    STATE_DICT_TYPE,
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageInfo,
+    StorageMeta,
+    TensorStorageMetadata,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+    chunk_list,
+    local_tensor_for,
+    write_items,
+)
+from shardwright.checkpoint.opened import Checkpoint, LazyTensor, open
+from shardwright.checkpoint.optimizer import OptimizerState, optimizer_state
+from shardwright.checkpoint.retention import Best
+from shardwright.checkpoint.staging import release_buffers
+from shardwright.checkpoint.state import PerRank, Stateful
+from shardwright.checkpoint.values import Codec
+from shardwright.checkpoint.verify import Damage, Report, verify
+from shardwright.sharded import TensorProperties, flatten_sharded_tensors
+
+__all__ = [
+    "STATE_DICT_TYPE",
+    "STORAGE_TYPES",
+    "AsyncSave",
+    "Best",
+    "BytesStorageMetadata",
+    "Checkpoint",
+    "CheckpointManager",
+    "CheckpointWarning",
+    "ChunkStorageMetadata",
+    "Codec",
+    "Damage",
+    "LazyTensor",
+    "Metadata",
+    "MetadataIndex",
+    "OptimizerState",
+    "PerRank",
+    "Report",
+    "SaveProgress",
+    "Stateful",
+    "StorageInfo",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "TensorWriteData",
+    "WriteItem",
+    "WriteItemType",
+    "async_save",
+    "chunk_list",
+    "flatten_sharded_tensors",
+    "load",
+    "local_tensor_for",
+    "open",
+    "optimizer_state",
+    "release_buffers",
+    "save",
+    "verify",
+    "write_items",
+]

@@ -1,0 +1,181 @@
+"""A window of memory that the ranks of a host share: one reads a segment into it, all copy what they want.
+
+Each rank has two slots, so that it reads the next segment while the others copy from the last. Ranks tell each other
+how far they are by numbers in the window's file, through system calls, which order them with the data. The file has
+no name any more once all have opened it: nothing is left behind, however a rank ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from shardwright import comm
+from shardwright.errors import RankLostError
+
+__all__ = ["HostWindow", "open_window", "ranks_of_host"]
+
+SLOT = 4 << 20
+_FOLDER = "/dev/shm"
+_NUMBER = struct.Struct("<q")
+_PAGE = 4096
+_FAILED = 1 << 62
+
+
+def ranks_of_host(group: comm.Group, what: str = "") -> tuple[int, ...]:
+    """The ranks of the group that run on this host, share its memory, and say the same `what`. Collective.
+
+    >>> ranks_of_host(comm.world())
+    (0,)
+    """
+    if group.size == 1:
+        return group.ranks
+    said = comm.gather_bytes(f"{_host()}/{what}".encode(), group, what="load: who shares a host")
+    return tuple(rank for rank, host in zip(group.ranks, said, strict=True) if host == said[group.rank])
+
+
+def _host() -> str:
+    """What tells this host, and its shared memory, from others: containers may share a name, not a mount."""
+    try:
+        status = os.stat(_FOLDER)
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{socket.gethostname()}/{file.read().strip()}/{status.st_dev}/{status.st_ino}"
+    except OSError:
+        return f"{socket.gethostname()}/{os.getpid()}"  # no shared memory to speak of: every rank by itself
+
+
+def open_window(group: comm.Group, ranks: Sequence[int], timeout: float) -> HostWindow | None:
+    """A window for these ranks of one host; None where there is no room for it, on all of them alike. Collective.
+
+    All ranks of the group call it, each with the ranks of its own host.
+    """
+    leads = group.ranks[group.rank] == ranks[0]
+    size = _PAGE + 2 * SLOT * len(ranks)
+    path = ""
+    if leads and len(ranks) > 1:
+        path = _create(size)
+    said = comm.gather_bytes(path.encode(), group, what="load: opening the window")
+    path = said[group.ranks.index(ranks[0])].decode()
+    descriptor = -1
+    if path:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            descriptor = -1
+    opened = comm.gather_bytes(b"1" if descriptor >= 0 else b"", group, what="load: the window is open")
+    if leads and path:
+        os.unlink(path)
+    if not all(opened[group.ranks.index(rank)] for rank in ranks):
+        if descriptor >= 0:
+            os.close(descriptor)
+        return None
+    return HostWindow(descriptor, size, ranks.index(group.ranks[group.rank]), ranks, timeout)
+
+
+def _create(size: int) -> str:
+    """A file of shared memory, its pages there; empty text where there is no room, with some to spare for others."""
+    path = os.path.join(_FOLDER, f"shardwright-{os.getpid()}-{os.urandom(6).hex()}")
+    try:
+        room = os.statvfs(_FOLDER)
+        if room.f_bavail * room.f_frsize < size + (8 << 20):
+            return ""
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        return ""
+    try:
+        os.posix_fallocate(descriptor, 0, size)  # else a full /dev/shm would end the process with a bus error
+    except OSError:
+        os.unlink(path)
+        return ""
+    finally:
+        os.close(descriptor)
+    return path
+
+
+@final
+class HostWindow:
+    """The slots of all ranks of a host, and how far each rank is."""
+
+    def __init__(self, descriptor: int, size: int, me: int, ranks: Sequence[int], timeout: float) -> None:
+        self._descriptor, self._me, self._ranks, self._timeout = descriptor, me, ranks, timeout
+        self._memory = mmap.mmap(descriptor, size)
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def run(self, count: int, read: Callable[[int, Tensor], None], copy: Callable[[int, Tensor], None]) -> None:
+        """Has segments 0 to `count` - 1 read, each by one rank, and copied by all; all ranks of the host call it.
+
+        `read(segment, slot)` fills a slot with a segment, `copy(segment, slot)` takes from it. A rank that raises
+        tells the others, which stop with a `RankLostError`.
+        """
+        size = len(self._ranks)
+        rounds = -(-count // size)
+        try:
+            for number in range(rounds + 1):
+                if number < rounds:
+                    self._fill(number, number * size + self._me, count, read)
+                if number:
+                    self._copy(number - 1, count, copy)
+        except BaseException:
+            self.fail()
+            raise
+
+    def fail(self) -> None:
+        """Tells the others that this rank will not go on."""
+        self._say(0, _FAILED)
+        self._say(1, _FAILED)
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        del self._bytes
+        self._memory.close()
+        os.close(self._descriptor)
+
+    def _fill(self, number: int, segment: int, count: int, read: Callable[[int, Tensor], None]) -> None:
+        self._await(1, number - 1, range(len(self._ranks)))  # the slot was used two rounds ago: all have copied it
+        if segment < count:
+            read(segment, self._slot(self._me, number))
+        self._say(0, number + 1)
+
+    def _copy(self, number: int, count: int, copy: Callable[[int, Tensor], None]) -> None:
+        size = len(self._ranks)
+        # Each begins with its own: it is in the cache, and not all wait for the same.
+        for step in range(size):
+            owner = (self._me + step) % size
+            segment = number * size + owner
+            if segment < count:
+                self._await(0, number + 1, (owner,))
+                copy(segment, self._slot(owner, number))
+        self._say(1, number + 1)
+
+    def _slot(self, owner: int, number: int) -> Tensor:
+        start = _PAGE + (2 * owner + number % 2) * SLOT
+        return self._bytes[start : start + SLOT]
+
+    def _say(self, column: int, number: int) -> None:
+        os.pwrite(self._descriptor, _NUMBER.pack(number), 8 * (2 * self._me + column))
+
+    def _await(self, column: int, number: int, owners: Sequence[int]) -> None:
+        deadline = time.monotonic() + self._timeout
+        for owner in owners:
+            pause = 0.0
+            while (now := self._said(owner, column)) < number:
+                time.sleep(pause)
+                pause = min(0.002, pause + 0.00005)
+                if time.monotonic() > deadline:
+                    raise RankLostError(
+                        f"load: rank {self._ranks[owner]} did not read its part within {self._timeout:g} s",
+                        (self._ranks[owner],),
+                    )
+            if now == _FAILED:
+                raise RankLostError(f"load: rank {self._ranks[owner]} failed while reading", (self._ranks[owner],))
+
+    def _said(self, owner: int, column: int) -> int:
+        return int(_NUMBER.unpack(os.pread(self._descriptor, 8, 8 * (2 * owner + column)))[0])

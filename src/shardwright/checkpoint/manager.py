@@ -1,0 +1,410 @@
+"""Checkpoints of a training run: one folder for each step, kept and removed by rules, the newest good one restored."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import datetime
+from types import TracebackType
+from typing import Any, TypeVar, final
+
+import msgspec
+
+from shardwright import comm
+from shardwright.checkpoint.api import async_save, load, save
+from shardwright.checkpoint.background import AsyncSave
+from shardwright.checkpoint.first_rank import first_rank_finds
+from shardwright.checkpoint.match import Cast, Rename
+from shardwright.checkpoint.preemption import Preemption
+from shardwright.checkpoint.record import FIELD, Record, numbers
+from shardwright.checkpoint.retention import Best, Policy, Saved, best_of, to_remove
+from shardwright.checkpoint.steps import Steps
+from shardwright.checkpoint.values import Codec
+from shardwright.errors import (
+    CheckpointError,
+    CorruptionError,
+    FormatError,
+    MissingKeyError,
+    NotACheckpointError,
+    RankFailedError,
+    RankLostError,
+    ShardwrightError,
+    StorageBusyError,
+    StorageError,
+    UnknownVersionError,
+)
+from shardwright.layout.integers import integer
+
+__all__ = ["CheckpointManager", "CheckpointWarning"]
+
+T = TypeVar("T")
+
+_DAMAGE = {kind.__name__ for kind in (CorruptionError, FormatError, MissingKeyError, NotACheckpointError)}
+_MOST_TRIES = 1000
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was passed over, or could not be removed: which, and what is wrong with it.
+
+    >>> import warnings
+    >>> warnings.simplefilter("error", CheckpointWarning)  # stop, rather than go on from an older step
+    """
+
+
+@final
+class CheckpointManager:
+    """The checkpoints of a run, in folders `step-00001000` under `root`.
+
+    `keep_last=n`, `keep_every=k` and `keep_best=Best(n, metric, mode)` say which steps are kept: all that any of them
+    names, and always the newest; without any, everything. `save_every` is for `should_save` and `step_end`.
+    `background=True` writes in the background (see `async_save`), and what is to be removed goes once that is done.
+    `save_on_sigterm=True` listens for SIGTERM, for `step_end`. `process_group`, `codecs` and `threads` are those of
+    `save` and `load`.
+
+    Every method but `path`, `should_save` and `reading` is collective: all ranks of the process group call it. Rank 0
+    looks, decides and removes, and all get the same answer, or the same error.
+
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as root, CheckpointManager(root, keep_last=2) as manager:
+    ...     state = {"w": torch.zeros(2)}
+    ...     for step in (10, 20, 30):
+    ...         state["w"] += 1
+    ...         manager.save(step, state, {"loss": 1 / step})
+    ...     fresh = {"w": torch.zeros(2)}
+    ...     manager.steps(), manager.best("loss"), manager.restore(fresh), fresh
+    ([20, 30], 30, 30, {'w': tensor([3., 3.])})
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        save_every: int | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: Best | tuple[int, str] | tuple[int, str, str] | None = None,
+        background: bool = False,
+        save_on_sigterm: bool = False,
+        process_group: Any = None,
+        codecs: Mapping[type, Codec] | None = None,
+        threads: int = 2,
+    ) -> None:
+        self._policy = Policy(keep_last, keep_every, None if keep_best is None else Best(*keep_best))
+        if save_every is not None and save_every < 1:
+            raise CheckpointError(f"save_every={save_every}: one or more is needed; None saves every step")
+        self._save_every = save_every
+        self._steps = Steps(root)
+        self._group = comm.Group.of(process_group)
+        self._options: dict[str, Any] = {"process_group": process_group, "codecs": codecs, "threads": threads}
+        self._background = background
+        self._running: tuple[int, AsyncSave] | None = None  # the step that is being written, and its handle
+        self._looked_at: dict[int, tuple[str, Saved | None]] = {}  # by step, with the mark it had
+        self._restored: int | None = None
+        self._last: int | None = None  # that this manager saved
+        self._preemption = Preemption() if save_on_sigterm else None
+
+    @property
+    def root(self) -> str:
+        """The folder of all steps."""
+        return self._steps.root
+
+    def path(self, step: int) -> str:
+        """The folder of a step, for `load`, `open` and `verify`; it is there once the step has been saved."""
+        return self._steps.path(_step(step))
+
+    # Saving
+
+    def should_save(self, step: int) -> bool:
+        """Whether `save_every` asks for this step. Arithmetic: nobody is asked, and all ranks find the same."""
+        return self._save_every is None or _step(step) % self._save_every == 0
+
+    def save(self, step: int, state: Any, metrics: Mapping[str, Any] | None = None, *, force: bool = False) -> None:
+        """Saves a step, and then removes those that are not to be kept any longer.
+
+        Metrics are numbers (or tensors of one element); those of rank 0 are recorded, beside the step and the time.
+        A step that is there already is refused, unless `force` is given or it comes after the one restored by this
+        manager: then it is of the run that was given up, and is replaced. A step that cannot be removed is a warning.
+        """
+        step = _step(step)
+        self.wait()
+        values = comm.agree(lambda: numbers(metrics), what=f"metrics of step {step}", group=self._group)
+
+        def check() -> dict[str, Any]:
+            known = self._look(step, self._steps.committed().get(step))
+            replaced = force or (self._restored is not None and step > self._restored)
+            if known is not None and known.valid and not replaced:
+                raise CheckpointError(
+                    f"step {step} is saved in {self.path(step)} already; force=True replaces it, and restore comes "
+                    "first where an earlier run is to be continued"
+                )
+            return {FIELD: msgspec.to_builtins(Record.now(step, values))}
+
+        extra = self._told(f"save of step {step}", check, dict[str, Any])
+        if self._background:
+            self._running = step, async_save(state, self.path(step), extra=extra, **self._options)
+            self._last = step
+        else:
+            save(state, self.path(step), extra=extra, **self._options)
+            self._committed(step)
+
+    def step_end(self, step: int, state: Any, metrics: Mapping[str, Any] | None = None) -> bool:
+        """Saves the step if `should_save` says so, or if any rank got SIGTERM; True where the job is to end.
+
+        With `save_on_sigterm`, every call costs one small message around all ranks. Call it every few steps where that
+        is too much: all ranks at the same ones. It returns when the step is safe, also where saves are in the
+        background; then it is for the caller to end: `raise SystemExit(143)` is what a shell expects.
+        """
+        ends = self._preemption is not None and self._preemption.anywhere(self._group)
+        if (ends or self.should_save(step)) and step != self._last:
+            self.save(step, state, metrics)
+        if ends:
+            self.wait()
+        return ends
+
+    def wait(self) -> None:
+        """Returns when a save in the background is done, or raises what went wrong with it."""
+        if self._running is None:
+            return
+        (step, handle), self._running = self._running, None
+        handle.wait()
+        self._committed(step)
+
+    # Finding
+
+    def steps(self) -> list[int]:
+        """The steps that have been saved, in order; a damaged one is still among them if its manifest is there."""
+        return self._told("steps", lambda: list(self._steps.committed()), list[int])
+
+    def latest(self) -> int | None:
+        """The newest step whose manifest is sound and whose files are there, or None. It reads no data."""
+        return self._told("latest", lambda: max(self._sound(), default=None), int | None)
+
+    def best(self, metric: str | None = None, mode: str | None = None) -> int | None:
+        """The best step by a metric (that of `keep_best`, where none is given), or None where no step has it."""
+        rule = self._policy.best or Best(1, "", "min")
+        if not (metric or rule.metric):
+            raise CheckpointError("best: by which metric? Name one, or make the manager with keep_best")
+        same = metric in (None, rule.metric)
+        wanted = Best(1, metric or rule.metric, mode or (rule.mode if same else "min"))
+        Policy(best=wanted)  # checks the mode
+        return self._told("best", lambda: next(iter(best_of(list(self._sound().values()), wanted)), None), int | None)
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """The metrics that were recorded with a step."""
+        found = self._record(step)
+        return {} if found is None else found.values()
+
+    def time(self, step: int) -> datetime | None:
+        """When a step was saved, in UTC; None where `save` was used without a manager."""
+        found = self._record(step)
+        return None if found is None else datetime.fromisoformat(found.time)
+
+    # Reading
+
+    def restore(
+        self,
+        state: Any,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        only: str | Sequence[str] | None = None,
+        rename: Rename | None = None,
+        cast: Cast = False,
+    ) -> int | None:
+        """Loads the newest good step into a state and returns its number; None where nothing was ever saved.
+
+        A step that is damaged or incomplete is passed over, with a `CheckpointWarning` that says what is wrong; where
+        none is good, that is an error. A state that does not fit, a newer format and a failing disk are raised at once:
+        an older step would hide them. Given a `step`, that one is loaded, or what is wrong with it is raised.
+        """
+        self.wait()
+        options = {"strict": strict, "only": only, "rename": rename, "cast": cast, **self._options}
+        if step is not None:
+            self._load(state, _step(step), options)
+            self._restored = step
+            return step
+        tried: dict[tuple[int, str], ShardwrightError] = {}
+        for _ in range(_MOST_TRIES):
+            marks = self._told("restore", self._steps.committed, dict[int, str])
+            left = {one: mark for one, mark in marks.items() if (one, mark) not in tried}
+            newest = max(left, default=None)
+            if newest is not None:
+                try:
+                    self._load(state, newest, options)
+                except (RankFailedError, CorruptionError, FormatError, NotACheckpointError) as error:
+                    if not _is_damage(error):
+                        raise
+                    # If it was removed or replaced under us, it has another mark when we look again, or none.
+                    tried[newest, left[newest]] = error
+                    continue
+            self._tell_of({one: error for (one, mark), error in tried.items() if marks.get(one) == mark}, newest)
+            self._restored = newest
+            return newest
+        raise CheckpointError(f"{self.root}: {_MOST_TRIES} times a step was replaced or removed while it was read")
+
+    @contextmanager
+    def reading(self, step: int | None = None) -> Iterator[str]:
+        """Gives the folder of a step (else of the newest), and keeps it from being removed meanwhile.
+
+        For a process beside the training, which evaluates or copies what is saved. Not collective.
+        """
+        with ExitStack() as held:
+            for _ in range(_MOST_TRIES):
+                wanted = max(self._sound(), default=None) if step is None else _step(step)
+                if wanted is None:
+                    raise NotACheckpointError(f"{self.root} holds no checkpoint yet")
+                try:
+                    path = held.enter_context(self._steps.reading(wanted))
+                except NotACheckpointError:
+                    if step is not None:
+                        raise
+                    continue  # a newer one has come, and this one is gone
+                yield path
+                return
+        raise CheckpointError(f"{self.root}: {_MOST_TRIES} times a step was removed before it could be held")
+
+    # Ending
+
+    def remove(self, step: int) -> None:
+        """Removes a step now, whatever the rules say: a `StorageBusyError` where it is being read or saved."""
+        step = _step(step)
+        self.wait()
+        self._told(f"removing step {step}", lambda: self._steps.remove(step), None)
+
+    def close(self) -> None:
+        """Waits for a save in the background, and gives SIGTERM back to who had it."""
+        try:
+            self.wait()
+        finally:
+            if self._preemption is not None:
+                self._preemption.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # Other ranks may not come here: wait for our own part, and ask nobody.
+        running, self._running = self._running, None
+        try:
+            if running is not None:
+                running[1].wait()
+        except Exception as lost:  # noqa: BLE001  the error on its way is the one to be seen
+            error.add_note(f"and a save in the background failed: {lost}")
+        finally:
+            self.close()
+
+    # What rank 0 does
+
+    def _told(self, what: str, look: Callable[[], T], kind: Any) -> T:
+        return first_rank_finds(look, kind, what=what, group=self._group)
+
+    def _committed(self, step: int) -> None:
+        """After a commit: what is no longer to be kept goes, and what crashes have left."""
+        self._last = step
+        left = self._told(f"after the save of step {step}", lambda: self._remove_after(step), list[str])
+        if left:
+            told = "\n  ".join(left)
+            warnings.warn(
+                f"step {step} is saved, but not all could be removed\n  {told}", CheckpointWarning, stacklevel=4
+            )
+
+    def _remove_after(self, step: int) -> list[str]:
+        """Removes what the rules do not keep; says what could not be, and why. Those in use wait for the next time."""
+        self._steps.announce(step)
+        left = []
+        try:
+            abandoned = [one for one in self._steps.abandoned() if one <= step]
+            going: list[int] = []
+            if not self._policy.keeps_all:
+                known = [self._look(one, mark) for one, mark in self._steps.committed().items() if one <= step]
+                going = to_remove([one for one in known if one is not None], self._policy, step)
+        except StorageError as error:
+            return [str(error)]
+        for one in [*abandoned, *going]:
+            try:
+                self._steps.remove(one, if_abandoned=one in abandoned)
+            except StorageBusyError:
+                continue
+            except StorageError as error:
+                left.append(str(error))
+            self._looked_at.pop(one, None)
+        return left
+
+    def _look(self, step: int, mark: str | None) -> Saved | None:
+        """A step as retention sees it, remembered until it changes; None where it is not ours to judge or not there."""
+        if mark is None:
+            return None
+        before = self._looked_at.get(step)
+        if before is not None and before[0] == mark:
+            return before[1]
+        found: Saved | None = None
+        try:
+            record = Record.of(self._steps.manifest(step))
+            found = Saved(step, {} if record is None else record.values())
+        except UnknownVersionError:
+            pass  # of a newer library, for which it is good
+        except (CorruptionError, FormatError, NotACheckpointError):
+            found = Saved(step, valid=False)
+        self._looked_at[step] = mark, found
+        return found
+
+    def _sound(self) -> dict[int, Saved]:
+        """The steps whose manifest is sound and whose files are there."""
+        looked = {step: self._look(step, mark) for step, mark in self._steps.committed().items()}
+        return {step: one for step, one in looked.items() if one is not None and one.valid}
+
+    def _record(self, step: int) -> Record | None:
+        step = _step(step)
+        return self._told(f"record of step {step}", lambda: Record.of(self._steps.manifest(step)), Record | None)
+
+    def _load(self, state: Any, step: int, options: Mapping[str, Any]) -> None:
+        """Loads a step, held on every rank while it is read."""
+        with ExitStack() as held:
+            holding: AbstractContextManager[str] = self._steps.reading(step)
+            comm.agree(lambda: held.enter_context(holding), what=f"restore of step {step}", group=self._group)
+            load(state, self.path(step), **options)
+
+    def _tell_of(self, bad: Mapping[int, ShardwrightError], restored: int | None) -> None:
+        """Says which steps were passed over, or raises where there was no other."""
+        after = -1 if restored is None else restored
+        unfinished = self._told("restore", lambda: [s for s in self._steps.unfinished() if s > after], list[int])
+        said = {one: _in_one_line(error) for one, error in bad.items()}
+        said |= dict.fromkeys(unfinished, "it has no manifest: its save did not end")
+        told = "".join(f"\n  step {one}: {said[one]}" for one in sorted(said, reverse=True))
+        if bad and restored is None:
+            raise CheckpointError(
+                f"no checkpoint in {self.root} can be restored; the state may have been changed{told}"
+            ) from next(iter(bad.values()))
+        if told:
+            what = "nothing to restore" if restored is None else f"restored step {restored}"
+            warnings.warn(f"{what} in {self.root}, and passed over{told}", CheckpointWarning, stacklevel=3)
+
+
+def _step(value: int) -> int:
+    step = integer(value, "step")
+    if step < 0:
+        raise CheckpointError(f"step {step} is negative: steps count from 0")
+    return step
+
+
+def _is_damage(error: ShardwrightError) -> bool:
+    """Whether an error says that what is stored is damaged or gone, on every rank that failed."""
+    if isinstance(error, RankFailedError):
+        kinds = {failure.kind for failure in error.failures}
+        # Ranks that waited for what another was to read say that they lost it; that one says why.
+        return bool(kinds & _DAMAGE) and kinds <= _DAMAGE | {RankLostError.__name__}
+    return not isinstance(error, UnknownVersionError)
+
+
+def _in_one_line(error: ShardwrightError) -> str:
+    if isinstance(error, RankFailedError):
+        told = [f"{one.kind}: {one.message}" for one in error.failures if one.kind in _DAMAGE]
+        return "; ".join(list(dict.fromkeys(told))[:4])
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,1 @@
+"""Who writes what, and who reads what from where: pure functions of values."""

@@ -1,0 +1,66 @@
+"""Cutting a region into flat stretches, and stretches into boxes. Pure."""
+
+from __future__ import annotations
+
+from math import prod
+
+from shardwright.layout import Region
+
+__all__ = ["boxes_of_stretch", "grain"]
+
+
+def boxes_of_stretch(region: Region, first: int, last: int) -> list[Region]:
+    """The boxes that hold elements number `first` to `last` (exclusive) of a region, in row-major order.
+
+    There are at most two per dimension, less one.
+
+    >>> boxes_of_stretch(Region((0, 0), (3, 4)), 2, 9)
+    [Region[0:1, 2:4], Region[1:2, 0:4], Region[2:3, 0:1]]
+    >>> boxes_of_stretch(Region((4, 0), (3, 4)), 4, 12)
+    [Region[5:7, 0:4]]
+    """
+    return _boxes(region.offset, region.size, first, last)
+
+
+def _boxes(offset: tuple[int, ...], size: tuple[int, ...], first: int, last: int) -> list[Region]:
+    if first >= last:
+        return []
+    if not size:
+        return [Region((), ())]
+    row = prod(size[1:])
+    if row == 1 or (first % row == 0 and last % row == 0):
+        low, high = first // row, last // row
+        return [Region((offset[0] + low, *offset[1:]), (high - low, *size[1:]))]
+    found: list[Region] = []
+    head, tail = first // row, last // row
+    if head == tail:
+        return _within(offset, size, head, first - head * row, last - head * row)
+    if first % row:
+        found += _within(offset, size, head, first - head * row, row)
+        head += 1
+    if tail > head:
+        found.append(Region((offset[0] + head, *offset[1:]), (tail - head, *size[1:])))
+    if last % row:
+        found += _within(offset, size, tail, 0, last - tail * row)
+    return found
+
+
+def _within(offset: tuple[int, ...], size: tuple[int, ...], row: int, first: int, last: int) -> list[Region]:
+    return [Region((offset[0] + row, *box.offset), (1, *box.size)) for box in _boxes(offset[1:], size[1:], first, last)]
+
+
+def grain(size: tuple[int, ...], itemsize: int, share: int) -> int:
+    """At multiples of how many elements a region may be cut, where each holder's share is `share` bytes.
+
+    Whole rows, of as many dimensions as keep a cut within a sixty-fourth of the share (or 4 KiB).
+
+    >>> grain((100, 8, 16), itemsize=4, share=1 << 20)
+    128
+    """
+    most = max(4096, share // 64) // itemsize
+    row = prod(size)
+    for extent in size:
+        if row <= most:
+            break
+        row //= max(1, extent)
+    return row if row > 1 else max(1, min(most, 1024))

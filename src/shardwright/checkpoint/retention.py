@@ -1,0 +1,102 @@
+"""Which checkpoints to keep: the last few, every k-th, the best by a metric. Pure: it decides, and removes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple, final
+
+from shardwright.errors import CheckpointError
+
+__all__ = ["Best", "Policy", "Saved", "best_of", "to_remove"]
+
+
+class Best(NamedTuple):
+    """The `n` best checkpoints by a metric; mode is "min" (lower is better) or "max".
+
+    >>> Best(3, "accuracy", "max").metric
+    'accuracy'
+    """
+
+    n: int
+    metric: str
+    mode: str = "min"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What is kept: the union of the last `last` steps, the multiples of `every`, and the best.
+
+    Where nothing is said, everything is kept.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: Best | None = None
+
+    def __post_init__(self) -> None:
+        counts = {"keep_last": self.last, "keep_every": self.every, "keep_best": self.best and self.best.n}
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise CheckpointError(f"{name}={count}: one or more is needed; None keeps none for this reason")
+        if self.best is not None and self.best.mode not in ("min", "max"):
+            raise CheckpointError(f'keep_best: mode {self.best.mode!r} is neither "min" nor "max"')
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is ever removed."""
+        return self.last is None and self.every is None and self.best is None
+
+
+class Saved(NamedTuple):
+    """A checkpoint as retention sees it. One that is not valid (damaged, files missing) counts for none to be kept."""
+
+    step: int
+    metrics: Mapping[str, float] = MappingProxyType({})
+    valid: bool = True
+
+
+def to_remove(saved: Sequence[Saved], policy: Policy, newest: int) -> list[int]:
+    """The steps that a policy does not keep, in order, once step `newest` has been saved.
+
+    Steps after `newest` belong to another run of the same job, or to another process: they are neither removed nor
+    counted. The newest valid step stays whatever the policy says, so there is always one to go on from. A checkpoint
+    that is not valid is kept as long as a valid one of its step would be, for somebody to look at; it takes no place.
+
+    >>> steps = [Saved(step, {"loss": 1 / (step + 1)}) for step in (0, 100, 200, 300, 400)]
+    >>> to_remove(steps, Policy(last=2), newest=400)
+    [0, 100, 200]
+    >>> to_remove(steps, Policy(last=1, every=200, best=Best(1, "loss", "max")), newest=400)
+    [100, 300]
+    """
+    if policy.keeps_all:
+        return []
+    mine = sorted((one for one in saved if one.step <= newest), key=lambda one: one.step)
+    valid = [one.step for one in mine if one.valid]
+    kept = set(valid[-1:])
+    if policy.last is not None:
+        threshold = valid[-policy.last] if len(valid) >= policy.last else 0
+        kept.update(one.step for one in mine if one.step >= threshold)
+    if policy.every is not None:
+        kept.update(one.step for one in mine if one.step % policy.every == 0)
+    if policy.best is not None:
+        kept.update(best_of(mine, policy.best))
+    return [one.step for one in mine if one.step not in kept]
+
+
+def best_of(saved: Sequence[Saved], best: Best) -> list[int]:
+    """The best steps by a metric, the best first; of equals the newer. Steps without it, or with NaN, do not count.
+
+    >>> best_of([Saved(1, {"loss": 2.0}), Saved(2, {"loss": 0.5}), Saved(3, {"loss": math.nan})], Best(5, "loss"))
+    [2, 1]
+    """
+    sign = 1 if best.mode == "min" else -1
+    ranked = sorted(
+        (sign * value, -one.step)
+        for one in saved
+        if one.valid and (value := one.metrics.get(best.metric)) is not None and not math.isnan(value)
+    )
+    return [-step for _, step in ranked[: best.n]]

@@ -1,0 +1,344 @@
+"""Saving: unite what the ranks have, write this rank's file (perhaps from a copy, in the background), commit.
+
+The order is what makes it safe. Data files have names of their own and are flushed before anybody says they are
+done; one rename of the manifest is the commit; only after it is anything removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from math import prod
+from typing import Any, NamedTuple, TypeAlias, final
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwright import comm
+from shardwright.checkpoint.datafile import DataFile
+from shardwright.checkpoint.flatten import Flat
+from shardwright.checkpoint.load import read_manifest
+from shardwright.checkpoint.manifest import FIELDS, KEY, Manifest
+from shardwright.checkpoint.plan.file import file_plan
+from shardwright.checkpoint.replicas import compare_replicas
+from shardwright.checkpoint.staging import Buffer, buffers, stage, windows
+from shardwright.checkpoint.tensors import Pieces, TensorTable
+from shardwright.checkpoint.together import United, unite
+from shardwright.checkpoint.write import Blocks, FileWriter, Progress, Written
+from shardwright.errors import CheckpointError, NotACheckpointError, StateError, StorageError
+from shardwright.storage import Storage, Writer
+
+__all__ = ["Saving", "is_of_a_save"]
+
+_DATA = re.compile(r"[0-9a-z]+-[0-9]{5,}-[0-9]+\.safetensors")
+_SLOWEST = 10 << 20  # bytes a second below which a rank that writes counts as stuck
+_MOST_PLANS = 4
+_TEMPORARY = re.compile(r"manifest\.json\.[0-9a-f]+\.tmp")
+
+
+Meters: TypeAlias = Callable[[int], AbstractContextManager[Progress]]
+"""Given the bytes of the work, what counts those done while it lasts."""
+
+
+class _Staged(NamedTuple):
+    """A copy of what is still to be written, and the file it goes to."""
+
+    buffer: Buffer
+    writer: Writer
+    writing: FileWriter
+    blocks: Blocks
+
+
+@final
+class Saving:
+    """One save, as this rank sees it: `begin`, then `write`; or `stage`, and `finish` in another thread.
+
+    Each is collective. The rank that comes first in the group holds the lock of the place, and writes the manifest.
+    """
+
+    def __init__(self, storage: Storage, group: comm.Group, extra: Mapping[str, Any] | None = None) -> None:
+        self._storage, self._group, self._given = storage, group, extra or {}
+        self._extra: dict[str, msgspec.Raw] = {}
+        self._held = ExitStack()
+        self._leads = group.rank == 0
+        self._file: DataFile | None = None
+        self._committing = False
+        self._staged: _Staged | None = None
+        self.united: United | None = None
+        self.save_id = ""
+
+    def begin(
+        self, flatten: Callable[[], Flat], before: Callable[[], None] | None = None, *, check_replicas: bool = False
+    ) -> None:
+        """Takes the state apart on every rank, and the lock on the first; then finds out what all have.
+
+        What `before` raises, all ranks raise, and nothing is done.
+        """
+
+        def prepare() -> Flat:
+            if before is not None:
+                before()
+            self._extra = _as_fields(self._given)
+            if self._group.size > 1 and not self._storage.is_shared:
+                raise StorageError(
+                    f"{self._storage!r} is one process's own, and {self._group.size} ranks save together: give a folder"
+                )
+            if self._leads:
+                self._storage.prepare()
+                self._held.enter_context(self._storage.lock())
+                self.save_id = os.urandom(6).hex()
+            return flatten()
+
+        try:
+            flat = comm.agree(prepare, what="save", group=self._group)
+            self.united = unite(flat, self._group)
+            if check_replicas:
+                compare_replicas(self.united, self._group)
+            said = comm.gather_bytes(self.save_id.encode(), self._group, what="save: naming it")
+            self.save_id = said[0].decode()
+        except BaseException:
+            self.end()
+            raise
+
+    def file(self) -> DataFile:
+        """What this rank writes, and where it lies."""
+        assert self.united is not None  # begin comes first
+        return _planned(self.united.table, self._group.ranks[self._group.rank]).in_save(self.save_id)
+
+    def chunks(self, file: DataFile) -> list[Tensor]:
+        """The memory that holds each chunk: views of the state's own tensors."""
+        assert self.united is not None  # begin comes first
+        plan = file.plan
+        found = []
+        for chunk, tensor in enumerate(plan.tensors.tolist()):
+            region = plan.region(chunk)
+            leaf = self.united.leaves[tensor]
+            if region.is_empty:
+                found.append(torch.empty(region.size, dtype=torch.uint8))
+                continue
+            part = leaf.parts[0] if len(leaf.parts) == 1 else next(p for p in leaf.parts if p.region.contains(region))
+            found.append(part.tensor if part.region == region else part.tensor[region.slices(part.region)])
+        return found
+
+    def write(self, threads: int, progress: Meters, memory: int | None = None) -> None:
+        """Writes this rank's file and commits, or leaves what was there as it was, and raises on all ranks."""
+
+        def write() -> Written | None:
+            file = self.file()
+            if not len(file.plan.tensors):
+                return None
+            with progress(file.plan.size) as count, self._created(file, threads, count, memory) as writing:
+                writing.put_chunks(self.chunks(file))
+                return writing.finish()
+
+        self._write_and_commit(write, self._group)
+
+    def stage(self, threads: int, progress: Callable[[int], Progress], memory: int | None = None) -> None:
+        """Copies what this rank writes, so that the state may change: all of it, or in windows of `memory` bytes.
+
+        Of these, all but the last are written here.
+        """
+        try:
+            comm.agree(
+                lambda: self._stage(threads, progress, memory),
+                what="save: staging",
+                group=self._group,
+                timeout=self._patience(),
+            )
+        except BaseException:
+            if self._staged is not None:
+                self._staged.writer.abort()
+            self._discard([self._file.name] if self._file else [])
+            self._let_go()
+            self.end()
+            raise
+        assert self.united is not None  # begin comes first
+        self.united = United(self.united.tree, self.united.table, {})  # the caller's tensors are the caller's again
+
+    def finish(self, group: comm.Group) -> None:
+        """Writes what was staged and commits; in whatever thread, if it is the only one that talks in this group."""
+        staged = self._staged
+
+        def write() -> Written | None:
+            if staged is None:
+                return None
+            with self._abort_if_it_fails(staged.writer):
+                staged.writing.put(staged.blocks)
+                return staged.writing.finish()
+
+        try:
+            self._write_and_commit(write, group)
+        finally:
+            self._let_go()
+
+    def _stage(self, threads: int, progress: Callable[[int], Progress], memory: int | None) -> None:
+        file = self.file()
+        count = progress(file.plan.size)
+        if not len(file.plan.tensors):
+            return
+        chunks = self.chunks(file)
+        nbytes = file.plan.size if memory is None else min(memory, file.plan.size)
+        on_gpu = any(chunk.device.type == "cuda" for chunk in chunks)
+        writer = self._create(file)
+        with self._abort_if_it_fails(writer):
+            writing = FileWriter(writer, file, threads, count)
+            buffer = buffers.take(nbytes, memory if memory is not None else nbytes, pinned=on_gpu)
+            self._staged = _Staged(buffer, writer, writing, Blocks.of(file, np.empty(0, np.int64)))
+            for place, (first, last) in enumerate(runs := windows(file, nbytes)):
+                blocks = stage(file, chunks, first, last, buffer, threads)
+                if place < len(runs) - 1:
+                    writing.put(blocks)
+                else:
+                    self._staged = _Staged(buffer, writer, writing, blocks)
+
+    def _let_go(self) -> None:
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            buffers.give(staged.buffer)
+
+    def _write_and_commit(self, write: Callable[[], Written | None], group: comm.Group) -> None:
+        try:
+            try:
+                written = comm.agree(write, what="save: writing", group=group, timeout=self._patience())
+            except BaseException:
+                # This rank has not said that it is done, so nobody commits: its file is of no use.
+                self._discard([self._file.name] if self._file else [])
+                raise
+            try:
+                said = comm.gather_bytes(msgspec.json.encode(written), group, what="save: what was written")
+                manifest = comm.agree(lambda: self._commit(said), what="save: committing", group=group)
+            except BaseException:
+                # From here on only the first rank may remove anything: it alone knows whether it has committed.
+                if self._leads and not self._is_committed():
+                    self._discard(None)
+                raise
+            if manifest is not None:
+                self._clean(manifest)
+        finally:
+            self.end()
+
+    def _patience(self) -> float:
+        """Seconds to wait for a rank that writes: the usual, and what twice its part takes on a slow disk.
+
+        A rank that dies is noticed at once, however long this is.
+        """
+        assert self.united is not None  # begin comes first
+        table = self.united.table
+        volumes = np.array([prod(placing.shape) for placing in table.placings], np.float64)
+        total = float((volumes[table.kinds] * table.itemsizes).sum()) if len(table) else 0.0
+        return comm.default_timeout() + 2 * total / self._group.size / _SLOWEST
+
+    def end(self) -> None:
+        """Lets go of the lock."""
+        self._held.close()
+
+    def _create(self, file: DataFile) -> Writer:
+        writer = self._storage.create(file.name)
+        self._file = file
+        return writer
+
+    @contextmanager
+    def _created(
+        self, file: DataFile, threads: int, progress: Progress | None, memory: int | None
+    ) -> Iterator[FileWriter]:
+        writer = self._create(file)
+        with self._abort_if_it_fails(writer):
+            yield FileWriter(writer, file, threads, progress, memory)
+
+    @contextmanager
+    def _abort_if_it_fails(self, writer: Writer) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            writer.abort()
+            raise
+
+    def _commit(self, said: list[bytes]) -> Manifest | None:
+        if not self._leads:
+            return None
+        assert self.united is not None  # begin comes first
+        files = {}
+        for rank, one in zip(self._group.ranks, said, strict=True):
+            written = msgspec.json.decode(one, type=Written | None)
+            if written is not None:
+                files[rank] = written
+        manifest = Manifest(self.save_id, self.united.tree, self.united.table, files, self._extra)
+        data = manifest.encode()
+        self._committing = True
+        self._storage.replace(KEY, data)
+        return manifest
+
+    def _is_committed(self) -> bool:
+        """Whether the manifest in place is this save's; where that cannot be known, it may be."""
+        if not self._committing:
+            return False
+        try:
+            return read_manifest(self._storage).save_id == self.save_id
+        except NotACheckpointError:
+            return False
+        except (StorageError, CheckpointError):
+            return True
+
+    def _discard(self, names: Sequence[str] | None) -> None:
+        """Removes files of a save that failed: these, or all of it. Why it failed matters more than what is left."""
+        with suppress(StorageError):
+            if names is None:
+                names = [key for key in self._storage.list_keys() if key.startswith(f"{self.save_id}-")]
+            for name in names:
+                self._storage.delete(name)
+
+    def _clean(self, manifest: Manifest) -> None:
+        """Removes what no manifest refers to: the files of the save before, and leftovers of those that failed."""
+        try:
+            for key in self._storage.list_keys():
+                if is_of_a_save(key) and key not in manifest.names:
+                    self._storage.delete(key)
+        except StorageError as error:  # the state is saved, and the next save cleans again
+            warnings.warn(f"saved, but files of earlier saves could not all be removed: {error}", stacklevel=4)
+
+
+def _planned(table: TensorTable, rank: int) -> DataFile:
+    """The file of a rank for this table. That of a state whose names, dtypes and placings are as before is known."""
+    placings = tuple(
+        (placing.shape, placing.regions, placing.ranks) if isinstance(placing, Pieces) else placing
+        for placing in table.placings
+    )
+    key = (rank, table.names, table.dtypes, table.kinds.tobytes(), placings)
+    file = _plans.get(key)
+    if file is None:
+        file = DataFile(file_plan(table, rank), "")
+        _plans[key] = file
+        while len(_plans) > _MOST_PLANS:
+            _plans.popitem(last=False)
+    else:
+        _plans.move_to_end(key)
+    return file
+
+
+_plans: OrderedDict[tuple[Any, ...], DataFile] = OrderedDict()
+
+
+def _as_fields(extra: Mapping[str, Any]) -> dict[str, msgspec.Raw]:
+    """Further fields of a manifest, as JSON."""
+    taken = sorted(extra.keys() & FIELDS)
+    if taken:
+        raise StateError(f"extra: a manifest has fields {', '.join(map(repr, taken))} of its own; use another name")
+    try:
+        return {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in extra.items()}
+    except (TypeError, ValueError) as error:
+        raise StateError(f"extra: only what JSON has is stored there: {error}") from None
+
+
+def is_of_a_save(key: str) -> bool:
+    """Whether a key is that of a data file, or of a manifest on its way: what a save makes, besides the manifest.
+
+    >>> is_of_a_save("5f3a9c-00000-0.safetensors"), is_of_a_save("notes.txt")
+    (True, False)
+    """
+    return bool(_DATA.fullmatch(key) or _TEMPORARY.fullmatch(key))

@@ -1,0 +1,177 @@
+"""The tree of a manifest, read: what is stored under which path, and the state rebuilt from it.
+
+A tree is checked once, when the manifest is read; what comes after it relies on that.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shardwright.checkpoint.values import NUMPY, Codec, EnumValue, decode_value
+from shardwright.errors import FormatError
+
+__all__ = ["StoredEntry", "StoredTensor", "StoredValue", "build", "check_tree", "stored_entries", "stored_leaves"]
+
+_MOST_DEPTH = 64
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of the checkpoint, by its number."""
+
+    number: int
+    is_array: bool
+
+
+class StoredValue(NamedTuple):
+    """A plain value, or an empty container."""
+
+    value: Any
+
+
+class StoredEntry(NamedTuple):
+    """A leaf of the tree: its dotted name, the keys that lead to it (None once it was renamed), and what it is.
+
+    `of_rank` if it is one rank's own.
+    """
+
+    name: str
+    keys: tuple[Any, ...] | None
+    what: StoredTensor | StoredValue
+    of_rank: bool = False
+
+
+def check_tree(tree: Any, dtypes: Sequence[str]) -> None:
+    """Sees that every node is of a known kind, none is too deep, and the tensors it names are there.
+
+    `dtypes` are those of the tensors: what is to be an array is of a dtype that numpy has.
+    """
+    waiting = [(tree, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        _check_depth(depth)
+        match node:
+            case int() if not isinstance(node, bool):
+                number = node
+            case ["a", int(number)] if not isinstance(number, bool):
+                pass
+            case ["d", *pairs]:
+                waiting += [(child, depth + 1) for _, child in _pairs(pairs)]
+                continue
+            case ["l" | "t", *items]:
+                waiting += [(item, depth + 1) for item in items]
+                continue
+            case ["x", str(), inner]:
+                waiting.append((inner, depth + 1))
+                continue
+            case ["r", *entries]:
+                waiting += [(inner, depth + 1) for _, inner in _of_ranks(entries)]
+                continue
+            case [str(), *_]:
+                decode_value(node)
+                continue
+            case _:
+                raise _unreadable(node)
+        if not 0 <= number < len(dtypes):
+            raise FormatError(f"the tree names tensor {number}, and there are {len(dtypes)}")
+        if isinstance(node, list) and dtypes[number] not in NUMPY:
+            raise FormatError(f"the tree has tensor {number} as an array, and numpy has no {dtypes[number]}")
+
+
+def stored_entries(tree: Any, rank: int | None) -> list[StoredEntry]:
+    """What is stored: first what is common to all ranks, in one order on all, then what `rank` has for itself."""
+    found = list(_entries(tree, "", (), rank, False))
+    return [entry for entry in found if not entry.of_rank] + [entry for entry in found if entry.of_rank]
+
+
+def stored_leaves(tree: Any, rank: int | None) -> dict[str, StoredTensor | StoredValue]:
+    """What is stored, by dotted name: of what each rank has for itself, that of `rank`."""
+    return {entry.name: entry.what for entry in stored_entries(tree, rank)}
+
+
+def _entries(node: Any, name: str, keys: tuple[Any, ...], rank: int | None, of_rank: bool) -> Iterator[StoredEntry]:
+    match node:
+        case int():
+            yield StoredEntry(name, keys, StoredTensor(node, is_array=False), of_rank)
+        case ["a", int(number)]:
+            yield StoredEntry(name, keys, StoredTensor(number, is_array=True), of_rank)
+        case ["d" | "l" | "t" as kind]:
+            yield StoredEntry(name, keys, StoredValue({"d": {}, "l": [], "t": ()}[kind]), of_rank)
+        case ["d", *pairs]:
+            for key, child in _pairs(pairs):
+                yield from _entries(child, _join(name, key), (*keys, key), rank, of_rank)
+        case ["l" | "t", *items]:
+            for place, child in enumerate(items):
+                yield from _entries(child, _join(name, place), (*keys, place), rank, of_rank)
+        case ["x", str(), inner]:
+            yield from _entries(inner, name, keys, rank, of_rank)
+        case ["r", *entries]:
+            for owner, inner in _of_ranks(entries):
+                if owner == rank:
+                    yield from _entries(inner, name, keys, rank, True)
+        case _:
+            yield StoredEntry(name, keys, StoredValue(decode_value(node)), of_rank)
+
+
+def build(tree: Any, tensor: Callable[[int, bool], Any], codecs: Mapping[str, Codec], rank: int | None) -> Any:
+    """The state that a tree describes, with what `tensor` gives for the tensors and arrays of each number."""
+
+    def make(node: Any) -> Any:
+        match node:
+            case int():
+                return tensor(node, False)
+            case ["a", int(number)]:
+                return tensor(number, True)
+            case ["d", *pairs]:
+                return {key: make(child) for key, child in _pairs(pairs)}
+            case ["l", *items]:
+                return [make(item) for item in items]
+            case ["t", *items]:
+                return tuple(make(item) for item in items)
+            case ["x", str(name), inner]:
+                codec = codecs.get(name)
+                made = make(inner)
+                return made if codec is None else codec.decode(made)
+            case ["r", *entries]:
+                return next((make(inner) for owner, inner in entries if owner == rank), None)
+        value = decode_value(node)
+        return value.value if isinstance(value, EnumValue) else value
+
+    return make(tree)
+
+
+def _pairs(items: list[Any]) -> Iterator[tuple[Any, Any]]:
+    if len(items) % 2:
+        raise FormatError("a dict of the tree has a key without a value")
+    keys = items[::2]
+    if any(not isinstance(key, str | int | float | None) for key in keys):
+        raise FormatError("a dict of the tree has a key that is no text, number, truth or None")
+    if len({(type(key), key) for key in keys}) != len(keys):
+        raise FormatError("a dict of the tree has a key twice")
+    return zip(keys, items[1::2], strict=True)
+
+
+def _of_ranks(entries: list[Any]) -> list[tuple[int, Any]]:
+    """Of each rank its own node: each of another rank."""
+    found: dict[int, Any] = {}
+    for entry in entries:
+        match entry:
+            case [int(rank), inner] if not isinstance(rank, bool) and rank not in found:
+                found[rank] = inner
+            case _:
+                raise _unreadable(entry)
+    return list(found.items())
+
+
+def _check_depth(depth: int) -> None:
+    if depth > _MOST_DEPTH:
+        raise FormatError(f"the tree is nested more than {_MOST_DEPTH} deep")
+
+
+def _unreadable(node: Any) -> FormatError:
+    return FormatError(f"node {reprlib.repr(node)} of the tree is of no known kind")
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)

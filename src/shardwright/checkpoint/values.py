@@ -1,0 +1,174 @@
+"""Plain values as JSON, and back: nothing is imported, nothing is run.
+
+A node is a list whose first entry says what it is; see docs/format.md. Text, numbers, truth and None are ["v", x].
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import enum
+import math
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from shardwright.errors import FormatError, StateError
+
+__all__ = ["DTYPES", "NUMPY", "Codec", "EnumValue", "decode_value", "encode_value"]
+
+# A name is looked up here and never with getattr, which would have torch import modules that a name happens to have.
+DTYPES: Mapping[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")  # quantised ones are not stored
+}
+"""The dtypes of this PyTorch that a tensor can be stored in, by name."""
+
+_INT = range(-(2**63), 2**63)
+NUMPY = frozenset(
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 float128 "
+    "complex64 complex128 complex256".split()
+)
+"""The names of the dtypes that numpy scalars and arrays are stored in."""
+
+
+@final
+@dataclass(frozen=True)
+class Codec:
+    """How values of a type of your own are stored: as any state that can be, under a name.
+
+    >>> Codec("version", tuple, lambda state: state).name
+    'version'
+    """
+
+    name: str
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+def encode_value(value: Any, path: str) -> list[Any] | None:
+    """The node of a plain value; None where it is no plain value."""
+    match value:
+        case enum.Enum():
+            inner = encode_value(value.value, path)
+            if inner is None:
+                raise StateError(
+                    f"{path}: the value of {value!r} is a {type(value.value).__name__}, which is not stored"
+                )
+            return ["e", type(value).__name__, value.name, inner]
+        case np.generic():
+            return _numpy_scalar(value, path)
+        case None | bool() | str():
+            return ["v", _text(value, path) if isinstance(value, str) else value]
+        case int():
+            return ["v", int(value)] if value in _INT else ["i", _digits(int(value), path)]
+        case float():
+            return ["v", float(value)] if math.isfinite(value) else ["f", repr(float(value))]
+        case complex():
+            return ["c", repr(value.real), repr(value.imag)]
+        case bytes() | bytearray() | memoryview():
+            return ["b", base64.b64encode(value).decode()]
+        case datetime.datetime():
+            return ["datetime", value.isoformat(), *[1] * value.fold]
+        case datetime.date():
+            return ["date", value.isoformat()]
+        case datetime.time():
+            return ["time", value.isoformat(), *[1] * value.fold]
+        case datetime.timedelta():
+            return ["timedelta", value.days, value.seconds, value.microseconds]
+        case torch.device():
+            return ["device", str(value)]
+        case torch.dtype():
+            return ["dtype", str(value).removeprefix("torch.")] if value in DTYPES.values() else None
+    return None
+
+
+def _text(value: str, path: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise StateError(f"{path}: text that is no valid Unicode cannot be stored: {error}") from None
+    return str(value)
+
+
+def _digits(value: int, path: str) -> str:
+    if value.bit_length() > 13000:  # Python reads at most 4300 digits
+        raise StateError(f"{path}: an integer of {value.bit_length()} bits is not stored: 13000 are the most")
+    return str(value)
+
+
+def _numpy_scalar(value: np.generic, path: str) -> list[Any]:
+    if value.dtype.name not in NUMPY:
+        raise StateError(f"{path}: a numpy scalar of {value.dtype} is not stored")
+    return ["n", value.dtype.name, base64.b64encode(value.tobytes()).decode()]
+
+
+@final
+@dataclass(frozen=True)
+class EnumValue:
+    """An enum as it was stored, by name: a manifest imports nothing, so only a target that has the type gives it back.
+
+    `load` without a target gives the value.
+    """
+
+    type_name: str
+    name: str
+    value: Any
+
+
+def decode_value(node: list[Any]) -> Any:
+    """The value of a node that `encode_value` made."""
+    try:
+        return _DECODERS[node[0]](*node[1:])
+    except FormatError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise FormatError(f"node {reprlib.repr(node)} of the tree cannot be read: {error}") from None
+
+
+def _device(text: str) -> torch.device:
+    try:
+        return torch.device(text)
+    except RuntimeError:
+        raise ValueError(f"{text!r} is no device") from None
+
+
+def _numpy(name: str, data: str) -> Any:
+    if name not in NUMPY:
+        raise ValueError(f"{name!r} is no number")
+    dtype, stored = np.dtype(name), base64.b64decode(data, validate=True)
+    if len(stored) != dtype.itemsize or (name == "bool" and stored not in (b"\0", b"\1")):
+        raise ValueError(f"{len(stored)} bytes are no {name}")
+    return np.frombuffer(stored, dtype)[0]
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, str | int | float | bool | None):
+        raise ValueError("a plain value is expected")
+    return value
+
+
+_DECODERS: Mapping[str, Callable[..., Any]] = {
+    "v": _plain,
+    "i": lambda text: int(text) if len(text) < 4000 else _too_long(text),
+    "f": lambda text: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[text],
+    "c": lambda real, imag: complex(float(real), float(imag)),
+    "b": lambda text: base64.b64decode(text, validate=True),
+    "datetime": lambda text, fold=0: datetime.datetime.fromisoformat(text).replace(fold=fold),
+    "date": datetime.date.fromisoformat,
+    "time": lambda text, fold=0: datetime.time.fromisoformat(text).replace(fold=fold),
+    "timedelta": lambda days, seconds, micro: datetime.timedelta(days, seconds, micro),
+    "device": _device,
+    "dtype": DTYPES.__getitem__,
+    "n": _numpy,
+    "e": lambda kind, name, node: EnumValue(kind, name, decode_value(node)),
+}
+
+
+def _too_long(text: str) -> int:
+    raise ValueError(f"an integer of {len(text)} digits")

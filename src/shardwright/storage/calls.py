@@ -1,0 +1,96 @@
+"""The system calls of a local folder, in one place: what a crash test records, and a fault test makes fail."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+__all__ = ["Calls"]
+
+_FULL_FSYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: its fsync leaves the data in the drive's cache
+
+
+class Calls:
+    """The calls themselves. Tests give a `LocalStorage` a subclass that records them, or fails at one of them.
+
+    >>> "manifest.json" in Calls().listdir(".")
+    False
+    """
+
+    def open(self, path: str, flags: int, mode: int = 0o666) -> int:
+        """open(2), never inherited by children."""
+        return os.open(path, flags | os.O_CLOEXEC, mode)
+
+    def close(self, fd: int) -> None:
+        """close(2). One that a signal cut short has closed it all the same."""
+        with suppress(InterruptedError):
+            os.close(fd)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """pwritev(2), or one pwrite(2) where there is none: how many bytes were taken."""
+        if hasattr(os, "pwritev"):
+            return os.pwritev(fd, buffers, offset)
+        return os.pwrite(fd, buffers[0], offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """preadv(2), or one pread(2) where there is none: how many bytes came."""
+        if hasattr(os, "preadv"):
+            return os.preadv(fd, buffers, offset)
+        target = buffers[0].cast("B")
+        data = os.pread(fd, target.nbytes, offset)
+        target[: len(data)] = data
+        return len(data)
+
+    def write_back(self, fd: int, offset: int, nbytes: int) -> None:
+        """Asks the kernel to begin writing a range to the disk, where it can be asked. Nothing depends on it."""
+        if _sync_file_range is not None:
+            _sync_file_range(fd, offset, nbytes, 2)  # SYNC_FILE_RANGE_WRITE
+
+    def fsync(self, fd: int) -> None:
+        """fsync(2), down to the disk itself."""
+        if _FULL_FSYNC is not None:
+            fcntl.fcntl(fd, _FULL_FSYNC)
+        else:
+            os.fsync(fd)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        """fstat(2)."""
+        return os.fstat(fd)
+
+    def rename(self, source: str, target: str) -> None:
+        """rename(2)."""
+        os.rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        """unlink(2)."""
+        os.unlink(path)
+
+    def mkdir(self, path: str) -> None:
+        """mkdir(2)."""
+        os.mkdir(path)
+
+    def listdir(self, path: str) -> list[str]:
+        """The names in a folder."""
+        return os.listdir(path)
+
+    def lock(self, fd: int) -> None:
+        """flock(2), exclusive; raises BlockingIOError where another process has it."""
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def unlock(self, fd: int) -> None:
+        """flock(2) once more, to let go."""
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is None:
+        return None
+    function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return function  # type: ignore[no-any-return]  # a foreign function
+
+
+_sync_file_range = _find_sync_file_range()

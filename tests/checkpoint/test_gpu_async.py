@@ -1,0 +1,108 @@
+"""Saves of tensors on a GPU: copied on a stream of their own, into memory the driver knows, after what was queued."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwright import checkpoint
+from shardwright.checkpoint import staging
+from shardwright.storage import Calls, LocalStorage
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+def _state() -> dict[str, torch.Tensor]:
+    whole = torch.rand(2048, 3000, device="cuda")
+    return {
+        "whole": whole,
+        "turned": whole.t(),
+        "sliced": whole[3::5, 7:],
+        "half": whole.to(torch.bfloat16),
+        "conj": torch.view_as_complex(torch.rand(500, 2, device="cuda")).conj(),
+        "host": torch.rand(1000, 33),
+        "scalar": torch.tensor(3, device="cuda"),
+        "empty": torch.ones(0, 4, device="cuda"),
+        **{f"small{number}": torch.rand(number % 7, 9, device="cuda")[:, ::2] for number in range(100)},
+        **{f"bytes{number}": torch.full((number,), number, device="cuda", dtype=torch.uint8) for number in range(50)},
+    }
+
+
+@pytest.mark.parametrize("memory", [None, 3 * MIB])
+def test_no_later_kernel_changes_what_is_saved(tmp_path: Path, memory: int | None) -> None:
+    for attempt in range(3):
+        state = _state()
+        before = {name: tensor.resolve_conj().cpu().clone() for name, tensor in state.items()}
+        saving = checkpoint.async_save(state, tmp_path / str(attempt), memory=memory)
+        for tensor in state.values():
+            tensor.fill_(7)
+        torch.cuda.synchronize()
+        saving.wait()
+        loaded = checkpoint.load(tmp_path / str(attempt))
+        for name, tensor in before.items():
+            assert torch.equal(loaded[name], tensor), name
+
+
+def test_what_was_queued_before_is_in_it(tmp_path: Path) -> None:
+    weights = torch.zeros(4 * MIB, device="cuda")
+    slow = torch.rand(4096, 4096, device="cuda")
+    for _ in range(50):
+        slow = slow @ slow
+    weights.add_(1)  # behind the multiplications, and before the save
+    checkpoint.async_save({"w": weights}, tmp_path).wait()
+    assert checkpoint.load(tmp_path)["w"].unique().tolist() == [1]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(50):
+            slow = slow @ slow
+        weights.add_(1)
+        saving = checkpoint.async_save({"w": weights}, tmp_path)  # the stream of its caller counts
+        weights.add_(1)
+    saving.wait()
+    assert checkpoint.load(tmp_path)["w"].unique().tolist() == [2]
+
+
+def test_the_buffer_is_known_to_the_driver_of_the_size_needed_and_used_again(tmp_path: Path) -> None:
+    checkpoint.release_buffers()
+    made = staging.buffers.made
+    state = {"w": torch.rand(5 * MIB, device="cuda")}
+    for attempt in range(3):
+        checkpoint.async_save(state, tmp_path / str(attempt)).wait()
+    assert staging.buffers.made == made + 1
+    assert staging.buffers.kept == 20 * MIB
+    buffer = staging.buffers.take(MIB, MIB, pinned=True)
+    assert buffer.tensor.is_pinned()
+    staging.buffers.give(buffer)
+    checkpoint.release_buffers()
+    assert not buffer.tensor.is_pinned()
+
+
+def test_small_tensors_cross_the_bus_together(tmp_path: Path) -> None:
+    state = {str(number): torch.full((1000,), float(number), device="cuda") for number in range(500)}
+    checkpoint.async_save(state, tmp_path).wait()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        checkpoint.async_save(state, tmp_path).wait()
+    copies = [event for event in seen.events() if "Memcpy DtoH" in event.name]
+    assert 1 <= len(copies) <= 4
+    loaded = checkpoint.load(tmp_path)
+    assert all(loaded[name].unique().tolist() == [float(name)] for name in state)
+
+
+def test_a_plain_save_goes_through_windows(tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    class Counted(Calls):
+        def pwritev(self, fd: int, buffers: object, offset: int) -> int:
+            sizes.append(sum(buffer.nbytes for buffer in buffers))  # type: ignore[attr-defined]  # memoryviews
+            return super().pwritev(fd, buffers, offset)  # type: ignore[arg-type]  # likewise
+
+    state = _state()
+    checkpoint.save(state, LocalStorage(tmp_path, Counted()), memory=2 * MIB)
+    assert max(sizes) <= 2 * MIB
+    loaded = checkpoint.load(tmp_path)
+    for name, tensor in state.items():
+        assert torch.equal(loaded[name], tensor.resolve_conj().cpu()), name

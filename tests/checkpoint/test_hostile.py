@@ -1,0 +1,420 @@
+"""Hostile manifests and data files: typed errors, in bounded memory and time, whatever they say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import resource
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import crc32c
+import pytest
+import torch
+
+from shardwright import checkpoint
+from shardwright.checkpoint.manifest import Manifest
+from shardwright.checkpoint.read import FileReader
+from shardwright.checkpoint.write import Written
+from shardwright.errors import CheckpointError, CorruptionError, FormatError, StorageError
+from shardwright.layout import Region
+from shardwright.storage import Reader
+from tests.checkpoint.fuzz import mutated_bytes, mutated_values, signed, unsigned, written
+
+FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"
+MUTATIONS = 100_000 if FULL else 10_000
+
+Fields = dict[str, Any]
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Path:
+    """A small checkpoint of one rank."""
+    path = tmp_path / "one"
+    state = {
+        "w": torch.arange(24.0).reshape(4, 6),
+        "b": torch.ones(6, dtype=torch.int64),
+        "t": torch.tensor([True, False, True]),
+        "n": {"epoch": 3, "list": [1.5, None, ("a", b"b")]},
+    }
+    checkpoint.save(state, path)
+    return path
+
+
+def change(path: Path, how: Callable[[Fields], object]) -> None:
+    """Changes what a manifest says, and signs it."""
+    manifest = path / "manifest.json"
+    fields = json.loads(manifest.read_bytes())
+    how(fields)
+    manifest.write_bytes(written(fields))
+
+
+def put(*keys: Any, to: Any) -> Callable[[Fields], None]:
+    def how(fields: Fields) -> None:
+        holder: Any = fields
+        for key in keys[:-1]:
+            holder = holder[key]
+        holder[keys[-1]] = to
+
+    return how
+
+
+def nested(depth: int, kind: str = "l") -> Any:
+    node: Any = ["v", 1]
+    for _ in range(depth):
+        node = [kind, node] if kind == "l" else ["e", "A", "B", node]
+    return node
+
+
+# tensors: [names, dtypes, dtype of each, spreads, placings, placing of each]; files: [ranks, sizes, headers, digests]
+LIES: dict[str, tuple[Callable[[Fields], None], str]] = {
+    "version 2": (put("shardwright", to=2), "version 2"),
+    "a path for a save": (put("save", to="../../etc/x"), "save id '../../etc/x'"),
+    "an absolute path": (put("save", to="/etc/passwd"), "save id"),
+    "a save with a NUL": (put("save", to="abcdef\0"), "save id"),
+    "a save without end": (put("save", to="a" * 1000), "save id"),
+    "10 GB in a shape": (put("tensors", 4, 0, 1, to=[5 << 30, 2]), "the tensors have .* bytes, and the files hold"),
+    "an exabyte": (put("tensors", 4, 0, 1, to=[1 << 61, 1]), "the tensors have|larger than any"),
+    "a size past 64 bits": (put("tensors", 4, 0, 1, to=[1 << 64]), "cannot be|out of range"),
+    "a shape with nothing and everything": (put("tensors", 4, 0, 1, to=[0, 1 << 62]), "cannot be"),
+    "nothing many times over": (put("tensors", 4, 0, 1, to=[0, 1 << 40, 1 << 40]), "larger than any"),
+    "a negative size": (put("tensors", 4, 0, 1, to=[-4, 6]), "size -4 cannot be"),
+    "100,000 dimensions": (put("tensors", 4, 0, 1, to=[1] * 100_000), "dimensions"),
+    "a tensor of another size": (put("tensors", 4, 0, 1, to=[4, 7]), "the tensors have"),
+    "an itemsize that is not its dtype's": (put("tensors", 1, 0, to=["float32", 8]), "dtype 'float32' of 8 bytes"),
+    "a dtype that is a function": (put("tensors", 1, 0, to=["load", 4]), "dtype 'load'"),
+    "a quantised dtype": (put("tensors", 1, 0, to=["quint8", 1]), "dtype 'quint8'"),
+    "two tensors of one name": (put("tensors", 0, to=["w", "w", "t"]), "two tensors have one name"),
+    "more names than tensors": (put("tensors", 0, to=["w", "b", "t", "x"]), "4 names, 3 dtypes"),
+    "a dtype that is not there": (put("tensors", 2, to=[0, 1, 9]), "number"),
+    "a placing that is not there": (put("tensors", 5, to=[0, 1, -1]), "number"),
+    "a spread that is not there": (put("tensors", 4, 0, 0, to=7), "number"),
+    "a mesh of everybody": (put("tensors", 3, 0, 0, to=[1 << 19]), "mesh"),
+    "a mesh of many dimensions": (put("tensors", 3, 0, 0, to=[1] * 17), "mesh"),
+    "a mesh of ranks that are not there": (put("tensors", 3, 0, to=[[2], None, None, [["s", 0]], None]), "files"),
+    "many ranks and one file": (put("tensors", 3, 0, to=[[1 << 16], None, None, [["r"]], None]), "no file of rank"),
+    "a rank past counting": (put("tensors", 3, 0, 2, to=[1 << 62]), "ranks"),
+    "a rank twice": (put("tensors", 3, 0, to=[[2], None, [0, 0], [["r"]], None]), "a rank twice"),
+    "a placement that is unknown": (put("tensors", 3, 0, 3, to=[["p", 1]]), "placement"),
+    "a shard of a dimension that is not there": (put("tensors", 3, 0, 3, to=[["s", 5]]), "out of range"),
+    "overlapping pieces": (
+        put("tensors", 4, 0, to=[-1, [4, 6], [0, 0, 1, 0], [3, 6, 3, 6], [0, 0]]),
+        "do not tile it: overlap",
+    ),
+    "pieces with a gap": (put("tensors", 4, 0, to=[-1, [4, 6], [0, 0], [3, 6], [0]]), "do not tile it: gap"),
+    "pieces outside": (put("tensors", 4, 0, to=[-1, [4, 6], [1, 0], [4, 6], [0]]), "do not tile it: outside"),
+    "pieces that do not add up": (put("tensors", 4, 0, to=[-1, [4, 6], [0], [4, 6], [0]]), "1 offsets, 2 sizes"),
+    "pieces past 64 bits": (put("tensors", 4, 0, to=[-1, [4], [1 << 63], [4], [0]]), "cannot be|range"),
+    "pieces in 40 dimensions": (put("tensors", 4, 0, to=[-1, [2] * 40, [0] * 40, [1] * 40, [0]]), "more than any"),
+    "a tensor without dimensions, twice": (put("tensors", 4, 0, to=[-1, [], [], [], [0, 0]]), "held once"),
+    "a file without a header": (put("files", 2, 0, to=0), "cannot be"),
+    "a header longer than its file": (put("files", 2, 0, to=1 << 20), "cannot be"),
+    "a header of gigabytes": (put("files", to=[[0], [1 << 34], [1 << 33], ["0" * 32]]), "cannot be"),
+    "a file of a rank past counting": (put("files", 0, 0, to=1 << 40), "ranks"),
+    "a rank's file twice": (put("files", to=[[0, 0], [5000] * 2, [4096] * 2, ["0" * 32] * 2]), "twice"),
+    "a digest that is none": (put("files", 3, 0, to="../" * 10), "cannot be"),
+    "no files": (put("files", to=[[], [], [], []]), "the files hold 0"),
+    "a tensor that is not there": (put("tree", to=99), "names tensor 99, and there are 3"),
+    "a truth for a tensor": (put("tree", to=True), "no known kind"),
+    "a half as an array": (
+        lambda fields: (put("tensors", 1, 1, to=["bfloat16", 2])(fields), put("tree", to=["a", 1])(fields))[0],
+        "numpy has no bfloat16",
+    ),
+    "a dict with a key twice": (put("tree", to=["d", "a", 0, "a", 1]), "a key twice"),
+    "a dict with a key and no value": (put("tree", to=["d", "a"]), "without a value"),
+    "a dict with a list for a key": (put("tree", to=["d", [], 0]), "key that is no text"),
+    "a rank's own, twice": (put("tree", to=["r", [0, 0], [0, 1]]), "no known kind"),
+    "a node that is unknown": (put("tree", to=["pickle", "gASV"]), "cannot be read"),
+    "a tree 65 deep": (put("tree", to=nested(65)), "more than 64 deep"),
+    "an enum 900 deep": (put("tree", to=nested(900, "e")), "cannot be read|deep"),
+    "an integer of 5,000 digits": (put("tree", to=["i", "9" * 5000]), "digits"),
+    "a time past all times": (put("tree", to=["timedelta", 10**15, 0, 0]), "cannot be read"),
+    "a truth that is 7": (put("tree", to=["n", "bool", "Bw=="]), "no bool"),
+    "a number of objects": (put("tree", to=["n", "object", "AAAAAAAAAAA="]), "no number"),
+    "a dtype that imports": (put("tree", to=["dtype", "_inductor"]), "cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "text"), LIES.values(), ids=LIES)
+def test_a_lie_is_refused_with_little_memory(one: Path, how: Callable[[Fields], None], text: str) -> None:
+    change(one, how)
+    before, size = time.monotonic(), (one / "manifest.json").stat().st_size
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match=text):
+            checkpoint.load(one)
+        assert tracemalloc.get_traced_memory()[1] < 64 * size + (32 << 20)
+    finally:
+        tracemalloc.stop()
+    assert time.monotonic() - before < 10
+    assert not checkpoint.verify(one)
+
+
+def test_nothing_is_imported_for_a_name(one: Path) -> None:
+    before = set(sys.modules)
+    change(one, put("tree", to=["dtype", "onnx"]))
+    with pytest.raises(FormatError):
+        checkpoint.load(one)
+    assert "torch.onnx" in before or "torch.onnx" not in sys.modules
+
+
+RAW: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "a field twice": (lambda text: text + b'"save":"bbbbbb",', "a field twice"),
+    "a field twice, spelled otherwise": (lambda text: text + b'"\\u0073ave":"bbbbbb",', "a field twice"),
+    "space between fields": (lambda text: text + b" ", "a field twice, or space|cannot be read"),
+    "bad UTF-8": (lambda text: text + b'"x":"\xff\xfe",', "cannot be read"),
+    "half a surrogate": (lambda text: text.replace(b'"w"', b'"\\ud800"'), "cannot be read"),
+    "a NUL as it is": (lambda text: text.replace(b'"w"', b'"\0"'), "cannot be read"),
+    "brackets without end": (lambda text: text + b'"x":' + b"[" * 100_000, "cannot be read"),
+    "brackets that end": (lambda text: text + b'"x":' + b"[" * 100_000 + b"]" * 100_000 + b",", "cannot be read"),
+    "braces in the tree": (
+        lambda text: text.replace(b'"tree":', b'"tree":' + b"[" * 5000 + b"]" * 5000 + b',"t":'),
+        "cannot be read",
+    ),
+    "no tree": (lambda text: text.replace(b'"tree":', b'"trie":'), "no field 'tree'"),
+    "a number for everything": (lambda text: b'{"shardwright":1,', "no field"),
+}
+
+
+@pytest.mark.parametrize(("how", "text"), RAW.values(), ids=RAW)
+def test_bytes_that_are_no_manifest_are_refused(one: Path, how: Callable[[bytes], bytes], text: str) -> None:
+    manifest = one / "manifest.json"
+    manifest.write_bytes(signed(how(unsigned(manifest.read_bytes()))))
+    with pytest.raises(FormatError, match=text):
+        checkpoint.load(one)
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"null", b"PK\x03\x04", b"\x80\x04K\x01.", b'{"shardwright":'])
+def test_what_is_no_manifest_at_all_is_said_to_be_none(one: Path, data: bytes) -> None:
+    (one / "manifest.json").write_bytes(data)
+    with pytest.raises(FormatError, match="this is no manifest"):
+        checkpoint.open(one)
+
+
+def test_an_unknown_field_is_no_lie(one: Path) -> None:
+    change(one, put("from the future", to={"a": [1, 2.5, None]}))
+    assert checkpoint.load(one)["n"]["epoch"] == 3
+
+
+def test_names_with_nuls_and_of_other_scripts_are_names(tmp_path: Path) -> None:
+    state = {"a\0b": torch.ones(1), "": torch.ones(2), "ａ": torch.ones(3), "a": torch.ones(4), "../x": torch.ones(5)}
+    checkpoint.save(state, tmp_path)
+    found = checkpoint.load(tmp_path)
+    assert {name: tensor.numel() for name, tensor in found.items()} == {
+        name: tensor.numel() for name, tensor in state.items()
+    }
+    assert sorted(path.suffix for path in tmp_path.iterdir() if path.name != ".lock") == [".json", ".safetensors"]
+
+
+def test_a_claim_that_files_do_not_bear_out_makes_no_memory(one: Path) -> None:
+    """The manifest agrees with itself about 8 GB; the file is small."""
+
+    def lie(fields: Fields) -> None:
+        fields["tensors"][4][0][1] = [1 << 31, 1]
+        fields["files"][1][0] += (1 << 33) - 96
+
+    change(one, lie)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CorruptionError, match="bytes, and the manifest says"):
+        checkpoint.load(one)
+    with checkpoint.open(one) as ckpt, pytest.raises(CorruptionError, match="bytes, and the manifest says"):
+        ckpt["w"][:]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+
+
+def test_a_sparse_giant_is_not_taken_for_data(one: Path) -> None:
+    """A file of 10 GiB that takes up no room, and a manifest that claims as much: its header is not the right one."""
+    (file,) = one.glob("*.safetensors")
+    size = file.stat().st_size + (10 << 30)
+
+    def lie(fields: Fields) -> None:
+        fields["tensors"][4][0][1] = [24 + (10 << 28)]
+        fields["files"][1][0] = size
+
+    change(one, lie)
+    os.truncate(file, size)
+    for read in (checkpoint.load, lambda path: checkpoint.open(path)["w"][:]):
+        with pytest.raises((CorruptionError, FormatError), match=r"header|predicted"):
+            read(one)
+    with pytest.raises(CheckpointError):
+        checkpoint.load({"w": torch.zeros(4, 6)}, one, strict=False)
+
+
+def header_of(path: Path) -> bytes:
+    data = path.read_bytes()
+    return data[: 8 + int.from_bytes(data[:8], "little")]
+
+
+def sign_header(one: Path, header: bytes) -> None:
+    """Puts a header in place, and its digest into the manifest."""
+    (file,) = one.glob("*.safetensors")
+    file.write_bytes(header + file.read_bytes()[len(header) :])
+    change(one, put("files", 3, 0, to=hashlib.blake2b(header, digest_size=16).hexdigest()))
+
+
+HEADERS: dict[str, Callable[[bytes], bytes]] = {
+    "another length": lambda header: (1 << 40).to_bytes(8, "little") + header[8:],
+    "lying offsets": lambda header: header.replace(b'"data_offsets":[0,', b'"data_offsets":[9,'),
+    "another shape": lambda header: header.replace(b'"shape":[4,6]', b'"shape":[6,4]'),
+    "checksums that are none": lambda header: header[:35] + b"zz" + header[37:],
+    "checksums in capitals": lambda header: header[:35] + b"ABCDEF01" + header[43:],
+    "spaces for checksums": lambda header: header[:35] + b" " * 8 + header[43:],
+    "a byte past ASCII": lambda header: header[:35] + b"\xff" + header[36:],
+    "a key twice": lambda header: header.replace(b'"b":', b'"w":'),
+    "padding that is none": lambda header: header[:-1] + b"\0",
+}
+
+
+@pytest.mark.parametrize("how", HEADERS.values(), ids=HEADERS)
+def test_a_header_of_the_right_digest_that_lies_is_refused(one: Path, how: Callable[[bytes], bytes]) -> None:
+    header = header_of(next(one.glob("*.safetensors")))
+    other = how(header)
+    assert other != header
+    assert len(other) == len(header)
+    sign_header(one, other)
+    with pytest.raises(FormatError, match="its header is not the one that follows from the manifest"):
+        checkpoint.load(one)
+    assert not checkpoint.verify(one)
+
+
+def test_a_header_of_the_right_length_and_another_digest_is_refused(one: Path) -> None:
+    (file,) = one.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[len(header_of(file)) - 1] = 9
+    file.write_bytes(data)
+    with pytest.raises(CorruptionError, match="its header is damaged"):
+        checkpoint.load(one)
+
+
+def test_a_truth_that_is_seven_is_refused(one: Path) -> None:
+    """Its checksum is right: whoever wrote it meant it. Torch would take it for true here and false there."""
+    (file,) = one.glob("*.safetensors")
+    header = header_of(file)
+    file.write_bytes(file.read_bytes()[:-3] + b"\x07\x00\x01")
+    old, new = f"{crc32c.crc32c(bytes([1, 0, 1])):08x}".encode(), f"{crc32c.crc32c(bytes([7, 0, 1])):08x}".encode()
+    assert header.count(old) == 1
+    sign_header(one, header.replace(old, new))
+    assert checkpoint.verify(one)
+    with pytest.raises(CorruptionError, match="'t' is of truths"):
+        checkpoint.load(one)
+    with checkpoint.open(one) as ckpt, pytest.raises(CorruptionError, match="'t' is of truths"):
+        ckpt["t"][:]
+
+
+def link(path: Path) -> None:
+    target = path.with_name("elsewhere")
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("what", [link, pipe, folder])
+@pytest.mark.parametrize("name", ["manifest.json", "*.safetensors"])
+def test_only_regular_files_are_opened(one: Path, what: Callable[[Path], None], name: str) -> None:
+    what(next(one.glob(name)))
+    with pytest.raises((StorageError, CorruptionError), match=r"regular file|missing|directory"):
+        checkpoint.load(one)
+
+
+@pytest.mark.parametrize("grow", [-1, 1, 4096])
+def test_a_file_of_another_length_is_refused(one: Path, grow: int) -> None:
+    (file,) = one.glob("*.safetensors")
+    os.truncate(file, file.stat().st_size + grow)
+    with pytest.raises(CorruptionError, match="bytes, and the manifest says"):
+        checkpoint.load(one)
+
+
+def test_a_manifest_without_end_is_refused_before_it_is_read(one: Path) -> None:
+    os.truncate(one / "manifest.json", 1 << 40)
+    with pytest.raises(CorruptionError, match="none has more than"):
+        checkpoint.open(one)
+
+
+def use(manifest: Manifest) -> None:
+    """Does with a manifest what reading does, short of reading: plans, predictions, what each tensor is."""
+    for number in range(min(len(manifest.tensors), 8)):
+        manifest.finder.parts(number, Region.whole(manifest.tensors.shape(number)))
+    for rank in list(manifest.files)[:4]:
+        assert manifest.file(rank).header_size > 0
+    Manifest.decode(manifest.encode())
+
+
+@pytest.mark.timeout(1200)  # all of them take minutes
+@pytest.mark.parametrize("how", [mutated_bytes, mutated_values])
+def test_mutated_manifests_are_read_or_refused(saved: Path, how: Callable[[bytes, random.Random], bytes]) -> None:
+    original = (saved / "manifest.json").read_bytes()
+    read = refused = 0
+    loads = 2000 if FULL else 100
+    longest = 0.0
+    for number in range(MUTATIONS // 2):
+        data = how(original, random.Random(number))
+        start = time.monotonic()
+        try:
+            use(Manifest.decode(data))
+            read += 1
+            if read <= loads:
+                (saved / "manifest.json").write_bytes(data)
+                checkpoint.load(saved)
+        except (FormatError, CorruptionError):
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"{how.__name__} {number}: {type(error).__name__}: {error}") from error
+        longest = max(longest, time.monotonic() - start)
+    assert refused > MUTATIONS // 10
+    assert read > MUTATIONS // 100
+    assert longest < 20
+
+
+class Bytes(Reader):
+    """A file in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    @property
+    def size(self) -> int:
+        return len(self._data)
+
+    def read(self, buffers: Sequence[memoryview], offset: int) -> None:
+        for buffer in buffers:
+            buffer[:] = self._data[offset : offset + buffer.nbytes]
+            offset += buffer.nbytes
+
+    def close(self) -> None:
+        pass
+
+
+def test_mutated_headers_are_refused(saved: Path) -> None:
+    manifest = Manifest.decode((saved / "manifest.json").read_bytes())
+    name = manifest.file_name(1)
+    data, file, expected = (saved / name).read_bytes(), manifest.file(1), manifest.files[1]
+    chance = random.Random(7)
+    for _ in range(MUTATIONS // 4):
+        header = bytearray(data[: expected.header_size])
+        for _ in range(chance.choice([1, 2, 30])):
+            header[chance.choice([chance.randrange(len(header)), chance.randrange(700)])] = chance.randrange(256)
+        if chance.random() < 0.5:  # a checksum that could be: it is only found when its block is read
+            digits = f"{chance.getrandbits(32):08x}".encode()
+            header[27 + 8 : 27 + 16] = digits
+        said = Written(expected.size, expected.header_size, hashlib.blake2b(header, digest_size=16).hexdigest())
+        try:
+            FileReader(Bytes(bytes(header) + data[len(header) :]), file, said)
+        except (FormatError, CorruptionError):
+            continue
+        rest = slice(8 + 27 + 8 * int(file.blocks.sum()), None)
+        assert bytes(header)[rest] == data[: expected.header_size][rest]

@@ -1,0 +1,202 @@
+"""Who writes what and who reads what from where: arithmetic that every rank does alone, and all do alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright.checkpoint.datafile import BLOCK
+from shardwright.checkpoint.manifest import Manifest
+from shardwright.checkpoint.plan import find
+from shardwright.checkpoint.plan.cut import boxes_of_stretch, grain
+from shardwright.checkpoint.plan.file import file_plan
+from shardwright.checkpoint.plan.find import Finder
+from shardwright.checkpoint.plan.share import shares_of
+from shardwright.checkpoint.plan.sharing import Ask, segments, shared, touched
+from shardwright.checkpoint.tensors import Pieces, Placing, TensorTable
+from shardwright.checkpoint.write import Written
+from shardwright.layout import Layout, Mesh, Region, Replicate, Shard
+from shardwright.testing.strategies import layouts, regions
+
+
+@st.composite
+def placings(draw: st.DrawFn) -> Placing:
+    """A layout without addends, or the same regions as explicit pieces."""
+    layout = draw(layouts(partial=False))
+    if draw(st.booleans()):
+        return layout
+    held = layout.regions()
+    return Pieces(layout.shape, tuple(region for region, _ in held), tuple(ranks[-1] for _, ranks in held))
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> TensorTable:
+    chosen = draw(st.lists(placings(), min_size=1, max_size=6))
+    sizes = draw(st.lists(st.sampled_from([1, 2, 4, 8, 16]), min_size=len(chosen), max_size=len(chosen)))
+    return TensorTable.of([f"t{n}" for n in range(len(chosen))], [f"x{n}" for n in sizes], sizes, chosen)
+
+
+def held_by(placing: Placing, rank: int) -> list[Region]:
+    if isinstance(placing, Pieces):
+        return [placing.regions[number] for number in placing.of_rank(rank)]
+    return [placing.region(rank)] if rank in placing.mesh else []
+
+
+def written_by(table: TensorTable) -> list[int]:
+    ranks = {0}  # who tells of a tensor that nobody has a piece of
+    for placing in table.placings:
+        ranks.update(placing.ranks if isinstance(placing, Pieces) else placing.mesh.ranks)
+    return sorted(ranks)
+
+
+@given(tables())
+def test_every_element_is_written_once_by_a_rank_that_holds_it(table: TensorTable) -> None:
+    chunks: dict[int, list[Region]] = {tensor: [] for tensor in range(len(table))}
+    for rank in written_by(table):
+        plan = file_plan(table, rank)
+        for chunk, tensor in enumerate(plan.tensors.tolist()):
+            region = plan.region(chunk)
+            chunks[tensor].append(region)
+            assert plan.nbytes[chunk] == region.volume * table.itemsizes[tensor]
+            assert region.is_empty or any(box.contains(region) for box in held_by(table.placing(tensor), rank))
+    for tensor, found in chunks.items():
+        assert Region.whole(table.shape(tensor)).covers(found)
+        assert found, "a tensor without elements is told of, too"
+
+
+@given(tables())
+def test_a_file_has_no_holes_and_its_chunks_are_aligned(table: TensorTable) -> None:
+    for rank in written_by(table):
+        plan = file_plan(table, rank)
+        assert (plan.starts == np.cumsum(plan.nbytes) - plan.nbytes).all()
+        assert not (plan.starts % table.itemsizes[plan.tensors]).any()
+
+
+@given(tables(), st.data())
+def test_a_wanted_region_is_found_in_chunks_that_tile_it(table: TensorTable, data: st.DataObject) -> None:
+    finder = Finder(table)
+    tensor = data.draw(st.integers(0, len(table) - 1))
+    wanted = data.draw(regions(Region.whole(table.shape(tensor))))
+    parts = finder.parts(tensor, wanted)
+    if wanted.is_empty:
+        assert not parts
+        return
+    assert wanted.covers([part.region for part in parts])
+    for part in parts:
+        plan = finder.file(part.rank)
+        assert plan.tensors[part.chunk] == tensor
+        assert plan.region(part.chunk) == part.chunk_region
+        assert part.chunk_region.contains(part.region)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 3000)), min_size=1, max_size=30), st.integers(2, 9))
+def test_replicated_bytes_are_cut_evenly_over_their_holders(shapes: list[tuple[int, int]], ranks: int) -> None:
+    mesh = Mesh((ranks,))
+    table = TensorTable.of(
+        [f"t{n}" for n in range(len(shapes))],
+        ["float32"] * len(shapes),
+        [4] * len(shapes),
+        [Layout(mesh, [Replicate()], shape) for shape in shapes],
+    )
+    sizes = [file_plan(table, rank).size for rank in range(ranks)]
+    best = sum(sizes) / ranks
+    # Cuts are made at 4 KiB or a sixty-fourth of the share, and rounded at both ends.
+    assert max(sizes) <= best * 1.05 + 2 * 4096
+
+
+def test_a_single_large_replica_is_split_though_it_has_few_rows() -> None:
+    table = TensorTable.of(["w"], ["float32"], [4], [Layout(Mesh((3,)), [Replicate()], (2, 3_000_000))])
+    sizes = [file_plan(table, rank).size for rank in range(3)]
+    assert max(sizes) <= 1.05 * sum(sizes) / 3
+
+
+@given(tables())
+def test_all_ranks_of_a_share_agree_on_who_writes_what(table: TensorTable) -> None:
+    plans = {rank: file_plan(table, rank) for rank in written_by(table)}
+    for rank in plans:
+        for share in shares_of(table, rank):
+            for number, tensor in enumerate(share.tensors.tolist()):
+                layout = table.placing(tensor)
+                assert isinstance(layout, Layout)
+                for writer, first, last in share.writers(number):
+                    boxes = boxes_of_stretch(layout.region(writer), first, last)
+                    assert [plans[writer].region(chunk) for chunk in plans[writer].chunks_of(tensor)] == boxes
+
+
+@given(st.lists(st.integers(1, 6), min_size=0, max_size=4), st.data())
+def test_a_stretch_of_a_region_is_a_few_boxes_in_order(size: list[int], data: st.DataObject) -> None:
+    region = Region([7] * len(size), size)
+    first = data.draw(st.integers(0, region.volume))
+    last = data.draw(st.integers(first, region.volume))
+    numbers = torch.arange(region.volume).reshape(size)
+    boxes = boxes_of_stretch(region, first, last)
+    taken = [numbers[box.slices(region)].reshape(-1) for box in boxes]
+    assert torch.cat([numbers.new_empty(0), *taken]).tolist() == list(range(first, last))
+    assert len(boxes) <= max(1, 2 * len(size) - 1)
+
+
+@pytest.mark.parametrize("size", [(1, 1, 5), (100_000,), (3, 1 << 20), ()])
+def test_a_grain_divides_rows_or_is_small(size: tuple[int, ...]) -> None:
+    step = grain(size, 4, 1 << 20)
+    assert 1 <= step * 4 <= max(4096, (1 << 20) // 64)
+
+
+@given(tables(), st.data())
+def test_what_is_read_together_covers_what_the_ranks_of_a_host_want(table: TensorTable, data: st.DataObject) -> None:
+    """Every block that any of the ranks touches is in one segment, once, and no segment is larger than a slot."""
+    finder = Finder(table)
+    ranks = data.draw(st.lists(st.integers(0, 5), min_size=2, max_size=4, unique=True))
+    asks = [Ask(tensor, table.placing(tensor)) for tensor in range(len(table))]
+    slot = 2 * BLOCK
+    found: set[tuple[int, int, int]] = set()
+    for runs in segments(asks, finder, ranks, slot):
+        assert len({run.rank for run in runs}) == 1
+        end = 0
+        for run in runs:
+            assert run.at == end
+            end += min(run.blocks * BLOCK, int(finder.file(run.rank).nbytes[run.chunk]) - run.first * BLOCK)
+            blocks = {(run.rank, run.chunk, run.first + n) for n in range(run.blocks)}
+            assert not blocks & found
+            found |= blocks
+        assert end <= slot
+    wanted = {
+        (part.rank, part.chunk, block)
+        for ask in asks
+        for rank in ranks
+        for region in held_by(ask.placing, rank)
+        for part in finder.parts(ask.number, region)
+        for block in touched(part, int(table.itemsizes[ask.number])).tolist()
+    }
+    assert found == wanted
+
+
+def test_rows_that_stay_rows_are_read_alone_and_columns_together() -> None:
+    rows = Layout(Mesh((4,)), [Shard(0)], (4096, 1024))
+    columns = Layout(Mesh((4,)), [Shard(1)], (4096, 1024))
+    finder = Finder(TensorTable.of(["w"], ["float32"], [4], [rows]))
+    assert shared([Ask(0, rows), Ask(0, columns)], finder, range(4)) == [False, True]
+    assert shared([Ask(0, columns)], finder, [2]) == [False]
+
+
+def test_ten_thousand_tensors_on_four_thousand_ranks_fit_a_small_manifest() -> None:
+    names = [f"model.layers.{n // 10}.block.{n % 10}.weight" for n in range(10_000)]
+    mesh = Mesh((4096,))
+    layouts_ = [Layout(mesh, [Shard(0)], (1024 * (1 + n % 20), 128)) for n in range(10_000)]
+    table = TensorTable.of(names, ["float32"] * 10_000, [4] * 10_000, layouts_)
+    tree = ["d", *(item for n, name in enumerate(names) for item in (name, n))]
+    files = {rank: Written(1 << 30, 8192, "0" * 32) for rank in range(4096)}
+    assert len(Manifest("abcdef", tree, table, files).encode()) < 2_000_000
+
+
+def test_a_load_plans_only_the_files_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
+    monkeypatch.setattr(find, "file_plan", lambda table, rank: planned.append(rank) or file_plan(table, rank))
+    rows = Layout(Mesh((4096,)), [Shard(0)], (409_600, 8))
+    finder = Finder(TensorTable.of(["a", "b"], ["float32"] * 2, [4] * 2, [rows, rows]))
+    mine = Layout(Mesh((512,)), [Shard(0)], (409_600, 8)).region(100)
+    for tensor in (0, 1):
+        assert mine.covers([part.region for part in finder.parts(tensor, mine)])
+    assert sorted(planned) == list(range(800, 808))

@@ -1,0 +1,121 @@
+"""Which checkpoints are kept: the decision, against a slow reference and by its laws."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright.checkpoint import Best
+from shardwright.checkpoint.retention import Policy, Saved, best_of, to_remove
+from shardwright.errors import CheckpointError
+
+counts = st.integers(1, 6)
+bests = st.builds(Best, counts, st.sampled_from(["loss", "other"]), st.sampled_from(["min", "max"]))
+policies = st.builds(Policy, st.none() | counts, st.none() | counts, st.none() | bests)
+values = st.sampled_from([-1.0, 0.0, 0.5, 2.0, math.inf, math.nan])
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[list[Saved], int]:
+    """Steps in any order, some damaged, some without the metric; and the one just saved, which is sound."""
+    steps = draw(st.lists(st.integers(0, 30), unique=True, min_size=1, max_size=12))
+    newest = draw(st.sampled_from(steps))
+    saved = [
+        Saved(step, draw(st.dictionaries(st.just("loss"), values)), step == newest or draw(st.booleans()))
+        for step in steps
+    ]
+    return saved, newest
+
+
+def kept_slowly(saved: list[Saved], policy: Policy, newest: int) -> set[int]:
+    """Step by step, from the words of the documentation."""
+    if (policy.last, policy.every, policy.best) == (None, None, None):
+        return {one.step for one in saved}
+    kept = set()
+    for one in saved:
+        better = newer = 0
+        for other in saved:
+            if other.step > newest or not other.valid:
+                continue
+            newer += other.step > one.step
+            if policy.best is not None and policy.best.metric in other.metrics and policy.best.metric in one.metrics:
+                mine, theirs = one.metrics[policy.best.metric], other.metrics[policy.best.metric]
+                ahead = theirs < mine if policy.best.mode == "min" else theirs > mine
+                better += ahead or (theirs == mine and other.step > one.step)
+        ranked = policy.best is not None and one.valid and not math.isnan(one.metrics.get(policy.best.metric, math.nan))
+        if (
+            one.step > newest
+            or (one.valid and newer == 0)
+            or (policy.last is not None and newer < policy.last)
+            or (policy.every is not None and one.step % policy.every == 0)
+            or (policy.best is not None and ranked and better < policy.best.n)
+        ):
+            kept.add(one.step)
+    return kept
+
+
+@given(histories(), policies)
+def test_what_goes_is_what_no_rule_names(history: tuple[list[Saved], int], policy: Policy) -> None:
+    saved, newest = history
+    assert set(to_remove(saved, policy, newest)) == {one.step for one in saved} - kept_slowly(saved, policy, newest)
+
+
+@given(histories(), policies)
+def test_the_newest_sound_step_stays_and_nothing_after_the_saved_one_goes(
+    history: tuple[list[Saved], int], policy: Policy
+) -> None:
+    saved, newest = history
+    gone = to_remove(saved, policy, newest)
+    assert newest not in gone
+    assert all(step < newest for step in gone)
+    assert gone == sorted(set(gone))
+
+
+@given(histories(), policies)
+def test_a_second_time_removes_nothing(history: tuple[list[Saved], int], policy: Policy) -> None:
+    saved, newest = history
+    gone = to_remove(saved, policy, newest)
+    assert to_remove([one for one in saved if one.step not in gone], policy, newest) == []
+
+
+@given(histories(), counts, counts, bests)
+def test_rules_together_keep_what_any_of_them_keeps(
+    history: tuple[list[Saved], int], last: int, every: int, best: Best
+) -> None:
+    saved, newest = history
+    alone = [Policy(last=last), Policy(every=every), Policy(best=best)]
+    each = [set(to_remove(saved, policy, newest)) for policy in alone]
+    assert set(to_remove(saved, Policy(last, every, best), newest)) == each[0] & each[1] & each[2]
+
+
+@given(histories(), policies)
+def test_a_damaged_step_takes_no_place(history: tuple[list[Saved], int], policy: Policy) -> None:
+    saved, newest = history
+    sound = [one for one in saved if one.valid]
+    gone = set(to_remove(saved, policy, newest)) & {one.step for one in sound}
+    assert gone == set(to_remove(sound, policy, newest))
+
+
+def test_without_a_rule_everything_stays() -> None:
+    assert to_remove([Saved(step) for step in range(5)], Policy(), 4) == []
+
+
+def test_of_equal_metrics_the_newer_is_better() -> None:
+    assert best_of([Saved(1, {"loss": 1.0}), Saved(2, {"loss": 1.0})], Best(1, "loss")) == [2]
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({"last": 0}, "keep_last=0: one or more is needed"),
+        ({"every": -1}, "keep_every=-1"),
+        ({"best": Best(0, "loss")}, "keep_best=0"),
+        ({"best": Best(1, "loss", "least")}, 'mode \'least\' is neither "min" nor "max"'),
+    ],
+)
+def test_a_rule_that_cannot_be_is_refused(policy: dict[str, object], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Policy(**policy)  # type: ignore[arg-type]  # by name

@@ -1,0 +1,173 @@
+"""The arguments of a save: replicas compared when asked, plans used again, mistakes raised on every rank."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwright as sw
+from shardwright import checkpoint, comm
+from shardwright.checkpoint.replicas import checksums
+from shardwright.errors import RankFailedError, StateDiffersError
+from shardwright.testing import run_ranks
+
+saving: Any = importlib.import_module("shardwright.checkpoint.save")  # the package has a function of that name
+
+
+def _refused(state: dict[str, Any], folder: str, **how: Any) -> str:
+    with pytest.raises(StateDiffersError) as raised:
+        checkpoint.save(state, folder, check_replicas=True, **how)
+    return str(raised.value)
+
+
+def test_replicas_that_differ_are_named_on_all_ranks_before_anything_is_written(tmp_path: Path) -> None:
+    def body(folder: str) -> tuple[str, list[str]]:
+        checkpoint.save({"w": torch.full((4, 4), 5.0)}, folder)
+        weights = torch.full((4, 4), 1.0 + (comm.rank() == 1))
+        mesh = sw.init_device_mesh("cpu", (4,))
+        same = sw.distribute_tensor(torch.arange(40.0), mesh, [sw.Replicate()])
+        other = sw.distribute_tensor(torch.arange(40.0), mesh, [sw.Replicate()])
+        if comm.rank() == 3:
+            other.to_local()[7] = -1
+        rows = sw.distribute_tensor(torch.rand(8, 2), mesh, [sw.Shard(0)])  # every rank its own, as it should be
+        state = {"w": weights.t(), "same": same, "other": other, "rows": rows, "step": 1}
+        return _refused(state, folder), checkpoint.load(folder)["w"].unique().tolist()
+
+    found = run_ranks(4, body, str(tmp_path))
+    assert len({text for text, _ in found}) == 1
+    lines = found[0][0].splitlines()
+    assert "different bytes under 2 names" in lines[0]
+    assert lines[1].startswith("  w: ranks 0, 2, 3 ")
+    assert "; rank 1 " in lines[1]
+    assert lines[2].startswith("  other: ranks 0, 1, 2 ")
+    assert "; rank 3 " in lines[2]
+    assert len(lines) == 3
+    assert [old for _, old in found] == [[5.0]] * 4
+    assert len(list(tmp_path.glob("*.safetensors"))) > 0
+
+
+def test_shards_held_twice_are_compared_with_their_own_replicas(tmp_path: Path) -> None:
+    def body(folder: str) -> str:
+        mesh = sw.init_device_mesh("cpu", (2, 2))
+        tensor = sw.distribute_tensor(torch.arange(10.0), mesh, [sw.Replicate(), sw.Shard(0)])
+        checkpoint.save({"w": tensor}, folder, check_replicas=True)
+        if comm.rank() == 3:
+            tensor.to_local()[0] = 99
+        return _refused({"w": tensor}, folder)
+
+    for text in run_ranks(4, body, str(tmp_path)):
+        assert "w: rank 1 " in text
+        assert "; rank 3 " in text
+        assert "rank 0" not in text
+    assert torch.equal(checkpoint.load(tmp_path)["w"], torch.arange(10.0))
+
+
+def test_names_that_some_ranks_have_are_compared_among_them(tmp_path: Path) -> None:
+    def body(folder: str) -> str:
+        state: dict[str, Any] = {"all": torch.ones(3), "own": checkpoint.PerRank(torch.tensor([comm.rank()]))}
+        if comm.rank() != 1:
+            state["some"] = torch.tensor([comm.rank()])
+        return _refused(state, folder)
+
+    for text in run_ranks(3, body, str(tmp_path)):
+        assert "under 1 name;" in text
+        assert "some: rank 0 " in text
+        assert "; rank 2 " in text
+
+
+def test_they_are_not_compared_unless_asked(tmp_path: Path) -> None:
+    run_ranks(2, lambda folder: checkpoint.save({"w": torch.tensor([comm.rank()])}, folder), str(tmp_path))
+    assert checkpoint.load(tmp_path)["w"].tolist() in ([0], [1])
+
+
+def test_a_checksum_is_that_of_the_bytes_in_row_major_order() -> None:
+    import crc32c
+
+    weights = torch.rand(1500, 1800)  # more than a window
+    tensors = [weights, weights.t(), weights[::2], torch.tensor([]), weights.to(torch.complex64).conj(), weights[0, 0]]
+    expected = [crc32c.crc32c(t.resolve_conj().contiguous().numpy().tobytes()) for t in tensors]
+    assert checksums(tensors, threads=2).tolist() == expected
+
+
+def test_a_wrong_argument_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    def body(folder: str) -> list[str]:
+        found = []
+        for how in ({"memory": 5}, {"memory": "64 MB"}, {"threads": 0}):
+            for function in (checkpoint.save, checkpoint.async_save):
+                with pytest.raises(RankFailedError) as raised:
+                    function({"w": torch.ones(1)}, folder, **(how if comm.rank() == 1 else {}))
+                found.append(str(raised.value).splitlines()[1])
+        checkpoint.save({"w": torch.ones(1)}, folder)
+        return found
+
+    found = run_ranks(2, body, str(tmp_path))
+    assert found[0] == found[1]
+    assert [text.split(":")[0].strip() for text in found[0]] == ["rank 1"] * 6
+    assert "CheckpointError: memory=5" in found[0][0]
+    assert "ArgumentTypeError: memory='64 MB'" in found[0][2]
+    assert "CheckpointError: threads=0" in found[0][4]
+
+
+def test_the_plan_of_an_unchanged_state_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
+    plan = saving.file_plan
+    monkeypatch.setattr(saving, "_plans", type(saving._plans)())
+    monkeypatch.setattr(saving, "file_plan", lambda table, rank: planned.append(len(table)) or plan(table, rank))
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    for step, folder in enumerate(folders):
+        checkpoint.save({"w": torch.full((3, 4), float(step)), "v": torch.ones(2), "step": step}, folder)
+    checkpoint.async_save({"w": torch.zeros(3, 4), "v": torch.ones(2), "step": 7}, folders[0]).wait()
+    assert planned == [2]
+    assert [checkpoint.load(folder)["step"] for folder in folders] == [7, 1, 2]
+    assert checkpoint.load(folders[2])["w"].unique().tolist() == [2]
+    changes: list[dict[str, Any]] = [
+        {"w": torch.zeros(3, 4), "u": torch.ones(2)},  # a name
+        {"w": torch.zeros(4, 3), "v": torch.ones(2)},  # a shape
+        {"w": torch.zeros(3, 4), "v": torch.ones(2, dtype=torch.int32)},  # a dtype
+        {"v": torch.ones(2), "w": torch.zeros(3, 4)},  # the order
+    ]
+    for number, state in enumerate(changes):
+        checkpoint.save(state, tmp_path)
+        assert len(planned) == 2 + number
+        loaded = checkpoint.load(tmp_path)
+        assert loaded.keys() == state.keys()
+        assert all(torch.equal(loaded[name], state[name]) for name in state)
+
+
+def test_the_plan_is_used_again_on_ranks_and_only_there(tmp_path: Path) -> None:
+    def body(folder: str) -> list[int]:
+        counts = []
+        plan = saving.file_plan
+
+        def counting(table: Any, rank: int) -> Any:
+            counts.append(len(table))
+            return plan(table, rank)
+
+        saving._plans.clear()
+        saving.file_plan = counting
+        try:
+            spec = sw.sharded.ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(3)])
+            own = torch.ones(comm.rank())
+            for step in range(3):
+                table = sw.sharded.full(spec, (7, 2), fill_value=float(step))
+                state = {"table": table, "w": torch.full((9,), step), "own": checkpoint.PerRank(own)}
+                checkpoint.save(state, f"{folder}/{step}")
+        finally:
+            saving.file_plan = plan
+        return counts
+
+    assert run_ranks(3, body, str(tmp_path)) == [[5]] * 3
+    for step in range(3):
+        loaded = checkpoint.load(tmp_path / str(step))
+        assert loaded["table"].unique().tolist() == [step]
+        assert loaded["table"].shape == (7, 2)
+
+
+def test_only_so_many_plans_are_kept(tmp_path: Path) -> None:
+    for size in range(1, 9):
+        checkpoint.save({"w": torch.ones(size)}, tmp_path)
+    assert len(saving._plans) == saving._MOST_PLANS
