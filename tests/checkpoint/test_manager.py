@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -676,3 +677,25 @@ def test_readers_beside_a_run_that_replaces_and_removes_see_whole_checkpoints(tm
     assert all(int(out) > 5 for out, _ in told)
     fill_up(manager, 1001)
     assert os.listdir(tmp_path) == ["step-00001001"]
+
+
+def test_a_step_that_goes_while_a_newer_one_comes_is_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = CheckpointManager(tmp_path)
+    fill_up(manager, 1)
+    look, looks = Steps._folders, 0
+
+    def late(self: Steps) -> list[int]:
+        """What was there before: step 1 is removed and step 2 saved between the look and what comes of it."""
+        nonlocal looks
+        found = look(self)
+        looks += 1
+        if looks == 1:
+            shutil.rmtree(tmp_path / "step-00000001")
+            fill_up(CheckpointManager(tmp_path), 2)
+        return found
+
+    monkeypatch.setattr(Steps, "_folders", late)
+    with CheckpointManager(tmp_path).reading() as path:
+        assert path.endswith("step-00000002")

@@ -10,8 +10,8 @@ import torch
 
 import shardwright as sw
 from shardwright import checkpoint, comm
-from shardwright.checkpoint import api
-from shardwright.checkpoint.load import read_manifest
+from shardwright.checkpoint import current
+from shardwright.checkpoint.current import read_manifest
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.storage import Storage
 from shardwright.testing import run_ranks
@@ -29,7 +29,7 @@ def _load_with_a_stale_first_look(folder: str, before: bytes) -> list[float]:
     mesh = sw.init_device_mesh("cpu", (2,))
     target = {"w": sw.distribute_tensor(torch.zeros(8), mesh, [sw.Shard(0)])}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(api, "read_manifest", look)
+        patched.setattr(current, "read_manifest", look)
         checkpoint.load(target, folder)
     assert looks > 0
     found: list[float] = target["w"].full_tensor().tolist()

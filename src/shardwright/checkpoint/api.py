@@ -10,10 +10,10 @@ import torch
 
 from shardwright import comm
 from shardwright.checkpoint.background import AsyncSave, settle, start, tell_failures, wait_for_place
+from shardwright.checkpoint.current import check_sizes, read_current, read_current_on_ranks
 from shardwright.checkpoint.datafile import BLOCK
 from shardwright.checkpoint.fill import fill
 from shardwright.checkpoint.flatten import flatten
-from shardwright.checkpoint.load import check_sizes, read_current, read_current_on_ranks
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.match import Cast, Match, OnMissing, Rename, match_state, renamed
 from shardwright.checkpoint.mismatch import raise_mismatches

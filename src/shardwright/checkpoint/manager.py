@@ -252,8 +252,11 @@ class CheckpointManager:
         """
         with ExitStack() as held:
             for _ in range(_MOST_TRIES):
+                before = self._steps.committed()
                 wanted = max(self._sound(), default=None) if step is None else _step(step)
                 if wanted is None:
+                    if self._steps.committed() != before:
+                        continue  # what was there was removed while we looked, and something newer may be
                     raise NotACheckpointError(f"{self.root} holds no checkpoint yet")
                 try:
                     path = held.enter_context(self._steps.reading(wanted))

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shardwright.checkpoint.current import read_current
 from shardwright.checkpoint.indexing import slicing_of
-from shardwright.checkpoint.load import read_current
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.metadata import Metadata
 from shardwright.checkpoint.place import storage_at

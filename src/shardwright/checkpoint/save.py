@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from shardwright import comm
+from shardwright.checkpoint.current import read_manifest
 from shardwright.checkpoint.datafile import DataFile
 from shardwright.checkpoint.flatten import Flat
-from shardwright.checkpoint.load import read_manifest
 from shardwright.checkpoint.manifest import FIELDS, KEY, Manifest
 from shardwright.checkpoint.plan.file import file_plan
 from shardwright.checkpoint.replicas import compare_replicas

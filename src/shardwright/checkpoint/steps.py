@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import final
 
-from shardwright.checkpoint.load import read_manifest
+from shardwright.checkpoint.current import read_manifest
 from shardwright.checkpoint.manifest import KEY, Manifest
 from shardwright.checkpoint.save import is_of_a_save
 from shardwright.errors import NotACheckpointError, StorageBusyError, StorageError
@@ -54,12 +54,16 @@ class Steps:
 
     def committed(self) -> dict[int, str]:
         """The steps that have a manifest, in order, each with a mark that changes when it is saved anew."""
-        found = {}
-        for step in self._folders():
-            with suppress(FileNotFoundError, NotADirectoryError):
-                status = os.stat(os.path.join(self.path(step), KEY))
-                found[step] = f"{status.st_ino}.{status.st_mtime_ns}.{status.st_size}"
-        return found
+        while True:
+            folders = self._folders()
+            found = {}
+            for step in folders:
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    status = os.stat(os.path.join(self.path(step), KEY))
+                    found[step] = f"{status.st_ino}.{status.st_mtime_ns}.{status.st_size}"
+            # All that was listed may be gone by now, and a newer one there: nothing is only believed when it stays so.
+            if found or self._folders() == folders:
+                return found
 
     def abandoned(self) -> list[int]:
         """The steps without a manifest in which nobody is at work: left by a save or a removal that was cut short."""

@@ -16,8 +16,8 @@ import crc32c
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.checkpoint.current import read_manifest
 from shardwright.checkpoint.datafile import BLOCK, DataFile, digest
-from shardwright.checkpoint.load import read_manifest
 from shardwright.checkpoint.manifest import KEY, Manifest
 from shardwright.checkpoint.parallel import Stop, in_threads
 from shardwright.checkpoint.place import storage_at
