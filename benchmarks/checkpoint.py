@@ -328,8 +328,7 @@ def on_ranks(folder: str, rounds: int, rows: int) -> dict[str, Any]:
     return {"times": times, "read": read, "state": sum(t.nbytes for t in whole)}
 
 
-def measure_ranks(folder: Path, rounds: int) -> dict[str, Any]:
-    rows = 4096
+def measure_ranks(folder: Path, rounds: int, rows: int) -> dict[str, Any]:
     state = {f"w{n}": torch.randn(rows, 2048) for n in range(8)}
     rulers: dict[str, Callable[[Path], None]] = {"raw": lambda path: raw_write(state, path)}
     wall, _ = rounds_of(rulers, folder, rounds)
@@ -416,7 +415,7 @@ def main() -> None:
         "save": lambda: measure_save(state, chosen.folder, chosen.rounds),
         "load": lambda: measure_load(state, chosen.folder, chosen.rounds),
         "small": lambda: measure_small(chosen.folder, chosen.rounds),
-        "ranks": lambda: measure_ranks(chosen.folder, chosen.rounds),
+        "ranks": lambda: measure_ranks(chosen.folder, chosen.rounds, round(chosen.gb * 1e9 / 8 / 2048 / 4 / 8) * 8),
         "async": lambda: measure_async(state, chosen.folder, chosen.rounds),
         "plans": lambda: measure_plans(min(chosen.rounds, 3)),
     }

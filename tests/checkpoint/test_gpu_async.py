@@ -81,6 +81,7 @@ def test_the_buffer_is_known_to_the_driver_of_the_size_needed_and_used_again(tmp
     assert not buffer.tensor.is_pinned()
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # of older torch, once a process, about what we want
 def test_small_tensors_cross_the_bus_together(tmp_path: Path) -> None:
     state = {str(number): torch.full((1000,), float(number), device="cuda") for number in range(500)}
     checkpoint.async_save(state, tmp_path).wait()
