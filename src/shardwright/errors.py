@@ -399,8 +399,7 @@ class StateError(CheckpointError, ValueError):
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     checkpoint.save({"model": {"hook": print}}, folder)
     Traceback (most recent call last):
-    shardwright.errors.RankFailedError: save failed on 1 rank
-      rank 0: StateError: model.hook: a builtins.builtin_function_or_method is not stored: nothing is pickled. ...
+    shardwright.errors.StateError: model.hook: a builtins.builtin_function_or_method is not stored: ...
     """
 
 

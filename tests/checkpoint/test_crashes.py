@@ -100,8 +100,8 @@ def first_save(tmp_path: Path) -> tuple[Tree, list[Event]]:
 def replacement(tmp_path: Path) -> tuple[Tree, list[Event]]:
     """A save of state 2 over state 1, among leftovers of saves that failed."""
     recorded(tmp_path, 1)
-    for name in ("0123456789ab-00000-0.safetensors", "0123456789ab-00001-0.safetensors", "manifest.json.0123.tmp"):
-        (tmp_path / PLACE / name).write_bytes(b"half of")
+    for name in ("0123456789ab-00000-0.safetensors", "0123456789ab-00001-0.safetensors", "manifest.json.tmp"):
+        (tmp_path / PLACE / name.replace("json.tmp", "json.0123456789ab.tmp")).write_bytes(b"half of")
     return recorded(tmp_path, 2)
 
 

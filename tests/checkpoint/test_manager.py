@@ -27,6 +27,7 @@ from shardwright.checkpoint.steps import Steps
 from shardwright.errors import (
     ArgumentTypeError,
     CheckpointError,
+    CorruptionError,
     Failure,
     LoadMismatchError,
     NotACheckpointError,
@@ -113,7 +114,7 @@ def test_metrics_and_the_time_are_kept_with_the_step(tmp_path: Path) -> None:
     assert before <= at <= datetime.now(UTC)
     with pytest.raises(NotACheckpointError, match="step-00000004"):
         manager.metrics(4)
-    with pytest.raises(RankFailedError, match="metric 'loss' is a str: a number is needed"):
+    with pytest.raises(CheckpointError, match="metric 'loss' is a str: a number is needed"):
         manager.save(4, state(4), {"loss": "low"})
     assert manager.steps() == [3]
 
@@ -284,7 +285,7 @@ def test_a_step_of_a_newer_library_is_never_removed_and_never_passed_over(tmp_pa
     assert manager.steps() == [1, 3]
     os.rename(manager.path(1), manager.path(9))
     assert manager.latest() == 3
-    with pytest.raises(RankFailedError, match="UnknownVersionError: the manifest has version 2"):
+    with pytest.raises(UnknownVersionError, match="the manifest has version 2"):
         manager.restore(state(0))
     with pytest.raises(UnknownVersionError):
         manager.metrics(9)
@@ -334,7 +335,7 @@ def test_a_removal_that_is_cut_short_anywhere_leaves_a_checkpoint_or_none(tmp_pa
                 assert restored(manager, step=step) == (step, step)
             else:
                 assert step not in manager.steps()
-                with pytest.raises(RankFailedError, match="NotACheckpointError"):
+                with pytest.raises(NotACheckpointError):
                     manager.restore(state(0), step=step)
         else:
             break
@@ -455,9 +456,9 @@ def test_a_damaged_step_that_was_asked_for_is_raised(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     fill_up(manager, 1, 3)
     damage(data_file(manager, 3), -1)
-    with pytest.raises(RankFailedError, match="CorruptionError"):
+    with pytest.raises(CorruptionError):
         manager.restore(state(0), step=3)
-    with pytest.raises(RankFailedError, match=r"NotACheckpointError: .*step-00000002 holds no checkpoint"):
+    with pytest.raises(NotACheckpointError, match=r"step-00000002 holds no checkpoint"):
         manager.restore(state(0), step=2)
 
 
@@ -478,7 +479,7 @@ def test_a_disk_that_fails_is_never_taken_for_damage(tmp_path: Path, monkeypatch
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(Calls, "preadv", fail)
-    with pytest.raises(RankFailedError, match=r"StorageError: .*Input/output error"):
+    with pytest.raises(StorageError, match=r"Input/output error"):
         manager.restore(state(0))
 
 
@@ -529,7 +530,7 @@ def test_a_save_that_fails_in_the_background_is_raised_at_the_next_use(
     with monkeypatch.context() as patched:
         patched.setattr(Calls, "rename", fail)
         manager.save(2, state(2))
-        with pytest.raises(RankFailedError, match="Input/output error"):
+        with pytest.raises(StorageError, match="Input/output error"):
             manager.wait()
     assert restored(CheckpointManager(tmp_path)) == (1, 1)
     fill_up(manager, 3)

@@ -12,7 +12,7 @@ from torch import nn
 import shardwright as sw
 from shardwright import checkpoint, comm
 from shardwright.checkpoint import PerRank
-from shardwright.errors import LoadMismatchError, RankFailedError
+from shardwright.errors import ArgumentTypeError, LoadMismatchError
 from shardwright.testing import run_ranks
 
 
@@ -128,7 +128,7 @@ def test_names_are_mapped_or_computed(folder: Path) -> None:
     assert checkpoint.load({"a": 0, "b": 0}, folder, rename={"a": "b", "b": "a"}) == {"a": 2, "b": 1}
     assert "rename: 'a' and 'b' both become 'b'" in mismatch({"a": 0, "b": 0}, folder, rename={"a": "b"})
     assert mismatch({"a": 0, "b": 0}, folder, rename={"c": "b"}) == ["rename: the checkpoint has no 'c'"]
-    with pytest.raises(RankFailedError, match="rename gives 5 for 'a': a name is text"):
+    with pytest.raises(ArgumentTypeError, match="rename gives 5 for 'a': a name is text"):
         checkpoint.load({"a": 0}, folder, rename=lambda _: 5)  # type: ignore[arg-type,return-value]  # wrong on purpose
 
 
@@ -164,7 +164,7 @@ def test_missing_names_are_raised_or_kept_as_one_says(folder: Path) -> None:
 
     assert mismatch(state, folder, on_missing=decide) == ["missing: 'other' is not in the checkpoint"]
     assert asked == ["new", "other"]
-    with pytest.raises(RankFailedError, match="on_missing says 'ignore' of 'new'"):
+    with pytest.raises(ArgumentTypeError, match="on_missing says 'ignore' of 'new'"):
         checkpoint.load(state, folder, on_missing="ignore")  # type: ignore[arg-type]  # wrong on purpose
 
 

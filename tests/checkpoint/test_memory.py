@@ -13,7 +13,7 @@ import torch
 from shardwright import checkpoint
 from shardwright.checkpoint import write
 from shardwright.checkpoint.datafile import BLOCK
-from shardwright.errors import RankFailedError
+from shardwright.errors import CheckpointError
 from shardwright.storage import Calls, LocalStorage
 
 MIB = 1 << 20
@@ -88,6 +88,6 @@ def test_windows_keep_to_the_memory_given(tmp_path: Path, memory: int | None, mo
 
 @pytest.mark.parametrize("again", [checkpoint.save, checkpoint.async_save])
 def test_less_than_a_block_is_refused(tmp_path: Path, again: object) -> None:
-    with pytest.raises(RankFailedError, match="memory=1000: a block of 1048576 bytes is the least"):
+    with pytest.raises(CheckpointError, match="memory=1000: a block of 1048576 bytes is the least"):
         again({"w": torch.ones(1)}, tmp_path, memory=1000)  # type: ignore[operator]  # either function
     assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ import torch
 import shardwright as sw
 from shardwright import checkpoint, comm
 from shardwright.checkpoint import on_ranks
-from shardwright.errors import RankFailedError
+from shardwright.errors import CorruptionError, RankFailedError
 from shardwright.testing import run_ranks
 
 
@@ -73,7 +73,7 @@ def test_all_that_is_wrong_with_the_files_is_told_at_once(tmp_path: Path) -> Non
     for file in (files[1], files[3]):
         file.write_bytes(file.read_bytes().replace(b'"dtype"', b'"dtypf"'))
     target = torch.ones(8)
-    with pytest.raises(RankFailedError) as error:
+    with pytest.raises(CorruptionError) as error:
         checkpoint.load({"w": target}, tmp_path)
     assert files[1].name in str(error.value)
     assert files[3].name in str(error.value)

@@ -20,7 +20,7 @@ from torch import nn
 import shardwright as sw
 from shardwright import checkpoint, comm, sharded
 from shardwright.checkpoint import Codec, PerRank
-from shardwright.errors import LoadMismatchError, RankFailedError
+from shardwright.errors import LoadMismatchError, StateError
 from shardwright.testing import run_ranks
 
 Point = namedtuple("Point", "x y")
@@ -142,7 +142,7 @@ def test_names_that_look_alike_are_kept_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", [(1, 2), b"x", 2**63, math.inf, math.nan, "\ud800", np.int64(3)], ids=repr)
 def test_other_keys_are_refused_with_their_path(key: Any, tmp_path: Path) -> None:
-    with pytest.raises(RankFailedError, match=r"StateError: model\.x: key "):
+    with pytest.raises(StateError, match=r"model\.x: key "):
         checkpoint.save({"model": {"x": {key: 1}}}, tmp_path)
     assert not list(tmp_path.glob("*.json"))
 
@@ -196,7 +196,9 @@ def test_enums_come_back_as_values_unless_the_target_names_the_type(tmp_path: Pa
     class Other(enum.Enum):
         GREEN = 1
 
-    with pytest.raises(RankFailedError, match=r"a: Colour.BLUE is stored, and Other has no member of that name"):
+    with pytest.raises(
+        LoadMismatchError, match=r"'a' is Colour.BLUE \('blue'\) in the checkpoint, and no member of Other"
+    ):
         checkpoint.load({"a": Other.GREEN}, tmp_path, only="a")
 
 
@@ -238,7 +240,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("value", "words"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_is_not_stored_is_refused_with_its_path(value: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(RankFailedError, match=rf"StateError: model\.x\.0.*{words}"):
+    with pytest.raises(StateError, match=rf"model\.x\.0.*{words}"):
         checkpoint.save({"model": {"x": [value]}}, tmp_path)
 
 
@@ -246,19 +248,19 @@ def test_quantised_tensors_are_refused_with_what_to_do(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates them
         value = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    with pytest.raises(RankFailedError, match=r"w: a quantised tensor \(torch.qint8\) is not stored: dequantise it"):
+    with pytest.raises(StateError, match=r"w: a quantised tensor \(torch.qint8\) is not stored: dequantise it"):
         checkpoint.save({"w": value}, tmp_path)
 
 
 def test_a_state_within_itself_is_refused_and_one_that_is_shared_is_not(tmp_path: Path) -> None:
     loop: list[Any] = [1]
     loop.append({"again": loop})
-    with pytest.raises(RankFailedError, match=r"x\.1\.again: the state contains itself: a list is within itself"):
+    with pytest.raises(StateError, match=r"x\.1\.again: the state contains itself: a list is within itself"):
         checkpoint.save({"x": loop}, tmp_path)
     deep: Any = 1
     for _ in range(100):
         deep = [deep]
-    with pytest.raises(RankFailedError, match="nested more than 60 deep"):
+    with pytest.raises(StateError, match="nested more than 60 deep"):
         checkpoint.save(deep, tmp_path)
     shared = {"n": [1]}
     assert again([shared, shared], tmp_path) == [{"n": [1]}, {"n": [1]}]
@@ -525,10 +527,10 @@ def test_partial_dtensors_are_refused_with_the_fix(tmp_path: Path) -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         made = sw.DTensor.from_local(torch.ones(2), mesh, [sw.Partial()])
-        with pytest.raises(RankFailedError, match=r"g: \[2\] \(0: P\(sum\)\) is partial.*redistribute it to Replicate"):
+        with pytest.raises(StateError, match=r"g: \[2\] \(0: P\(sum\)\) is partial.*redistribute it to Replicate"):
             checkpoint.save({"g": made}, tmp_path)
         own = sw.ones(4, mesh=mesh, placements=[sw.Shard(0)])
-        with pytest.raises(RankFailedError, match=r"x: a DTensor in a PerRank: it belongs to several ranks"):
+        with pytest.raises(StateError, match=r"x: a DTensor in a PerRank: it belongs to several ranks"):
             checkpoint.save({"x": PerRank(own)}, tmp_path)
 
     run_ranks(2, work)

@@ -20,7 +20,7 @@ from shardwright.checkpoint.manifest import placing_to_json
 from shardwright.checkpoint.merge import Merged, OwnSaid, Said, merge
 from shardwright.checkpoint.stored import build
 from shardwright.checkpoint.together import say
-from shardwright.errors import StateDiffersError
+from shardwright.errors import LoadMismatchError, StateDiffersError
 from shardwright.testing import run_ranks
 
 # --- merging, without ranks -------------------------------------------------------------------------------------------
@@ -227,7 +227,8 @@ def test_what_each_rank_has_for_itself_is_kept_under_its_number() -> None:
 
     for rank in range(3):
         assert build(result.tree, tensor, {}, rank)["r"] == [{"n": rank, "t": (rank,)}]
-        expected = {"a": (3,), "b": (3,)} if rank == 1 else None
+        theirs = {"a": (3,), "b": (3,)}
+        expected = theirs if rank == 1 else PerRank({1: theirs})
         assert build(result.tree, tensor, {}, rank)["only"] == expected
 
 
@@ -309,7 +310,10 @@ def test_per_rank_values_go_back_to_their_ranks(tmp_path: Path) -> None:
             "x": 0,
             "n": PerRank(-1),
         }
-        checkpoint.load(target, tmp_path)
+        if n == 2:
+            with pytest.raises(LoadMismatchError, match="unexpected: 'n' of rank 2 is in the checkpoint"):
+                checkpoint.load(target, tmp_path)
+        checkpoint.load(target, tmp_path, strict=n == 3)
         assert target["n"].value == rank
         assert target["own"].value["seen"] == list(range(rank))
         assert target["own"].value["t"][0].tolist() == [1.0] * rank

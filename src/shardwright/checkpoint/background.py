@@ -52,6 +52,7 @@ class AsyncSave:
     def __init__(self, path: str, meter: Meter) -> None:
         self.path = path
         self._meter = meter
+        self._place = path
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._told = False
@@ -101,9 +102,10 @@ _unsettled: list[AsyncSave] = []  # running, or failed and not told yet; in orde
 _lock = threading.Lock()
 
 
-def start(path: str, meter: Meter, work: Callable[[], None]) -> AsyncSave:
-    """Does the work in a thread, behind the saves that were started before."""
+def start(path: str, place: str, meter: Meter, work: Callable[[], None]) -> AsyncSave:
+    """Does the work in a thread, behind the saves that were started before. `place` is for `wait_for_place`."""
     save = AsyncSave(path, meter)
+    save._place = place
     with _lock:
         before = _unsettled[-1] if _unsettled else None
         _unsettled.append(save)
@@ -136,10 +138,10 @@ def tell_failures() -> None:
         ) from failed[0]._error
 
 
-def wait_for_place(path: str) -> None:
-    """Returns when no save to this place is running."""
+def wait_for_place(place: str) -> None:
+    """Returns when no save of this process to this place is running; one that failed is told elsewhere."""
     with _lock:
-        running = [save for save in _unsettled if save.path == path]
+        running = [save for save in _unsettled if save._place == place]
     for save in running:
         save._ended.wait()
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
+
 from shardwright import comm
+from shardwright.checkpoint.alike import same_on_all
 from shardwright.checkpoint.manifest import KEY, MOST_BYTES, Manifest
-from shardwright.errors import CorruptionError, MissingKeyError, NotACheckpointError, RankFailedError
+from shardwright.errors import CheckpointError, CorruptionError, MissingKeyError, NotACheckpointError, RankFailedError
 from shardwright.layout.collecting import not_collecting
-from shardwright.storage import Storage
+from shardwright.storage import LocalStorage, Storage
 
 __all__ = ["check_sizes", "read_current", "read_current_on_ranks", "read_manifest"]
 
 T = TypeVar("T")
+
+_MOST_TRIES = 100  # for ranks to see one manifest
+_MOST_PAUSE = 0.05  # seconds between them
+_MOST_TOLD = 16
 
 
 def read_manifest(storage: Storage) -> Manifest:
@@ -68,13 +76,33 @@ def read_current_on_ranks(storage: Storage, group: comm.Group, work: Callable[[M
                 raise
             newer = _same_manifest(storage, group)
             if newer.save_id == manifest.save_id:
-                raise
+                own = same_on_all(error, group)
+                if own is None:
+                    raise
+                raise CorruptionError(f"a file of the checkpoint is missing: {own}") from own
             manifest = newer
 
 
 def _same_manifest(storage: Storage, group: comm.Group) -> Manifest:
     """The manifest, the same one on all ranks, though the checkpoint be replaced while they read it."""
-    while True:
+    said: list[tuple[str, str, str]] = []
+    folder = storage.path if isinstance(storage, LocalStorage) else ""
+    for attempt in range(_MOST_TRIES):
         manifest = comm.agree(lambda: read_manifest(storage), what="load", group=group)
-        if len(set(comm.gather_bytes(manifest.save_id.encode(), group, what="load: which save"))) == 1:
+        words = msgspec.json.encode([manifest.save_id, repr(storage), folder])
+        told = comm.gather_bytes(words, group, what="load: which save")
+        before, said = said, [msgspec.json.decode(one, type=tuple[str, str, str]) for one in told]
+        if len({save_id for save_id, _, _ in said}) == 1:
             return manifest
+        if len({path for _, _, path in said}) > 1 and said == before:
+            break  # different folders, and nobody saves to any of them
+        time.sleep(min(_MOST_PAUSE, 0.001 * 2 ** min(attempt, 10)))
+    listed = [
+        f"rank {rank} reads save {save_id} of {where}"
+        for rank, (save_id, where, _) in zip(group.ranks, said, strict=True)
+    ]
+    more = f"; and {len(listed) - _MOST_TOLD} more" if len(listed) > _MOST_TOLD else ""
+    raise CheckpointError(
+        f"ranks read different checkpoints, and load takes one: {'; '.join(listed[:_MOST_TOLD])}{more}. Give all ranks "
+        "one folder that they share, or copies of one checkpoint"
+    )

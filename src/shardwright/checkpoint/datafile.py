@@ -21,14 +21,15 @@ from shardwright.checkpoint.plan.file import FilePlan
 from shardwright.checkpoint.tensors import Integers
 from shardwright.errors import FormatError
 
-__all__ = ["BLOCK", "MOST_HEADER", "PAGE", "DataFile", "digest", "file_name"]
+__all__ = ["BLOCK", "MOST_HEADER", "PAGE", "START", "DataFile", "digest", "file_name"]
 
 BLOCK = 1 << 20
 """Bytes under one checksum; the last block of a chunk may be shorter."""
 PAGE = 4096
 MOST_HEADER = 100_000_000
 """Bytes of a header behind its length: safetensors reads no longer ones."""
-_START = b'{"__metadata__":{"crc32c":"'
+START = b'{"__metadata__":{"crc32c":"'
+"""How the text of every header begins, behind its length."""
 _DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -110,7 +111,7 @@ class DataFile:
     @cached_property
     def header_size(self) -> int:
         """Bytes before the data: the eight of the length, the header, and its padding."""
-        used = 8 + len(_START) + 8 * int(self.blocks.sum()) + len(self._rest)
+        used = 8 + len(START) + 8 * int(self.blocks.sum()) + len(self._rest)
         padded = -(-used // PAGE) * PAGE
         if padded - 8 > MOST_HEADER:
             raise FormatError(
@@ -126,7 +127,7 @@ class DataFile:
 
     def header(self, checksums: npt.NDArray[np.uint32]) -> bytes:
         """The bytes before the data, with these checksums of all blocks in order."""
-        text = _START + checksums.astype(">u4").tobytes().hex().encode() + self._rest
+        text = START + checksums.astype(">u4").tobytes().hex().encode() + self._rest
         return struct.pack("<Q", self.header_size - 8) + text.ljust(self.header_size - 8)
 
     def checksums(self, header: bytes) -> npt.NDArray[np.uint32]:
@@ -134,7 +135,7 @@ class DataFile:
 
         Everything else in a header follows from the manifest, so it is compared, not parsed.
         """
-        first = 8 + len(_START)
+        first = 8 + len(START)
         try:
             text = header[first : first + 8 * int(self.blocks.sum())].decode("ascii")
             found = np.frombuffer(bytes.fromhex(text), ">u4").astype(np.uint32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -12,8 +11,6 @@ from torch import nn
 
 from shardwright.checkpoint.flatten import Branch, Coded, Flat, Node, Object, OfRank, TensorNode, ValueNode
 from shardwright.checkpoint.match import Match
-from shardwright.checkpoint.values import EnumValue
-from shardwright.errors import LoadMismatchError
 
 __all__ = ["fill"]
 
@@ -25,51 +22,70 @@ def fill(flat: Flat, found: Match) -> Any:
             if not part.tensor.is_inference():
                 # It was written to behind autograd's back: what was saved for a backward of before is stale.
                 torch.autograd.graph.increment_version(part.tensor)
-    return _fill(flat.root, flat, found)
+    return _Fill(found).fill(flat.root, flat)
 
 
-def _fill(node: Node, flat: Flat, found: Match) -> Any:
-    match node:
-        case TensorNode():
-            if node.is_array:
-                _bring_back(node.original, flat.leaves[node.number].parts[0].tensor)
-            return node.original
-        case ValueNode():
-            return _as_asked(found.values[id(node)], node) if id(node) in found.values else node.original
-        case Branch(kind="d", within=within, children=children) if within is not None:
-            return _fill_mapping(node.original, dict(zip(within, children, strict=True)), flat, found)
-        case Branch(kind="l"):
-            for place, child in enumerate(node.children):
-                new = _fill(child, flat, found)
-                if new is not node.original[place]:
-                    node.original[place] = new
-            return node.original
-        case Branch():
-            items = [_fill(child, flat, found) for child in node.children]
-            if all(new is old for new, old in zip(items, node.original, strict=True)):
+class _Fill:
+    def __init__(self, found: Match) -> None:
+        self._found = found
+        self._memory = {leaf.identity for _, leaf, _ in found.tensors}
+
+    def fill(self, node: Node, flat: Flat) -> Any:
+        match node:
+            case TensorNode():
+                if node.is_array and self._is_filled(node, flat):
+                    _bring_back(node.original, flat.leaves[node.number].parts[0].tensor)
                 return node.original
-            kind = type(node.original)
-            return kind(*items) if hasattr(kind, "_fields") else kind(items)
-        case Object():
-            _give(node, _fill(node.inner, flat, found))
-            return node.original
-        case Coded():
-            return node.codec.decode(_fill(node.inner, flat, found))
-        case OfRank():
-            node.original.value = _fill(node.flat.root, node.flat, found)
-            return node.original
+            case ValueNode():
+                return self._found.values.get(id(node), node.original)
+            case Branch(kind="d", within=within, children=children) if within is not None:
+                return self._mapping(node.original, dict(zip(within, children, strict=True)), flat)
+            case Branch(kind="l"):
+                for place, child in enumerate(node.children):
+                    new = self.fill(child, flat)
+                    if new is not node.original[place]:
+                        node.original[place] = new
+                return node.original
+            case Branch():
+                items = [self.fill(child, flat) for child in node.children]
+                if all(new is old for new, old in zip(items, node.original, strict=True)):
+                    return node.original
+                kind = type(node.original)
+                return kind(*items) if hasattr(kind, "_fields") else kind(items)
+            case Object():
+                if self._is_filled(node.inner, flat):
+                    _give(node, self.fill(node.inner, flat))
+                return node.original
+            case Coded():
+                return node.codec.decode(self.fill(node.inner, flat)) if self._is_filled(node, flat) else node.original
+            case OfRank():
+                node.original.value = self.fill(node.flat.root, node.flat)
+                return node.original
 
-
-def _fill_mapping(original: Any, children: dict[Any, Node], flat: Flat, found: Match) -> Any:
-    items = {key: _fill(child, flat, found) for key, child in children.items()}
-    changed = {key: new for key, new in items.items() if new is not original[key]}
-    if not changed:
+    def _mapping(self, original: Any, children: dict[Any, Node], flat: Flat) -> Any:
+        items = {key: self.fill(child, flat) for key, child in children.items()}
+        changed = {key: new for key, new in items.items() if new is not original[key]}
+        if not changed:
+            return original
+        if not isinstance(original, MutableMapping):
+            return type(original)(items)  # as MappingProxyType is made; there is no rule for it
+        for key, new in changed.items():
+            original[key] = new
         return original
-    if not isinstance(original, MutableMapping):
-        return type(original)(items)  # as MappingProxyType is made; there is no rule for it
-    for key, new in changed.items():
-        original[key] = new
-    return original
+
+    def _is_filled(self, node: Node, flat: Flat) -> bool:
+        """Whether anything in it was stored and asked for. An object of which nothing was is given nothing."""
+        match node:
+            case TensorNode():
+                return flat.leaves[node.number].identity in self._memory
+            case ValueNode():
+                return id(node) in self._found.values
+            case Branch():
+                return id(node) in self._found.emptied or any(self._is_filled(child, flat) for child in node.children)
+            case Object() | Coded():
+                return self._is_filled(node.inner, flat)
+            case OfRank():
+                return self._is_filled(node.flat.root, node.flat)
 
 
 def _bring_back(array: np.ndarray[Any, Any], tensor: torch.Tensor) -> None:
@@ -99,20 +115,3 @@ def _plain_module(module: nn.Module) -> bool:
         and not part._state_dict_hooks
         for part in module.modules()
     )
-
-
-def _as_asked(value: Any, node: ValueNode) -> Any:
-    """A stored value as the target has it: an enum of its type, a bytearray for bytes, else what is stored."""
-    kind = type(node.original)
-    if kind is bytearray and isinstance(value, bytes):
-        return bytearray(value)
-    if not isinstance(value, EnumValue):
-        return value
-    if not isinstance(node.original, enum.Enum):
-        return value.value
-    try:
-        return kind[value.name]
-    except KeyError:
-        raise LoadMismatchError(
-            f"{node.name}: {value.type_name}.{value.name} is stored, and {kind.__name__} has no member of that name"
-        ) from None

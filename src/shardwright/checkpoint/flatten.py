@@ -39,11 +39,11 @@ __all__ = [
 ]
 
 Keys: TypeAlias = tuple[Any, ...]
-Complete: TypeAlias = Callable[[Any, Any, str], Any]
+Complete: TypeAlias = Callable[[Any, Any, str, Keys], Any]
 
 _TENSORS = (Tensor, np.ndarray)
 _MOST_DEPTH = 60
-_INT = range(-(2**63), 2**63)
+_ARRAYS = (np.ndarray, np.memmap)
 
 
 @final
@@ -111,6 +111,7 @@ class Coded:
     inner: Node
     original: Any
     name: str
+    keys: Keys
 
 
 Node: TypeAlias = Branch | TensorNode | ValueNode | Object | OfRank | Coded
@@ -141,7 +142,7 @@ def flatten(
 ) -> Flat:
     """A state taken apart; it raises a `StateError` with the path of what cannot be stored.
 
-    `complete(object, its state, name)` may give an object's state back with more in it.
+    `complete(object, its state, name, keys)` may give an object's state back with more in it.
     """
     return _Walk(group, codecs or {}, complete).run(state, "", ())
 
@@ -179,7 +180,7 @@ class _Walk:
 
     def _inside(self, value: Any, codec: Codec | None, name: str, keys: Keys, depth: int) -> Node:
         if codec is not None:
-            return Coded(codec, self._visit(codec.encode(value), name, keys, depth + 1), value, name)
+            return Coded(codec, self._visit(codec.encode(value), name, keys, depth + 1), value, name, keys)
         if isinstance(value, PerRank):
             if self._of_one_rank:
                 raise StateError(f"{name}: a PerRank within a PerRank: what is within is this rank's own already")
@@ -188,12 +189,10 @@ class _Walk:
         if type(value) not in (dict, list, tuple) and isinstance(value, Stateful):
             state = value.state_dict()
             if self._complete is not None:
-                state = self._complete(value, state, name)
+                state = self._complete(value, state, name, keys)
             return Object(self._visit(state, name, keys, depth + 1), value, name)
         if isinstance(value, Mapping):
-            within = list(value)
-            for key in within:
-                _check_key(key, name)
+            within = [_plain_key(key, value, name) for key in value]
             children = [self._visit(value[key], joined(name, key), (*keys, key), depth + 1) for key in within]
             return Branch("d", within, children, value, name)
         if isinstance(value, list | tuple):
@@ -211,6 +210,11 @@ class _Walk:
         ours, is_array = value, False
         if type(value) not in PLAIN:
             is_array = isinstance(value, np.ndarray)
+            if is_array and type(value) not in _ARRAYS:
+                raise StateError(
+                    f"{name or 'the state'}: a {type(value).__module__}.{type(value).__qualname__} is more than its "
+                    "numbers, and those alone would be stored: give np.asarray(...) of it, and what else it has"
+                )
             ours = value if is_array else to_ours(value)
             if self._of_one_rank and isinstance(ours, DTensor | ShardedTensor):
                 raise StateError(
@@ -224,21 +228,32 @@ class _Walk:
         return TensorNode(number, is_array, value, name, keys)
 
 
-def _check_key(key: Any, name: str) -> None:
-    fault = None
-    if not isinstance(key, str | int | float | bool | None):
-        fault = f"is a {type(key).__name__}: keys are text, numbers, truth or None"
-    elif isinstance(key, float) and not math.isfinite(key):
-        fault = "is no number that JSON has"
-    elif isinstance(key, int) and key not in _INT:
-        fault = "has more than 64 bits"
-    elif isinstance(key, str):
+def _plain_key(key: Any, within: Mapping[Any, Any], name: str) -> Any:
+    """A key as JSON has it: what is of a subclass (an IntEnum, an np.float64) is stored as the plain value it is."""
+    fault, plain = None, key
+    if key is None or isinstance(key, bool):
+        return key
+    if isinstance(key, str):
+        plain = str.__str__(key)
         try:
-            key.encode()
+            plain.encode()
         except UnicodeEncodeError as error:
             fault = f"is no valid Unicode: {error}"
+    elif isinstance(key, int):
+        plain = int.__int__(key)
+        if not -(2**63) <= plain < 2**63:
+            fault = "has more than 64 bits"
+    elif isinstance(key, float):
+        plain = float.__float__(key)
+        if not math.isfinite(plain):
+            fault = "is no number that JSON has"
+    else:
+        fault = f"is a {type(key).__name__}: keys are text, numbers, truth or None"
+    if fault is None and type(key) is not type(plain) and plain not in within:
+        fault = f"is a {type(key).__name__} that is not found by its plain value {plain!r}: use that"
     if fault is not None:
         raise StateError(f"{name or 'the state'}: key {key!r} {fault}")
+    return plain
 
 
 def joined(name: str, key: Any) -> str:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import datetime
 from types import TracebackType
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import msgspec
 
 from shardwright import comm
+from shardwright.checkpoint.alike import raised_as_itself
 from shardwright.checkpoint.api import async_save, load, save
 from shardwright.checkpoint.background import AsyncSave
 from shardwright.checkpoint.first_rank import first_rank_finds
-from shardwright.checkpoint.match import Cast, Rename
+from shardwright.checkpoint.match import Cast, OnMissing, Rename
 from shardwright.checkpoint.preemption import Preemption
-from shardwright.checkpoint.record import FIELD, Record, numbers
+from shardwright.checkpoint.progress import Report
+from shardwright.checkpoint.record import FIELD, Line, Record, Seen, line_from, newest_line, numbers
 from shardwright.checkpoint.retention import Best, Policy, Saved, best_of, to_remove
 from shardwright.checkpoint.steps import Steps
 from shardwright.checkpoint.values import Codec
 from shardwright.errors import (
+    ArgumentTypeError,
     CheckpointError,
     CorruptionError,
     FormatError,
@@ -51,6 +54,14 @@ class CheckpointWarning(UserWarning):
     >>> import warnings
     >>> warnings.simplefilter("error", CheckpointWarning)  # stop, rather than go on from an older step
     """
+
+
+class _Looked(NamedTuple):
+    """What was found of a step that had this mark: how retention sees it, and what it says of its line."""
+
+    mark: str
+    saved: Saved | None
+    seen: Seen | None
 
 
 @final
@@ -91,7 +102,8 @@ class CheckpointManager:
         codecs: Mapping[type, Codec] | None = None,
         threads: int = 2,
     ) -> None:
-        self._policy = Policy(keep_last, keep_every, None if keep_best is None else Best(*keep_best))
+        self._policy = Policy(_count(keep_last, "keep_last"), _count(keep_every, "keep_every"), _best(keep_best))
+        save_every = _count(save_every, "save_every")
         if save_every is not None and save_every < 1:
             raise CheckpointError(f"save_every={save_every}: one or more is needed; None saves every step")
         self._save_every = save_every
@@ -100,9 +112,11 @@ class CheckpointManager:
         self._options: dict[str, Any] = {"process_group": process_group, "codecs": codecs, "threads": threads}
         self._background = background
         self._running: tuple[int, AsyncSave] | None = None  # the step that is being written, and its handle
-        self._looked_at: dict[int, tuple[str, Saved | None]] = {}  # by step, with the mark it had
+        self._looked_at: dict[int, _Looked] = {}  # by step
         self._restored: int | None = None
-        self._last: int | None = None  # that this manager saved
+        self._back: int | None = None  # the step that was asked for and restored, until the first save after it
+        self._line: Line | None = None  # that this manager began, on rank 0
+        self._last: int | None = None  # that this manager saved, and has not restored any since
         self._preemption = Preemption() if save_on_sigterm else None
 
     @property
@@ -120,16 +134,31 @@ class CheckpointManager:
         """Whether `save_every` asks for this step. Arithmetic: nobody is asked, and all ranks find the same."""
         return self._save_every is None or _step(step) % self._save_every == 0
 
-    def save(self, step: int, state: Any, metrics: Mapping[str, Any] | None = None, *, force: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        force: bool = False,
+        check_replicas: bool = False,
+        memory: int | None = None,
+        progress: Report | None = None,
+    ) -> None:
         """Saves a step, and then removes those that are not to be kept any longer.
 
         Metrics are numbers (or tensors of one element); those of rank 0 are recorded, beside the step and the time.
         A step that is there already is refused, unless `force` is given or it comes after the one restored by this
         manager: then it is of the run that was given up, and is replaced. A step that cannot be removed is a warning.
+
+        The first save after `restore(state, step=k)` begins a line: the steps after k are superseded from then on.
+        They stay, until the rules remove them, but they are not `latest`, nor restored unless they are asked for.
+        `check_replicas`, `memory` and `progress` are those of `checkpoint.save`.
         """
         step = _step(step)
         self.wait()
-        values = comm.agree(lambda: numbers(metrics), what=f"metrics of step {step}", group=self._group)
+        with raised_as_itself(self._group):
+            values = comm.agree(lambda: _numbers(metrics), what=f"metrics of step {step}", group=self._group)
 
         def check() -> dict[str, Any]:
             known = self._look(step, self._steps.committed().get(step))
@@ -139,17 +168,27 @@ class CheckpointManager:
                     f"step {step} is saved in {self.path(step)} already; force=True replaces it, and restore comes "
                     "first where an earlier run is to be continued"
                 )
-            return {FIELD: msgspec.to_builtins(Record.now(step, values))}
+            return {FIELD: msgspec.to_builtins(Record.now(step, values, self._restored, self._line_of(step)))}
 
         extra = self._told(f"save of step {step}", check, dict[str, Any])
+        options = {"check_replicas": check_replicas, "memory": memory, "progress": progress, **self._options}
         if self._background:
-            self._running = step, async_save(state, self.path(step), extra=extra, **self._options)
+            self._running = step, async_save(state, self.path(step), extra=extra, **options)
             self._last = step
         else:
-            save(state, self.path(step), extra=extra, **self._options)
+            save(state, self.path(step), extra=extra, **options)
             self._committed(step)
 
-    def step_end(self, step: int, state: Any, metrics: Mapping[str, Any] | None = None) -> bool:
+    def step_end(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        check_replicas: bool = False,
+        memory: int | None = None,
+        progress: Report | None = None,
+    ) -> bool:
         """Saves the step if `should_save` says so, or if any rank got SIGTERM; True where the job is to end.
 
         With `save_on_sigterm`, every call costs one small message around all ranks. Call it every few steps where that
@@ -158,7 +197,7 @@ class CheckpointManager:
         """
         ends = self._preemption is not None and self._preemption.anywhere(self._group)
         if (ends or self.should_save(step)) and step != self._last:
-            self.save(step, state, metrics)
+            self.save(step, state, metrics, check_replicas=check_replicas, memory=memory, progress=progress)
         if ends:
             self.wait()
         return ends
@@ -177,8 +216,15 @@ class CheckpointManager:
         """The steps that have been saved, in order; a damaged one is still among them if its manifest is there."""
         return self._told("steps", lambda: list(self._steps.committed()), list[int])
 
+    def superseded(self) -> list[int]:
+        """Those of the steps that a run has left behind, by going back to an earlier one and saving; see `save`."""
+        return self._told("superseded", lambda: list(newest_line(self._seen()).superseded), list[int])
+
     def latest(self) -> int | None:
-        """The newest step whose manifest is sound and whose files are there, or None. It reads no data."""
+        """The newest step whose manifest is sound and whose files are there, or None. It reads no data.
+
+        Superseded steps do not count, here and for `best`.
+        """
         return self._told("latest", lambda: max(self._sound(), default=None), int | None)
 
     def best(self, metric: str | None = None, mode: str | None = None) -> int | None:
@@ -212,35 +258,49 @@ class CheckpointManager:
         only: str | Sequence[str] | None = None,
         rename: Rename | None = None,
         cast: Cast = False,
+        on_missing: OnMissing = "raise",
+        memory: int | None = None,
+        progress: Report | None = None,
     ) -> int | None:
         """Loads the newest good step into a state and returns its number; None where nothing was ever saved.
 
         A step that is damaged or incomplete is passed over, with a `CheckpointWarning` that says what is wrong; where
         none is good, that is an error. A state that does not fit, a newer format and a failing disk are raised at once:
         an older step would hide them. Given a `step`, that one is loaded, or what is wrong with it is raised.
+
+        Steps that a run has left behind (see `save`) are loaded only when they are asked for. The other arguments are
+        those of `load`.
         """
         self.wait()
-        options = {"strict": strict, "only": only, "rename": rename, "cast": cast, **self._options}
+        options: dict[str, Any] = {
+            "strict": strict,
+            "only": only,
+            "rename": rename,
+            "cast": cast,
+            "on_missing": on_missing,
+        }
+        options |= {"memory": memory, "progress": progress, **self._options}
         if step is not None:
             self._load(state, _step(step), options)
-            self._restored = step
+            self._restored = self._back = step
+            self._last = None
             return step
         tried: dict[tuple[int, str], ShardwrightError] = {}
         for _ in range(_MOST_TRIES):
-            marks = self._told("restore", self._steps.committed, dict[int, str])
+            marks = self._told("restore", self._current, dict[int, str])
             left = {one: mark for one, mark in marks.items() if (one, mark) not in tried}
             newest = max(left, default=None)
             if newest is not None:
                 try:
                     self._load(state, newest, options)
-                except (RankFailedError, CorruptionError, FormatError, NotACheckpointError) as error:
+                except (RankFailedError, CorruptionError, FormatError, MissingKeyError, NotACheckpointError) as error:
                     if not _is_damage(error):
                         raise
                     # If it was removed or replaced under us, it has another mark when we look again, or none.
                     tried[newest, left[newest]] = error
                     continue
             self._tell_of({one: error for (one, mark), error in tried.items() if marks.get(one) == mark}, newest)
-            self._restored = newest
+            self._restored, self._back, self._line, self._last = newest, None, None, None
             return newest
         raise CheckpointError(f"{self.root}: {_MOST_TRIES} times a step was replaced or removed while it was read")
 
@@ -326,8 +386,11 @@ class CheckpointManager:
             abandoned = [one for one in self._steps.abandoned() if one <= step]
             going: list[int] = []
             if not self._policy.keeps_all:
+                left_behind = newest_line(self._seen()).superseded
                 known = [self._look(one, mark) for one, mark in self._steps.committed().items() if one <= step]
-                going = to_remove([one for one in known if one is not None], self._policy, step)
+                # Those that were left behind go as the others do, and take no place.
+                judged = [one._replace(valid=one.valid and one.step not in left_behind) for one in known if one]
+                going = to_remove(judged, self._policy, step)
         except StorageError as error:
             return [str(error)]
         for one in [*abandoned, *going]:
@@ -345,22 +408,55 @@ class CheckpointManager:
         if mark is None:
             return None
         before = self._looked_at.get(step)
-        if before is not None and before[0] == mark:
-            return before[1]
+        if before is not None and before.mark == mark:
+            return before.saved
         found: Saved | None = None
+        seen: Seen | None = None
         try:
-            record = Record.of(self._steps.manifest(step))
+            manifest = self._steps.manifest(step)
+            record = Record.of(manifest)
             found = Saved(step, {} if record is None else record.values())
+            seen = Seen(manifest.save_id, Line()) if record is None else record.seen(manifest.save_id)
         except UnknownVersionError:
             pass  # of a newer library, for which it is good
         except (CorruptionError, FormatError, NotACheckpointError):
             found = Saved(step, valid=False)
-        self._looked_at[step] = mark, found
+        self._looked_at[step] = _Looked(mark, found, seen)
         return found
 
+    def _seen(self) -> dict[int, Seen]:
+        """What the steps say of their lines; one that cannot be read says nothing."""
+        found = {}
+        for step, mark in self._steps.committed().items():
+            with suppress(StorageError):
+                self._look(step, mark)
+                seen = self._looked_at[step].seen
+                if seen is not None:
+                    found[step] = seen
+        return found
+
+    def _line_of(self, step: int) -> Line:
+        """The line of a step that is saved now."""
+        seen = self._seen()
+        if self._back is not None:
+            back, now = line_from(self._back, seen), newest_line(seen)
+            self._line, self._back = (now if back.superseded == now.superseded else back), None
+        line = newest_line(seen) if self._line is None else self._line
+        left = {
+            one: save_id
+            for one, save_id in line.superseded.items()
+            if one != step and one in seen and seen[one].save_id == save_id
+        }
+        return Line(line.number, left)
+
+    def _current(self) -> dict[int, str]:
+        """The steps that have a manifest and were not left behind, with their marks."""
+        left_behind = newest_line(self._seen()).superseded
+        return {step: mark for step, mark in self._steps.committed().items() if step not in left_behind}
+
     def _sound(self) -> dict[int, Saved]:
-        """The steps whose manifest is sound and whose files are there."""
-        looked = {step: self._look(step, mark) for step, mark in self._steps.committed().items()}
+        """The steps whose manifest is sound and whose files are there, but for those that were left behind."""
+        looked = {step: self._look(step, mark) for step, mark in self._current().items()}
         return {step: one for step, one in looked.items() if one is not None and one.valid}
 
     def _record(self, step: int) -> Record | None:
@@ -371,7 +467,8 @@ class CheckpointManager:
         """Loads a step, held on every rank while it is read."""
         with ExitStack() as held:
             holding: AbstractContextManager[str] = self._steps.reading(step)
-            comm.agree(lambda: held.enter_context(holding), what=f"restore of step {step}", group=self._group)
+            with raised_as_itself(self._group):
+                comm.agree(lambda: held.enter_context(holding), what=f"restore of step {step}", group=self._group)
             load(state, self.path(step), **options)
 
     def _tell_of(self, bad: Mapping[int, ShardwrightError], restored: int | None) -> None:
@@ -395,6 +492,30 @@ def _step(value: int) -> int:
     if step < 0:
         raise CheckpointError(f"step {step} is negative: steps count from 0")
     return step
+
+
+def _count(value: Any, name: str) -> int | None:
+    return None if value is None else integer(value, name)
+
+
+def _best(given: Any) -> Best | None:
+    """What `keep_best` says, with its parts of the right kinds."""
+    if given is None:
+        return None
+    if not isinstance(given, tuple | list) or len(given) not in (2, 3):
+        raise ArgumentTypeError(f'keep_best={given!r}: give Best(n, metric, mode), such as Best(3, "loss", "min")')
+    best = Best(*given)
+    if not isinstance(best.metric, str) or not isinstance(best.mode, str):
+        raise ArgumentTypeError(f"keep_best={given!r}: the metric and the mode are text")
+    return best._replace(n=integer(best.n, "keep_best"))
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ArgumentTypeError(
+            f"metrics={metrics!r} is a {type(metrics).__name__}: give a mapping of names to numbers"
+        )
+    return numbers(metrics)
 
 
 def _is_damage(error: ShardwrightError) -> bool:

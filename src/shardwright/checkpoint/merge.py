@@ -170,7 +170,12 @@ class _Merge:
             for key, child in zip(node[1::2], node[2::2], strict=True):
                 found.setdefault((type(key), key), []).append((part, child))
         merged: list[Any] = ["d"]
+        first: dict[Any, tuple[int, Any]] = {}
         for (_, key), children in found.items():
+            part, other = first.setdefault(key, (children[0][0], key))
+            if type(other) is not type(key):  # one dict cannot hold both: True is 1, and 1.0
+                self._differs(_joined(name, key), part, f"key {other!r}", children[0][0], f"key {key!r}")
+                continue
             merged += (key, self._tree(children, _joined(name, key)))
         return merged
 

@@ -179,14 +179,14 @@ class Metadata:
     def state_dict_metadata(self) -> Mapping[str, STORAGE_TYPES]:
         """Of every name, what is stored."""
         numbers: dict[str, int | None] = dict(self._manifest.tensors.index)
-        for name, _, what, _ in stored_entries(self._manifest.tree, None):
+        for name, _, what, *_ in stored_entries(self._manifest.tree, None):
             numbers.setdefault(name, what.number if isinstance(what, StoredTensor) else None)
         return _View(numbers, self._entry)
 
     @cached_property
     def planner_data(self) -> Mapping[str, tuple[Any, ...]]:
         """Of every name of the tree, the keys that lead to it."""
-        return {name: keys for name, keys, _, _ in stored_entries(self._manifest.tree, None) if keys is not None}
+        return {name: keys for name, keys, *_ in stored_entries(self._manifest.tree, None) if keys is not None}
 
     @cached_property
     def storage_data(self) -> Mapping[MetadataIndex, StorageInfo]:

@@ -97,6 +97,8 @@ def _near(name: str, names: Sequence[str], has: str) -> str:
     if len(names) > _MOST_COMPARED:
         return ""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
+    if close and close[0] == name:
+        return f" ({has} one of that name, under other keys)"
     return f" ({has} {close[0]!r})" if close else ""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar, cast, final
 
@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.current import read_current
+from shardwright.checkpoint.datafile import BLOCK
 from shardwright.checkpoint.indexing import slicing_of
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.metadata import Metadata
 from shardwright.checkpoint.place import storage_at
+from shardwright.checkpoint.plan.find import Part
 from shardwright.checkpoint.read import Destination, FileReader
 from shardwright.checkpoint.stored import StoredTensor, StoredValue, build, stored_entries
 from shardwright.checkpoint.targets import Target, check_bools
@@ -42,7 +44,8 @@ class LazyTensor(Generic[Out]):
     """A stored tensor that nothing has been read of yet: `[...]` reads what it is asked for, and no more.
 
     It takes numbers, slices (of any step), `...` and `None`, and gives a plain tensor, or an array where it came from
-    `Checkpoint.numpy`.
+    `Checkpoint.numpy`. Of a slice whose step passes over a megabyte or more only the wanted layers are read; for a
+    shorter step, all between the first and the last is read, and what is wanted taken out of it.
 
     >>> import tempfile
     >>> from shardwright import checkpoint
@@ -90,12 +93,12 @@ class LazyTensor(Generic[Out]):
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Out:
-        wanted = slicing_of(index, self.shape)
-        return self._given(wanted.take(self._checkpoint._read(self._number, wanted.region)))
+        wanted, dim, layers = slicing_of(index, self.shape).thinned(self.shape, self.dtype.itemsize, BLOCK)
+        return self._given(wanted.take(self._checkpoint._read(self._number, layers, dim)))
 
     def tensor(self) -> Tensor:
         """All of it, as a plain tensor."""
-        return self._checkpoint._read(self._number, Region.whole(self.shape))
+        return self._checkpoint._read(self._number, [Region.whole(self.shape)])
 
     def numpy(self) -> npt.NDArray[Any]:
         """All of it, as an array."""
@@ -172,7 +175,10 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
         raise MissingNameError(f"no plain value is stored under {path!r}{_near(path, plain)}")
 
     def tree(self, *, rank: int = 0, codecs: Mapping[type, Codec] | None = None) -> Any:
-        """The state as it was saved, with lazy tensors in place of tensors and arrays; see `value` for `rank`."""
+        """The state as it was saved, with lazy tensors in place of tensors and arrays.
+
+        Of what each rank has for itself, it has that of `rank`; where that has none, a `PerRank` of the others'.
+        """
         names = self._manifest.tensors.names
         return build(
             self._manifest.tree,
@@ -205,21 +211,31 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
             raise MissingNameError(f"no tensor is stored under {name!r}{_near(name, list(self._numbers))}")
         return number
 
-    def _read(self, number: int, region: Region) -> Tensor:
-        """A region of a tensor. Its files are open and have their sizes before any memory is made for it."""
+    def _read(self, number: int, regions: Sequence[Region], dim: int = 0) -> Tensor:
+        """Regions of a tensor that differ along one dimension, one after the other along it.
+
+        Their files are open and have their sizes before any memory is made for them.
+        """
         if self._closed:
             raise CheckpointError(f"{self!r} is closed")
-        parts = self._manifest.finder.parts(number, region)
+        parts = [(part, place) for place, region in enumerate(regions) for part in self._parts(number, region)]
         try:
-            files = {rank: self._file(rank) for rank in sorted({part.rank for part in parts})}
+            files = {rank: self._file(rank) for rank in sorted({part.rank for part, _ in parts})}
             table = self._manifest.tensors
-            found = torch.empty(region.size, dtype=DTYPES[table.dtypes[number]])
+            size = list(regions[0].size)
+            if len(regions) > 1:
+                size[dim] = len(regions)
+            found = torch.empty(size, dtype=DTYPES[table.dtypes[number]])
+            layers = [found] if len(regions) == 1 else [found.narrow(dim, at, 1) for at in range(len(regions))]
             for rank, file in files.items():
-                file.read([Destination(part, found, region, found.dtype) for part in parts if part.rank == rank])
+                file.read([Destination(p, layers[at], regions[at], found.dtype) for p, at in parts if p.rank == rank])
         finally:
             self._let_go()
-        check_bools([Target(table.names[number], number, found, region, found.dtype)])
+        check_bools([Target(table.names[number], number, found, Region.whole(size), found.dtype)])
         return found
+
+    def _parts(self, number: int, region: Region) -> list[Part]:
+        return self._manifest.finder.parts(number, region)
 
     def _file(self, rank: int) -> FileReader:
         """The file of a rank, its header verified."""

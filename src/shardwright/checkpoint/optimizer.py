@@ -7,17 +7,21 @@ stepped for it, and the optimizer itself is given all of it at the end, by its o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from shardwright.checkpoint.flatten import Keys, joined
+from shardwright.checkpoint.grown import ABSENT, Behind, behind, behind_text, grow, grown, plain, planted
 from shardwright.checkpoint.leaves import to_ours
+from shardwright.checkpoint.match import fits, patterns_of
 from shardwright.checkpoint.state import Stateful
 from shardwright.checkpoint.stored import StoredEntry, StoredTensor
 from shardwright.checkpoint.tensors import TensorTable
-from shardwright.checkpoint.values import DTYPES, EnumValue
+from shardwright.checkpoint.values import DTYPES
 from shardwright.errors import ArgumentTypeError, LoadMismatchError, StateError
 from shardwright.layout import Replicate
 from shardwright.sharded import ShardedOptimizer, ShardedTensor, named_params_with_sharded_tensor
@@ -135,22 +139,89 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def completing(stored: Sequence[StoredEntry], table: TensorTable) -> Callable[[Any, Any, str], Any]:
-    """What gives an optimizer's state, as `flatten` found it, back with what is stored for its parameters besides."""
+@final
+class completing:  # noqa: N801  # it is called like a function
+    """What gives an object's state, as `flatten` found it, back with what is stored for it besides.
 
-    def complete(value: Any, state: Any, name: str) -> Any:
+    That is what an optimizer that has not stepped lacks, and what any other object does that is no module. Only names
+    that `only` chooses are made. `made` are the tensors without contents: they must be filled, or not be given. `grown`
+    are the places, among all that is stored, of what objects that are no optimizers lacked.
+    """
+
+    def __init__(
+        self, stored: Sequence[StoredEntry], table: TensorTable, only: str | Sequence[str] | None = None
+    ) -> None:
+        self._table, self.made = table, _Made()
+        self.grown: set[int] = set()
+        self._places = {id(one): place for place, one in enumerate(stored)}
+        patterns = patterns_of(only)
+        self._stored = [one for one in stored if patterns is None or fits(one.name, patterns)]
+
+    def without(self, entries: Iterable[StoredEntry]) -> completing:
+        """The same, which does not make these."""
+        other = completing([], self._table)
+        left_out = {id(one) for one in entries}
+        other._places, other._stored = self._places, [one for one in self._stored if id(one) not in left_out]
+        return other
+
+    def __call__(self, value: Any, state: Any, name: str, keys: Keys) -> Any:
+        if isinstance(value, nn.Module) or not self._stored:
+            return state
         parameters = _parameters(value)
-        if parameters is None or not isinstance(state, Mapping) or not isinstance(state.get("state"), dict):
+        if parameters is None:
+            return grow(state, behind(self._stored, name, keys), self._make_plain)
+        if not isinstance(state, Mapping) or not isinstance(state.get("state"), dict):
             return state
         remembered = dict(state["state"])
-        new: dict[Any, dict[Any, Any]] = {}
-        for key, rest, entry in _of_parameters(stored, f"{name}.state." if name else "state.", parameters):
+        new: dict[Any, list[Behind]] = {}
+        for key, one in _of_parameters(behind(self._stored, joined(name, "state"), (*keys, "state")), parameters):
             if key not in remembered:
-                _put(new.setdefault(key, {}), rest, _made(parameters[key], rest, entry, table))
-        remembered.update({key: _with_lists(one) for key, one in new.items()})
+                new.setdefault(key, []).append(one)
+        for key, entries in new.items():
+            made = grown(planted(entries), partial(self._make_like, parameters[key]))
+            if made is not ABSENT:
+                remembered[key] = made
         return {**state, "state": remembered}
 
-    return complete
+    def _make_plain(self, entry: StoredEntry, depth: int) -> Any:
+        if entry.of_rank or Behind(entry.path[len(entry.path) - depth :], "", entry).has_codec:
+            return ABSENT  # only a state that has it already knows how it is wrapped
+        if id(entry) in self._places:
+            self.grown.add(self._places[id(entry)])
+        what = entry.what
+        if not isinstance(what, StoredTensor):
+            return plain(what.value)
+        made = torch.empty(self._table.shape(what.number), dtype=self._dtype(what))
+        return self.made.keep(made.numpy() if what.is_array else made)
+
+    def _dtype(self, what: StoredTensor) -> torch.dtype:
+        return DTYPES[self._table.dtypes[what.number]]
+
+    def _make_like(self, parameter: Tensor, entry: StoredEntry, depth: int) -> Any:
+        if entry.of_rank or Behind(entry.path[len(entry.path) - depth :], "", entry).has_codec:
+            return ABSENT
+        what = entry.what
+        if not isinstance(what, StoredTensor):
+            return plain(what.value)
+        if what.is_array:
+            return self.made.keep(torch.empty(self._table.shape(what.number), dtype=self._dtype(what)).numpy())
+        is_step = depth == 1 and entry.path[-1:] == ("step",)
+        return self.made.keep(_made(parameter, is_step, what.number, self._table))
+
+
+@final
+class _Made:
+    """What was made, by identity; it is kept, so that no other can have it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Any] = {}
+
+    def keep(self, value: Any) -> Any:
+        self._kept[id(value)] = value
+        return value
+
+    def __contains__(self, value: object) -> bool:
+        return id(value) in self._kept
 
 
 def _parameters(value: Any) -> Mapping[Any, Tensor] | None:
@@ -164,59 +235,38 @@ def _parameters(value: Any) -> Mapping[Any, Tensor] | None:
     return None
 
 
-def _of_parameters(
-    stored: Sequence[StoredEntry], prefix: str, parameters: Mapping[Any, Tensor]
-) -> Iterator[tuple[Any, tuple[Any, ...], StoredEntry]]:
-    """What is stored under a prefix: of which parameter, under which keys behind it."""
-    keys = {str(key): key for key in parameters}
-    for entry in stored:
-        if not entry.name.startswith(prefix):
+def _of_parameters(entries: Iterable[Behind], parameters: Mapping[Any, Tensor]) -> Iterator[tuple[Any, Behind]]:
+    """What is stored of parameters: of which, and under which keys behind it."""
+    by_text = {str(key): key for key in parameters}
+    for one in entries:
+        first = one.keys[0]
+        if first in parameters and type(first) is type(by_text.get(str(first))):
+            yield first, one.below(1)
             continue
-        rest = entry.name[len(prefix) :]
+        rest = ".".join(map(str, one.keys))
         at = len(rest)
-        while at > 0 and rest[:at] not in keys:
+        while at > 0 and rest[:at] not in by_text:
             at = rest.rfind(".", 0, at)  # names have dots, too: the longest that fits
-        if at <= 0 or at == len(rest):
-            continue
-        behind = rest[at + 1 :]
-        if entry.keys is not None and not isinstance(entry.keys[-1], str):
-            # Lists within: their places are the last keys.
-            depth = behind.count(".") + 1
-            yield keys[rest[:at]], entry.keys[-depth:], entry
-        else:
-            yield keys[rest[:at]], (behind,), entry
+        if at == len(rest):
+            yield by_text[rest], Behind((), "", one.entry)
+        elif at > 0:
+            yield by_text[rest[:at]], behind_text(one.entry, rest[at + 1 :])
 
 
-def _put(into: dict[Any, Any], keys: tuple[Any, ...], value: Any) -> None:
-    for key in keys[:-1]:
-        into = into.setdefault(key, {})
-    into[keys[-1]] = value
-
-
-def _with_lists(value: Any) -> Any:
-    """The same with dicts of 0, 1, 2, ... as the lists that they were."""
-    if not isinstance(value, dict):
-        return value
-    items = {key: _with_lists(item) for key, item in value.items()}
-    return list(items.values()) if items and list(items) == list(range(len(items))) else items
-
-
-def _made(parameter: Tensor, keys: tuple[Any, ...], entry: StoredEntry, table: TensorTable) -> Any:
-    """Room for a stored entry of a parameter's state."""
-    what = entry.what
-    if not isinstance(what, StoredTensor):
-        return what.value.value if isinstance(what.value, EnumValue) else what.value
-    shape, dtype = table.shape(what.number), DTYPES[table.dtypes[what.number]]
-    if dtype.is_floating_point and parameter.dtype.is_floating_point and keys != ("step",):
+def _made(parameter: Tensor, is_step: bool, number: int, table: TensorTable) -> Tensor:
+    """Room for a stored tensor of a parameter's state."""
+    shape, dtype = table.shape(number), DTYPES[table.dtypes[number]]
+    is_like = tuple(parameter.shape) == shape and not is_step
+    if dtype.is_floating_point and parameter.dtype.is_floating_point and not is_step:
         dtype = parameter.dtype  # as torch has it: the optimizer would convert it anyway, and cast= is to say so
-    if not shape:
+    if not shape and not is_like:
         return torch.empty((), dtype=dtype)
     if isinstance(parameter, ShardedTensor):
-        if tuple(parameter.shape) != shape:
+        if not is_like:
             return torch.empty(shape, dtype=dtype)
         shards = [torch.empty_like(shard.tensor, dtype=dtype) for shard in parameter.local_shards()]
         return parameter._with([shard.requires_grad_(False) for shard in shards], dtype=dtype)
-    if tuple(parameter.shape) == shape:
+    if is_like:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     ours = to_ours(parameter)
     if not isinstance(ours, DTensor):

@@ -1,14 +1,16 @@
-"""Where a checkpoint is, as callers say it: a path, or a storage."""
+"""Where a checkpoint is and who takes part, as callers say it: a path or a storage, a process group."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
+from shardwright import comm
 from shardwright.errors import ArgumentTypeError
 from shardwright.storage import LocalStorage, Storage
 
-__all__ = ["storage_at"]
+__all__ = ["group_of", "place_of", "storage_at"]
 
 
 def storage_at(path: Any) -> Storage:
@@ -20,5 +22,40 @@ def storage_at(path: Any) -> Storage:
     if isinstance(path, Storage):
         return path
     if isinstance(path, str | os.PathLike):
-        return LocalStorage(path)
+        if isinstance(os.fspath(path), str):
+            return LocalStorage(path)
+        raise ArgumentTypeError(f"{path!r} is a path of bytes: give text (os.fsdecode)")
     raise ArgumentTypeError(f"{type(path).__name__} is neither a path nor a Storage")
+
+
+def place_of(storage: Storage) -> str:
+    """What tells one place from another in this process: a folder is the same one through a symbolic link.
+
+    >>> place_of(LocalStorage("/"))
+    '/'
+    """
+    if isinstance(storage, LocalStorage):
+        return os.path.realpath(storage.path)
+    return f"{type(storage).__name__} {id(storage):x}"
+
+
+def group_of(process_group: Any) -> tuple[comm.Group, Callable[[], None]]:
+    """The group that a caller names, and a check that belongs into the first step its ranks agree on.
+
+    What is no process group is told to the world by that check: the others are likely to wait there. A group that this
+    rank is not in is refused at once: nobody waits for it.
+
+    >>> group, check = group_of("all")
+    >>> check()
+    Traceback (most recent call last):
+    shardwright.errors.ArgumentTypeError: process_group='all' is a str: give a torch process group, ...
+    """
+    try:
+        return comm.Group.of(process_group), lambda: None
+    except ArgumentTypeError as error:
+        wrong = error
+
+    def check() -> None:
+        raise wrong
+
+    return comm.world(), check

@@ -22,7 +22,7 @@ from shardwright.checkpoint.plan.cut import boxes_of_stretch
 from shardwright.checkpoint.plan.find import Part
 from shardwright.checkpoint.plan.sharing import Run, touched
 from shardwright.checkpoint.tensors import Integers
-from shardwright.checkpoint.write import Progress, Written
+from shardwright.checkpoint.write import Progress, Written, window_size
 from shardwright.errors import CorruptionError
 from shardwright.layout import Region
 from shardwright.storage import Reader
@@ -34,7 +34,6 @@ Checksums: TypeAlias = npt.NDArray[np.uint32]
 
 _BATCH = 1 << 20  # bytes read in one call and verified at once: they are still in the cache
 _MOST = 1000  # buffers in one call
-_WINDOW = 8 << 20  # bytes of a window, for each thread
 
 
 class Destination(NamedTuple):
@@ -87,31 +86,41 @@ class FileReader:
             raise CorruptionError(f"{file.name}: its header is damaged: its digest is not the one in the manifest")
         self._checksums = file.checksums(bytes(header))
 
-    def read(self, destinations: Sequence[Destination], threads: int = 2, progress: Progress | None = None) -> None:
-        """Fills all destinations; the caller keeps them alive."""
-        straight, windows = self._sort(destinations)
+    def read(
+        self,
+        destinations: Sequence[Destination],
+        threads: int = 2,
+        progress: Progress | None = None,
+        memory: int | None = None,
+    ) -> None:
+        """Fills all destinations; the caller keeps them alive. `progress` is told the bytes that were filled.
+
+        `memory` bounds what is read aside.
+        """
+        window, aside = window_size(memory, threads)
+        straight, windows = self._sort(destinations, window // BLOCK)
         order = np.argsort(straight.offsets, kind="stable")
         blocks = _Blocks(*(column[order] for column in straight))
         in_threads(
             lambda first, last, stop: self._read_straight(_Blocks(*(c[first:last] for c in blocks)), stop, progress),
             split(blocks.nbytes, threads, least=8 * BLOCK),
         )
-        sizes = np.array([window.blocks * BLOCK for window in windows], np.int64)
+        sizes = np.array([one.blocks * BLOCK for one in windows], np.int64)
         in_threads(
-            lambda first, last, stop: self._read_windows(windows[first:last], stop, progress),
-            split(sizes, threads, least=8 * BLOCK),
+            lambda first, last, stop: self._read_windows(windows[first:last], window, stop, progress),
+            split(sizes, aside, least=8 * BLOCK),
         )
 
-    def read_runs(self, runs: Sequence[Run], slot: Tensor, progress: Progress | None = None) -> None:
+    def read_runs(self, runs: Sequence[Run], slot: Tensor) -> None:
         """Reads and verifies these runs of blocks, each into its place in the slot."""
         counts = np.array([run.blocks for run in runs], np.int64)
         which = np.repeat(np.arange(len(runs)), counts)
         number = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
         chunks, first, at = (np.array([run[field] for run in runs], np.int64)[which] for field in (1, 2, 4))
         blocks = self._blocks(chunks, first + number, slot.data_ptr() + at + number * BLOCK)
-        self._read_straight(blocks, Stop(), progress)
+        self._read_straight(blocks, Stop(), None)
 
-    def _sort(self, destinations: Sequence[Destination]) -> tuple[_Blocks, list[_Window]]:
+    def _sort(self, destinations: Sequence[Destination], most: int) -> tuple[_Blocks, list[_Window]]:
         """Which blocks are read straight, and which through windows."""
         windows: list[_Window] = []
         whole: list[int] = []
@@ -124,7 +133,7 @@ class FileReader:
                 whole.append(part.chunk)
                 addresses.append(place.data_ptr())
             else:
-                straight, aside = self._cut(destination, place)
+                straight, aside = self._cut(destination, place, most)
                 parts.append(straight)
                 windows += aside
         chunks = np.array(whole, np.int64)
@@ -148,7 +157,7 @@ class FileReader:
             np.minimum(BLOCK, plan.nbytes[chunks] - within),
         )
 
-    def _cut(self, destination: Destination, place: Tensor) -> tuple[_Blocks, list[_Window]]:
+    def _cut(self, destination: Destination, place: Tensor, most: int) -> tuple[_Blocks, list[_Window]]:
         """The blocks of one part: those wanted whole in one stretch of memory straight, the others aside."""
         part = destination.part
         nbytes = int(self.file.plan.nbytes[part.chunk])
@@ -162,7 +171,7 @@ class FileReader:
             straight = self._blocks(np.full(len(whole), part.chunk), whole, place.data_ptr() + whole * BLOCK - begin)
         else:
             straight = _Blocks(*(np.empty(0, np.int64),) * 4)
-        return straight, list(_windows(destination, blocks[~inside]))
+        return straight, list(_windows(destination, blocks[~inside], most))
 
     def _read_straight(self, blocks: _Blocks, stop: Stop, progress: Progress | None) -> None:
         batch: list[memoryview] = []
@@ -200,8 +209,8 @@ class FileReader:
         if progress is not None:
             progress(nbytes)
 
-    def _read_windows(self, windows: Sequence[_Window], stop: Stop, progress: Progress | None) -> None:
-        scratch = torch.empty(_WINDOW, dtype=torch.uint8)
+    def _read_windows(self, windows: Sequence[_Window], size: int, stop: Stop, progress: Progress | None) -> None:
+        scratch = torch.empty(size, dtype=torch.uint8)
         file, plan = self.file, self.file.plan
         for window in windows:
             if stop:
@@ -213,8 +222,10 @@ class FileReader:
             views = [memory_at(address + at, min(BLOCK, nbytes - at)) for at in range(0, nbytes, BLOCK)]
             number = int(file.first_blocks[chunk]) + window.first
             start = file.header_size + int(plan.starts[chunk]) + begin
-            self._take(views, range(number, number + len(views)), start, nbytes, progress)
-            copy_window(window.destination, scratch, begin, nbytes)
+            self._take(views, range(number, number + len(views)), start, nbytes, None)
+            filled = copy_window(window.destination, scratch, begin, nbytes)
+            if progress is not None:
+                progress(filled)
 
     def _damaged(self, number: int) -> CorruptionError:
         file = self.file
@@ -229,9 +240,8 @@ class FileReader:
         )
 
 
-def _windows(destination: Destination, blocks: Integers) -> Iterator[_Window]:
+def _windows(destination: Destination, blocks: Integers, most: int) -> Iterator[_Window]:
     """Neighbouring blocks together, as many as a window holds."""
-    most = _WINDOW // BLOCK
     start = 0
     numbers = blocks.tolist()
     for place in range(1, len(numbers) + 1):
@@ -245,17 +255,22 @@ def _is_one_stretch(destination: Destination, place: Tensor) -> bool:
     return place.device.type == "cpu" and place.is_contiguous() and destination.is_plain
 
 
-def copy_window(destination: Destination, scratch: Tensor, begin: int, nbytes: int) -> None:
-    """Copies what a window onto a chunk, from byte `begin` on, holds of a part into its place, converted if need be."""
+def copy_window(destination: Destination, scratch: Tensor, begin: int, nbytes: int) -> int:
+    """Copies what a window onto a chunk, from byte `begin` on, holds of a part into its place, converted if need be.
+
+    Gives the stored bytes that were copied.
+    """
     part, tensor, frame, stored = destination
     target = bits(tensor) if destination.is_plain else tensor
     data = scratch.view(target.dtype if destination.is_plain else stored)
     if stored == torch.bool and not destination.is_plain and nbytes and int(scratch[:nbytes].max()) > 1:
         raise CorruptionError("a tensor of truths holds bytes that are neither 0 nor 1")
-    position, first = 0, begin // stored.itemsize
+    position, first, filled = 0, begin // stored.itemsize, 0
     for box in boxes_of_stretch(part.chunk_region, first, first + nbytes // stored.itemsize):
         common = box.intersect(part.region)
         if common is not None:
             source = data[position : position + box.volume].view(box.size)
             target[common.slices(frame)].copy_(source[common.slices(box)])
+            filled += common.volume * stored.itemsize
         position += box.volume
+    return filled

@@ -34,16 +34,22 @@ def read_together(
     destinations: Mapping[tuple[int, int], Sequence[Destination]],
     progress: Progress | None = None,
 ) -> None:
-    """Fills the destinations, given by file and chunk. All ranks of the host call it, with the same segments."""
+    """Fills the destinations, given by file and chunk. All ranks of the host call it, with the same segments.
+
+    `progress` is told the bytes that were filled here.
+    """
 
     def read(number: int, slot: Tensor) -> None:
-        files.open(parts[number][0].rank).read_runs(parts[number], slot, progress)
+        files.open(parts[number][0].rank).read_runs(parts[number], slot)
 
     def copy(number: int, slot: Tensor) -> None:
+        filled = 0
         for run in parts[number]:
             nbytes = _nbytes(files.manifest, run)
             for destination in destinations.get((run.rank, run.chunk), ()):
-                copy_window(destination, slot[run.at : run.at + nbytes], run.first * BLOCK, nbytes)
+                filled += copy_window(destination, slot[run.at : run.at + nbytes], run.first * BLOCK, nbytes)
+        if progress is not None and filled:
+            progress(filled)
 
     window.run(len(parts), read, copy)
 

@@ -6,8 +6,10 @@ done; one rename of the manifest is the commit; only after it is anything remove
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,24 +24,35 @@ from torch import Tensor
 
 from shardwright import comm
 from shardwright.checkpoint.current import read_manifest
-from shardwright.checkpoint.datafile import DataFile
+from shardwright.checkpoint.datafile import START, DataFile
 from shardwright.checkpoint.flatten import Flat
 from shardwright.checkpoint.manifest import FIELDS, KEY, Manifest
+from shardwright.checkpoint.place import place_of
 from shardwright.checkpoint.plan.file import file_plan
 from shardwright.checkpoint.replicas import compare_replicas
 from shardwright.checkpoint.staging import Buffer, buffers, stage, windows
 from shardwright.checkpoint.tensors import Pieces, TensorTable
 from shardwright.checkpoint.together import United, unite
 from shardwright.checkpoint.write import Blocks, FileWriter, Progress, Written
-from shardwright.errors import CheckpointError, NotACheckpointError, StateError, StorageError
-from shardwright.storage import Storage, Writer
+from shardwright.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    MissingKeyError,
+    NotACheckpointError,
+    StateError,
+    StorageError,
+)
+from shardwright.storage import LocalStorage, Storage, Writer
 
-__all__ = ["Saving", "is_of_a_save"]
+__all__ = ["Saving", "is_of_a_save", "may_be_removed"]
 
-_DATA = re.compile(r"[0-9a-z]+-[0-9]{5,}-[0-9]+\.safetensors")
+_DATA = re.compile(r"[0-9a-f]{12}-[0-9]{5,6}-0\.safetensors")
+_TOKEN = re.compile(r"[0-9a-f]{12}\.begun")
 _SLOWEST = 10 << 20  # bytes a second below which a rank that writes counts as stuck
 _MOST_PLANS = 4
-_TEMPORARY = re.compile(r"manifest\.json\.[0-9a-f]+\.tmp")
+_TEMPORARY = re.compile(r"manifest\.json\.[0-9a-f]{12}\.tmp")
+_PATIENCE = (0.05, 0.15, 0.3, 0.5, None)  # seconds between looking for a file that another rank has made
+_MOST_TOLD = 16
 
 
 Meters: TypeAlias = Callable[[int], AbstractContextManager[Progress]]
@@ -62,8 +75,12 @@ class Saving:
     Each is collective. The rank that comes first in the group holds the lock of the place, and writes the manifest.
     """
 
-    def __init__(self, storage: Storage, group: comm.Group, extra: Mapping[str, Any] | None = None) -> None:
-        self._storage, self._group, self._given = storage, group, extra or {}
+    _storage: Storage
+
+    def __init__(
+        self, storage: Callable[[], Storage], group: comm.Group, extra: Mapping[str, Any] | None = None
+    ) -> None:
+        self._find_storage, self._group, self._given = storage, group, extra
         self._extra: dict[str, msgspec.Raw] = {}
         self._held = ExitStack()
         self._leads = group.rank == 0
@@ -82,6 +99,7 @@ class Saving:
         """
 
         def prepare() -> Flat:
+            self._storage = self._find_storage()
             if before is not None:
                 before()
             self._extra = _as_fields(self._given)
@@ -93,6 +111,8 @@ class Saving:
                 self._storage.prepare()
                 self._held.enter_context(self._storage.lock())
                 self.save_id = os.urandom(6).hex()
+                if self._group.size > 1:
+                    self._put_token()
             return flatten()
 
         try:
@@ -100,8 +120,14 @@ class Saving:
             self.united = unite(flat, self._group)
             if check_replicas:
                 compare_replicas(self.united, self._group)
-            said = comm.gather_bytes(self.save_id.encode(), self._group, what="save: naming it")
-            self.save_id = said[0].decode()
+            place = place_of(self._storage) if isinstance(self._storage, LocalStorage) else ""
+            words = msgspec.json.encode([self.save_id, place])
+            said = [
+                msgspec.json.decode(one, type=tuple[str, str])
+                for one in comm.gather_bytes(words, self._group, what="save: naming it")
+            ]
+            self.save_id = said[0][0]
+            _check_same_place([place for _, place in said], self._group.ranks)
         except BaseException:
             self.end()
             raise
@@ -130,6 +156,7 @@ class Saving:
         """Writes this rank's file and commits, or leaves what was there as it was, and raises on all ranks."""
 
         def write() -> Written | None:
+            self._find_token()
             file = self.file()
             if not len(file.plan.tensors):
                 return None
@@ -178,6 +205,7 @@ class Saving:
             self._let_go()
 
     def _stage(self, threads: int, progress: Callable[[int], Progress], memory: int | None) -> None:
+        self._find_token()
         file = self.file()
         count = progress(file.plan.size)
         if not len(file.plan.tensors):
@@ -235,8 +263,36 @@ class Saving:
         return comm.default_timeout() + 2 * total / self._group.size / _SLOWEST
 
     def end(self) -> None:
-        """Lets go of the lock."""
+        """Removes the token and lets go of the lock."""
         self._held.close()
+
+    @property
+    def _token(self) -> str:
+        """The key of what the first rank makes for the others to find."""
+        return f"{self.save_id}.begun"
+
+    def _put_token(self) -> None:
+        writer = self._storage.create(self._token)
+        with self._abort_if_it_fails(writer):
+            writer.write([memoryview(self.save_id.encode())], 0)
+            writer.finish()
+        self._held.callback(self._discard, [self._token])
+
+    def _find_token(self) -> None:
+        """Sees that this rank writes to where the first one does: the same path may name another disk here."""
+        if self._leads:
+            return
+        for patience in _PATIENCE:
+            try:
+                self._storage.open(self._token).close()
+                return
+            except MissingKeyError:
+                if patience is not None:  # a network file system may show it late
+                    time.sleep(patience)
+        raise StorageError(
+            f"the ranks do not share {self._storage!r}: rank {self._group.ranks[0]} made {self._token} there, and "
+            f"after {sum(filter(None, _PATIENCE)):g} s it is not to be seen here; save to a folder that all ranks share"
+        )
 
     def _create(self, file: DataFile) -> Writer:
         writer = self._storage.create(file.name)
@@ -297,7 +353,7 @@ class Saving:
         """Removes what no manifest refers to: the files of the save before, and leftovers of those that failed."""
         try:
             for key in self._storage.list_keys():
-                if is_of_a_save(key) and key not in manifest.names:
+                if key not in manifest.names and key != self._token and may_be_removed(self._storage, key):
                     self._storage.delete(key)
         except StorageError as error:  # the state is saved, and the next save cleans again
             warnings.warn(f"saved, but files of earlier saves could not all be removed: {error}", stacklevel=4)
@@ -324,21 +380,86 @@ def _planned(table: TensorTable, rank: int) -> DataFile:
 _plans: OrderedDict[tuple[Any, ...], DataFile] = OrderedDict()
 
 
-def _as_fields(extra: Mapping[str, Any]) -> dict[str, msgspec.Raw]:
+def _check_same_place(places: Sequence[str], ranks: Sequence[int]) -> None:
+    """Sees that all ranks save to one folder; they all find the same."""
+    if len(set(places)) == 1:
+        return
+    told = [
+        f"rank {rank} to {place or 'a storage that is no folder'}" for rank, place in zip(ranks, places, strict=True)
+    ]
+    more = f", and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
+    raise StorageError(
+        f"ranks save to {len(set(places))} different places: {', '.join(told[:_MOST_TOLD])}{more}; "
+        "give all ranks one path"
+    )
+
+
+def _as_fields(extra: Any) -> dict[str, msgspec.Raw]:
     """Further fields of a manifest, as JSON."""
+    if extra is None:
+        return {}
+    if not isinstance(extra, Mapping):
+        raise ArgumentTypeError(f"extra={extra!r} is a {type(extra).__name__}: give a mapping of names to JSON values")
+    for name in extra:
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"extra: the name {name!r} is a {type(name).__name__}: names are text")
     taken = sorted(extra.keys() & FIELDS)
     if taken:
         raise StateError(f"extra: a manifest has fields {', '.join(map(repr, taken))} of its own; use another name")
     try:
+        for name, value in extra.items():
+            _check_finite(msgspec.to_builtins(value), name)
         return {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in extra.items()}
-    except (TypeError, ValueError) as error:
+    except StateError:
+        raise
+    except (TypeError, ValueError, RecursionError) as error:
         raise StateError(f"extra: only what JSON has is stored there: {error}") from None
 
 
-def is_of_a_save(key: str) -> bool:
-    """Whether a key is that of a data file, or of a manifest on its way: what a save makes, besides the manifest.
+def _check_finite(value: Any, name: str) -> None:
+    """Refuses the floats that JSON has no number for: it would become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise StateError(
+            f"extra: {name!r} has {value!r}, and JSON has no number for it: give text, such as {str(value)!r}"
+        )
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    for one in inner:
+        _check_finite(one, name)
 
-    >>> is_of_a_save("5f3a9c-00000-0.safetensors"), is_of_a_save("notes.txt")
-    (True, False)
+
+def is_of_a_save(key: str) -> bool:
+    """Whether a key has the form of what a save makes, besides the manifest.
+
+    That is a data file, a manifest on its way, or what the first rank makes for the others to find.
+
+    >>> list(map(is_of_a_save, ["5f3a9c21b07e-00000-0.safetensors", "5f3a9c21b07e.begun", "model-00001-2.safetensors"]))
+    [True, True, False]
     """
-    return bool(_DATA.fullmatch(key) or _TEMPORARY.fullmatch(key))
+    return bool(_DATA.fullmatch(key) or _TEMPORARY.fullmatch(key) or _TOKEN.fullmatch(key))
+
+
+def may_be_removed(storage: Storage, key: str) -> bool:
+    """Whether a key is that of a file which a save has made: a data file must begin like one, too.
+
+    One that a crash has cut off or left without its header counts: it is shorter than the beginning of a header, or
+    has zeros in place of it, from some byte on.
+
+    >>> from shardwright.storage import MemoryStorage
+    >>> place = MemoryStorage()
+    >>> place.replace("5f3a9c21b07e-00000-0.safetensors", b"somebody's own work, which is no checkpoint")
+    >>> may_be_removed(place, "5f3a9c21b07e-00000-0.safetensors")
+    False
+    """
+    if not is_of_a_save(key):
+        return False
+    if not _DATA.fullmatch(key):
+        return True
+    try:
+        with storage.open(key) as reader:
+            begin = bytearray(8 + len(START))
+            if reader.size < len(begin):
+                return True
+            reader.read([memoryview(begin)], 0)
+    except MissingKeyError:
+        return False
+    return START.startswith(bytes(begin[8:]).rstrip(b"\0"))

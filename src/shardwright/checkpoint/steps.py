@@ -20,7 +20,7 @@ from typing import final
 
 from shardwright.checkpoint.current import read_manifest
 from shardwright.checkpoint.manifest import KEY, Manifest
-from shardwright.checkpoint.save import is_of_a_save
+from shardwright.checkpoint.save import is_of_a_save, may_be_removed
 from shardwright.errors import NotACheckpointError, StorageBusyError, StorageError
 from shardwright.storage import Calls, LocalStorage
 
@@ -126,7 +126,7 @@ class Steps:
                 # Only when this is safe may a data file go: else a crash could leave a manifest without them.
                 self._sync(storage.path)
                 for key in storage.list_keys():
-                    if is_of_a_save(key):
+                    if may_be_removed(storage, key):
                         storage.delete(key)
                 for name in (_READERS, _LOCK):
                     with suppress(FileNotFoundError):

@@ -6,13 +6,23 @@ A tree is checked once, when the manifest is read; what comes after it relies on
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from shardwright.checkpoint.state import PerRank
 from shardwright.checkpoint.values import NUMPY, Codec, EnumValue, decode_value
 from shardwright.errors import FormatError
 
-__all__ = ["StoredEntry", "StoredTensor", "StoredValue", "build", "check_tree", "stored_entries", "stored_leaves"]
+__all__ = [
+    "StoredEntry",
+    "StoredTensor",
+    "StoredValue",
+    "build",
+    "check_tree",
+    "of_other_ranks",
+    "stored_entries",
+    "stored_leaves",
+]
 
 _MOST_DEPTH = 64
 
@@ -33,13 +43,18 @@ class StoredValue(NamedTuple):
 class StoredEntry(NamedTuple):
     """A leaf of the tree: its dotted name, the keys that lead to it (None once it was renamed), and what it is.
 
-    `of_rank` if it is one rank's own.
+    `of_rank` if it is one rank's own. `path` are its keys whether it was renamed or not, `within` the kind of container
+    that each of them is a key of ("d", "l" or "t"), and `codecs` the names of those that made what is above it, each
+    with the number of keys that lead there.
     """
 
     name: str
     keys: tuple[Any, ...] | None
     what: StoredTensor | StoredValue
     of_rank: bool = False
+    path: tuple[Any, ...] = ()
+    within: str = ""
+    codecs: tuple[tuple[int, str], ...] = ()
 
 
 def check_tree(tree: Any, dtypes: Sequence[str]) -> None:
@@ -81,7 +96,7 @@ def check_tree(tree: Any, dtypes: Sequence[str]) -> None:
 
 def stored_entries(tree: Any, rank: int | None) -> list[StoredEntry]:
     """What is stored: first what is common to all ranks, in one order on all, then what `rank` has for itself."""
-    found = list(_entries(tree, "", (), rank, False))
+    found = list(_entries(tree, "", _Above((), "", (), False), rank))
     return [entry for entry in found if not entry.of_rank] + [entry for entry in found if entry.of_rank]
 
 
@@ -90,32 +105,72 @@ def stored_leaves(tree: Any, rank: int | None) -> dict[str, StoredTensor | Store
     return {entry.name: entry.what for entry in stored_entries(tree, rank)}
 
 
-def _entries(node: Any, name: str, keys: tuple[Any, ...], rank: int | None, of_rank: bool) -> Iterator[StoredEntry]:
+def of_other_ranks(tree: Any, ranks: Collection[int]) -> list[tuple[str, int]]:
+    """What ranks that are none of these have for themselves: the name of each value, and whose it is."""
+    found: list[tuple[str, int]] = []
+    waiting = [("", tree)]
+    while waiting:
+        name, node = waiting.pop()
+        match node:
+            case ["d", *pairs]:
+                waiting += [(_join(name, key), child) for key, child in _pairs(pairs) if isinstance(child, list)]
+            case ["l" | "t", *items]:
+                waiting += [(_join(name, place), item) for place, item in enumerate(items) if isinstance(item, list)]
+            case ["x", str(), inner]:
+                waiting.append((name, inner))
+            case ["r", *entries]:
+                found += [(name, owner) for owner, _ in _of_ranks(entries) if owner not in ranks]
+    return sorted(found)
+
+
+class _Above(NamedTuple):
+    """What lies above a node: see `StoredEntry`."""
+
+    keys: tuple[Any, ...]
+    within: str
+    codecs: tuple[tuple[int, str], ...]
+    of_rank: bool
+
+
+def _entries(node: Any, name: str, above: _Above, rank: int | None) -> Iterator[StoredEntry]:
+    keys, within, codecs, of_rank = above
+    what: StoredTensor | StoredValue
     match node:
         case int():
-            yield StoredEntry(name, keys, StoredTensor(node, is_array=False), of_rank)
+            what = StoredTensor(node, is_array=False)
         case ["a", int(number)]:
-            yield StoredEntry(name, keys, StoredTensor(number, is_array=True), of_rank)
+            what = StoredTensor(number, is_array=True)
         case ["d" | "l" | "t" as kind]:
-            yield StoredEntry(name, keys, StoredValue({"d": {}, "l": [], "t": ()}[kind]), of_rank)
+            what = StoredValue({"d": {}, "l": [], "t": ()}[kind])
         case ["d", *pairs]:
+            within += "d"
             for key, child in _pairs(pairs):
-                yield from _entries(child, _join(name, key), (*keys, key), rank, of_rank)
-        case ["l" | "t", *items]:
+                yield from _entries(child, _join(name, key), _Above((*keys, key), within, codecs, of_rank), rank)
+            return
+        case ["l" | "t" as kind, *items]:
+            within += kind
             for place, child in enumerate(items):
-                yield from _entries(child, _join(name, place), (*keys, place), rank, of_rank)
-        case ["x", str(), inner]:
-            yield from _entries(inner, name, keys, rank, of_rank)
+                yield from _entries(child, _join(name, place), _Above((*keys, place), within, codecs, of_rank), rank)
+            return
+        case ["x", str(codec), inner]:
+            yield from _entries(inner, name, above._replace(codecs=(*codecs, (len(keys), codec))), rank)
+            return
         case ["r", *entries]:
             for owner, inner in _of_ranks(entries):
                 if owner == rank:
-                    yield from _entries(inner, name, keys, rank, True)
+                    yield from _entries(inner, name, above._replace(of_rank=True), rank)
+            return
         case _:
-            yield StoredEntry(name, keys, StoredValue(decode_value(node)), of_rank)
+            what = StoredValue(decode_value(node))
+    yield StoredEntry(name, keys, what, of_rank, keys, within, codecs)
 
 
 def build(tree: Any, tensor: Callable[[int, bool], Any], codecs: Mapping[str, Codec], rank: int | None) -> Any:
-    """The state that a tree describes, with what `tensor` gives for the tensors and arrays of each number."""
+    """The state that a tree describes, with what `tensor` gives for the tensors and arrays of each number.
+
+    Of what is PerRank it has the value of `rank`; where that rank has none and others do, a `PerRank` of theirs, by
+    rank.
+    """
 
     def make(node: Any) -> Any:
         match node:
@@ -134,7 +189,10 @@ def build(tree: Any, tensor: Callable[[int, bool], Any], codecs: Mapping[str, Co
                 made = make(inner)
                 return made if codec is None else codec.decode(made)
             case ["r", *entries]:
-                return next((make(inner) for owner, inner in entries if owner == rank), None)
+                own = dict(_of_ranks(entries))
+                if rank is None or rank in own or not own:
+                    return make(own[rank]) if rank in own else None
+                return PerRank({owner: make(inner) for owner, inner in own.items()})
         value = decode_value(node)
         return value.value if isinstance(value, EnumValue) else value
 

@@ -29,7 +29,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 """The dtypes of this PyTorch that a tensor can be stored in, by name."""
 
-_INT = range(-(2**63), 2**63)
 NUMPY = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 float128 "
     "complex64 complex128 complex256".split()
@@ -66,9 +65,10 @@ def encode_value(value: Any, path: str) -> list[Any] | None:
         case None | bool() | str():
             return ["v", _text(value, path) if isinstance(value, str) else value]
         case int():
-            return ["v", int(value)] if value in _INT else ["i", _digits(int(value), path)]
+            plain = int.__int__(value)
+            return ["v", plain] if -(2**63) <= plain < 2**63 else ["i", _digits(plain, path)]
         case float():
-            return ["v", float(value)] if math.isfinite(value) else ["f", repr(float(value))]
+            return ["v", float.__float__(value)] if math.isfinite(value) else ["f", repr(float.__float__(value))]
         case complex():
             return ["c", repr(value.real), repr(value.imag)]
         case bytes() | bytearray() | memoryview():
@@ -93,7 +93,7 @@ def _text(value: str, path: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise StateError(f"{path}: text that is no valid Unicode cannot be stored: {error}") from None
-    return str(value)
+    return str.__str__(value)  # of a subclass, too, whatever it says of itself
 
 
 def _digits(value: int, path: str) -> str:
@@ -113,12 +113,24 @@ def _numpy_scalar(value: np.generic, path: str) -> list[Any]:
 class EnumValue:
     """An enum as it was stored, by name: a manifest imports nothing, so only a target that has the type gives it back.
 
-    `load` without a target gives the value.
+    `load` without a target gives the value. A combination of flags that has no name is one by its value.
     """
 
     type_name: str
-    name: str
+    name: str | None
     value: Any
+
+    def of_type(self, kind: type[enum.Enum]) -> enum.Enum | None:
+        """The member of this type that it is; None if that has none."""
+        if self.name is not None and self.name in kind.__members__:
+            return kind.__members__[self.name]
+        if not issubclass(kind, enum.Flag):
+            return None
+        try:
+            made = kind(self.value)
+        except (TypeError, ValueError):
+            return None
+        return made if isinstance(made, kind) else None
 
 
 def decode_value(node: list[Any]) -> Any:

@@ -190,6 +190,8 @@ class _Verifying:
         numbers = np.arange(len(chunks)) - file.first_blocks[chunks]
         starts = file.header_size + file.plan.starts[chunks] + numbers * BLOCK
         sizes = np.minimum(BLOCK, file.plan.nbytes[chunks] - numbers * BLOCK)
+        dtypes = file.plan.table.dtypes
+        truths = [dtypes[tensor] == "bool" for tensor in file.plan.tensors.tolist()]
         window = memoryview(bytearray(min(_WINDOW, file.plan.size)))
         first = 0
         while first < len(chunks):
@@ -200,15 +202,22 @@ class _Verifying:
             for block in range(first, last):
                 low = int(starts[block]) - begin
                 high = low + int(sizes[block])
-                if high > there or crc32c.crc32c(window[low:high]) != checksums[block]:
-                    self._found(rank, block, self._damaged(file, int(chunks[block]), int(numbers[block]), high > there))
+                what = ""
+                if high > there:
+                    what = "is cut off"
+                elif crc32c.crc32c(window[low:high]) != checksums[block]:
+                    what = "does not have its checksum"
+                elif truths[chunks[block]] and int(np.frombuffer(window[low:high], np.uint8).max()) > 1:
+                    what = "is of truths, and holds bytes that are neither 0 nor 1"
+                if what:
+                    self._found(rank, block, self._damaged(file, int(chunks[block]), int(numbers[block]), what))
             self._passed(there)
             first = last
 
-    def _damaged(self, file: DataFile, chunk: int, block: int, cut_off: bool) -> Damage:
+    def _damaged(self, file: DataFile, chunk: int, block: int, what: str) -> Damage:
         return Damage(
             file.name,
-            "is cut off" if cut_off else "does not have its checksum",
+            what,
             file.plan.table.names[int(file.plan.tensors[chunk])],
             file.plan.region(chunk),
             block,

@@ -52,7 +52,7 @@ class Group:
         """
         if process_group is None:
             return world()
-        known = _groups.get(process_group)
+        known = _groups.get(process_group) if isinstance(process_group, dist.ProcessGroup) else None
         return known if known is not None else _remember(process_group)
 
     def aside(self, name: str) -> Group:
@@ -200,8 +200,13 @@ def _enter(process_group: dist.ProcessGroup | None) -> Group:
     return _world
 
 
-def _remember(process_group: dist.ProcessGroup) -> Group:
+def _remember(process_group: object) -> Group:
     if not isinstance(process_group, dist.ProcessGroup):
+        if not isinstance(process_group, int) or process_group != dist.GroupMember.NON_GROUP_MEMBER:
+            raise ArgumentTypeError(
+                f"process_group={process_group!r} is a {type(process_group).__name__}: give a torch process group, or "
+                "None for all ranks"
+            )
         raise CommError(f"rank {dist.get_rank()} is not in this process group (torch gave {process_group!r} for it)")
     ranks = tuple(dist.get_process_group_ranks(process_group))
     group = Group(ranks, process_group.rank(), process_group)

@@ -1,0 +1,268 @@
+"""Ranks that mean different places are told so; nobody's own files go; errors come as themselves; wrong arguments."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright import comm
+from shardwright.checkpoint import Best, CheckpointManager, Codec, async_save, load, save
+from shardwright.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    CorruptionError,
+    RankFailedError,
+    ShardwrightError,
+    StateError,
+    StorageError,
+)
+from shardwright.storage import Calls, LocalStorage, MemoryStorage
+from shardwright.testing import run_ranks
+
+STATE = {"w": torch.arange(64.0)}
+
+
+def told(call: Any, *args: Any, **options: Any) -> str:
+    """The error of a call, with its type; "" where it returns."""
+    try:
+        call(*args, **options)
+    except ShardwrightError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Elsewhere(Calls):
+    """The same paths, on a disk of this rank's own."""
+
+    def __init__(self, here: str, there: str) -> None:
+        self._here, self._there = here, there
+
+    def open(self, path: str, flags: int, mode: int = 0o666) -> int:
+        return super().open(path.replace(self._here, self._there), flags, mode)
+
+    def unlink(self, path: str) -> None:
+        super().unlink(path.replace(self._here, self._there))
+
+
+def _on_ranks(root: Path) -> dict[str, str]:
+    rank = comm.world().rank
+    own = root / f"own{rank}"
+    own.mkdir()
+    found = {"different folders": told(save, STATE, own), "their files": " ".join(sorted(os.listdir(own)))}
+    shared, disk = root / "shared", root / f"disk{rank}"
+    disk.mkdir()
+    save(STATE, shared)
+    calls = Elsewhere(str(shared), str(disk)) if rank else Calls()
+    found["unshared disk"] = told(save, {"w": torch.zeros(64)}, LocalStorage(shared, calls))
+    found["unshared disk, async"] = told(async_save, {"w": torch.zeros(64)}, LocalStorage(shared, calls))
+    found["left there"] = " ".join(sorted(os.listdir(disk)))
+    found["still whole"] = str(torch.equal(load({"w": torch.zeros(64)}, shared)["w"], STATE["w"]))
+    comm.agree(lambda: None, what="looked")
+    if rank == 0:
+        os.symlink(shared, root / "link")
+        for name in "ab":
+            (shared / f"{'0123456789a'}{name}.begun").write_text("left by a save that was killed")
+        found["a link"] = ""
+    comm.agree(lambda: None, what="linked")
+    found["through a link"] = told(save, STATE, root / "link" if rank else shared)
+    comm.agree(lambda: None, what="saved")
+    found["files"] = " ".join(sorted(os.listdir(shared)))
+    found["different checkpoints"] = told(load, {"w": torch.zeros(2)}, root / f"alone{rank}")
+    found["same folder again"] = told(load, {"w": torch.zeros(64)}, shared)
+    for name, call in {"save": save, "async_save": async_save}.items():
+        found[f"{name} path"] = told(call, STATE, shared if rank else None)
+        found[f"{name} group"] = told(call, STATE, shared, process_group=None if rank else 5)
+        found[f"{name} same"] = told(call, {"hook": print}, shared)
+    found["load path"] = told(load, {"w": torch.zeros(64)}, shared if rank else 7)
+    found["load group"] = told(load, {"w": torch.zeros(64)}, shared, process_group=None if rank else "x")
+    found["load same"] = told(load, {"w": torch.zeros(64)}, shared, threads=0)
+    found["load one"] = told(load, {"w": torch.zeros(64)}, shared, threads=rank)
+    return found
+
+
+def test_ranks_that_mean_different_places_and_wrong_arguments_on_one_rank_are_told_on_all(tmp_path):
+    for rank in range(2):
+        save({"w": torch.full((2,), float(rank))}, tmp_path / f"alone{rank}")
+    zero, one = run_ranks(2, _on_ranks, tmp_path, timeout=40)
+    assert "a link" in zero
+    for what in one:
+        if what not in ("left there", "their files"):
+            assert zero[what] == one[what], what
+    assert zero["different folders"].startswith("StorageError: ranks save to 2 different places: rank 0 to /")
+    assert "own1; give all ranks one path" in zero["different folders"]
+    assert (zero["their files"], one["their files"]) == (".lock", "")
+    for what in ("unshared disk", "unshared disk, async"):
+        assert "rank 1: StorageError: the ranks do not share LocalStorage(" in zero[what]
+    assert (zero["left there"], one["left there"], zero["still whole"]) == ("", "", "True")
+    assert zero["through a link"] == zero["same folder again"] == ""
+    assert len(zero["files"].split()) == 3  # .lock, a file, the manifest: no token, old or new
+    assert ".begun" not in zero["files"]
+    assert zero["different checkpoints"].startswith("CheckpointError: ranks read different checkpoints")
+    assert all(f"rank {rank} reads save " in zero["different checkpoints"] for rank in range(2))
+    for name in ("save", "async_save"):
+        assert "rank 0: ArgumentTypeError: NoneType is neither a path nor a Storage" in zero[f"{name} path"]
+        assert "rank 0: ArgumentTypeError: process_group=5 is a int" in zero[f"{name} group"]
+        assert zero[f"{name} same"].startswith("StateError: hook: ")
+    assert "rank 0: ArgumentTypeError: int is neither a path nor a Storage" in zero["load path"]
+    assert "rank 0: ArgumentTypeError: process_group='x' is a str" in zero["load group"]
+    assert zero["load same"] == "CheckpointError: threads=0: one at least"
+    assert zero["load one"].startswith("RankFailedError: ")
+
+
+def test_a_save_removes_no_file_that_it_cannot_have_made(tmp_path):
+    mine = {
+        "shard-00001-2.safetensors": b"mine",
+        "model-00001-of-00002.safetensors": b"mine",
+        "rank-00001-0.safetensors": b"mine",
+        "5f3a9c-00001-0.safetensors": b"mine",
+        "0123456789ab-00001-1.safetensors": b"mine",
+        "manifest.json.0123.tmp": b"mine",
+        "0123456789ab-00001-0.safetensors": b"\x40" + bytes(7) + b'{"weight":{"dtype":"F32","shape":[2]' + bytes(40),
+    }
+    left = {
+        "abcdefabcdef-00000-0.safetensors": b"",
+        "abcdefabcdef-00001-0.safetensors": b"cut off",
+        "abcdefabcdef-00002-0.safetensors": bytes(5000),
+        "abcdefabcdef-00003-0.safetensors": b"\xf8\x0f" + bytes(6) + b'{"__metadata__":{"cr' + bytes(5000),
+        "abcdefabcdef.begun": b"abcdefabcdef",
+        "manifest.json.abcdefabcdef.tmp": b"{",
+    }
+    save(STATE, tmp_path)
+    for name, data in (mine | left).items():
+        (tmp_path / name).write_bytes(data)
+    save(STATE, tmp_path)
+    names = set(os.listdir(tmp_path))
+    assert mine.keys() <= names
+    assert not left.keys() & names
+    assert len(names - mine.keys()) == 3  # .lock, the manifest, one data file
+
+
+def test_in_a_world_of_one_errors_come_as_themselves(tmp_path):
+    with pytest.raises(StateError, match="hook: a builtins") as raised:
+        save({"hook": print}, tmp_path)
+    assert not isinstance(raised.value, RankFailedError)
+    with pytest.raises(StateError, match="hook: a builtins"):
+        async_save({"hook": print}, tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"is there, and is not a folder|a part of the path is a file"):
+        save(STATE, tmp_path / "file")
+    save(STATE, tmp_path / "run")
+    next((tmp_path / "run").glob("*.safetensors")).unlink()
+    with pytest.raises(CorruptionError, match="a file of the checkpoint is missing"):
+        load({"w": torch.zeros(64)}, tmp_path / "run")
+
+
+def test_an_unfinished_save_is_waited_for_by_a_load_and_through_a_link(tmp_path):
+    (tmp_path / "run").mkdir()
+    os.symlink(tmp_path / "run", tmp_path / "link")
+    state = {"w": torch.ones(4_000_000)}
+    async_save(state, tmp_path / "run")
+    assert load(tmp_path / "link")["w"][0] == 1
+    state["w"].fill_(2)
+    async_save(state, tmp_path / "run")
+    assert load({"w": torch.zeros(4_000_000)}, tmp_path / "run")["w"][0] == 2
+    handles = []
+    for number, name in enumerate(("run", "link", "run")):
+        state["w"].fill_(3 + number)
+        handles.append(async_save(state, tmp_path / name))
+    for handle in handles:
+        handle.wait()
+    assert load(tmp_path / "run")["w"][-1] == 5
+    memory = MemoryStorage()
+    async_save(state, memory)
+    assert load(memory)["w"][0] == 5
+
+
+class Own:
+    """A type of the user's."""
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"codecs": 5}, ArgumentTypeError, "codecs=5 is a int: give a mapping of types to Codecs"),
+        ({"codecs": {"Own": Codec("o", vars, vars)}}, ArgumentTypeError, "codecs: the key 'Own' is a str"),
+        ({"codecs": {Own: print}}, ArgumentTypeError, "codecs: for Own there is a builtin_function"),
+        ({"extra": 5}, ArgumentTypeError, "extra=5 is a int: give a mapping"),
+        ({"extra": {1: 2}}, ArgumentTypeError, "extra: the name 1 is a int"),
+        ({"extra": {"a": float("nan")}}, StateError, "extra: 'a' has nan, and JSON has no number for it"),
+        ({"extra": {"a": {"b": [float("inf")]}}}, StateError, "extra: 'a' has inf"),
+        ({"extra": {"a": print}}, StateError, "extra: only what JSON has"),
+        ({"threads": "a"}, ArgumentTypeError, "threads='a'"),
+    ],
+)
+def test_wrong_arguments_of_a_save_are_named(tmp_path, options, kind, words):
+    for call in (save, async_save):
+        with pytest.raises(kind, match=words):
+            call(STATE, tmp_path, **options)
+    assert not list(tmp_path.glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"threads": 0}, CheckpointError, "threads=0: one at least"),
+        ({"threads": "a"}, ArgumentTypeError, "threads='a'"),
+        ({"codecs": 5}, ArgumentTypeError, "codecs=5"),
+        ({"only": 5}, ArgumentTypeError, "only=5 is a int"),
+        ({"only": ["w", 5]}, ArgumentTypeError, "only: the pattern 5 is a int"),
+        ({"cast": "w"}, ArgumentTypeError, "cast='w' is a str"),
+        (
+            {"cast": {"w": torch.float16}},
+            ArgumentTypeError,
+            "cast: 'w': torch.float16 is no pattern with True or False",
+        ),
+    ],
+)
+def test_wrong_arguments_of_a_load_are_named(tmp_path, options, kind, words):
+    save(STATE, tmp_path)
+    with pytest.raises(kind, match=words):
+        load({"w": torch.zeros(64)}, tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"only": "w"},
+        {"rename": {"w": "v"}},
+        {"cast": True},
+        {"strict": False},
+        {"on_missing": "keep"},
+        {"process_group": object()},
+    ],
+)
+def test_a_load_without_a_state_refuses_what_it_would_ignore(tmp_path, options):
+    save(STATE, tmp_path)
+    with pytest.raises(
+        ArgumentTypeError, match=rf"{next(iter(options))}= would mean nothing: give a state .*open\(path\)"
+    ):
+        load(tmp_path, **options)
+    with pytest.raises(CheckpointError, match="threads=0"):
+        load(tmp_path, threads=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keep_best": 3}, r"keep_best=3: give Best\(n, metric, mode\)"),
+        ({"keep_best": "loss"}, "keep_best='loss': give Best"),
+        ({"keep_best": ("loss", 3)}, "the metric and the mode are text"),
+        ({"keep_best": Best(1.5, "loss")}, "keep_best 1.5 is a float"),
+        ({"keep_last": 1.5}, "keep_last 1.5 is a float: an integer is needed"),
+        ({"keep_last": True}, "keep_last True is a bool: an integer is needed"),
+        ({"keep_every": "2"}, "keep_every '2' is a str"),
+        ({"save_every": "x"}, "save_every 'x' is a str: an integer is needed"),
+    ],
+)
+def test_wrong_arguments_of_a_manager_are_named(tmp_path, options, words):
+    with pytest.raises(ArgumentTypeError, match=words):
+        CheckpointManager(tmp_path, **options)
+
+
+def test_metrics_that_are_no_mapping_are_refused(tmp_path):
+    with CheckpointManager(tmp_path) as manager, pytest.raises(ArgumentTypeError, match="metrics=5 is a int"):
+        manager.save(1, STATE, 5)
