@@ -32,7 +32,7 @@ def _load_while_it_is_replaced(folder: str) -> list[float]:
         read(*args)  # type: ignore[arg-type]  # what was given
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("shardwright.checkpoint.api.read_on_ranks", late)
+        patched.setattr("shardwright.checkpoint.loading.read_on_ranks", late)
         found = checkpoint.load(state(0.0), folder)["w"].full_tensor()
     assert reads == 2
     values: list[float] = found.tolist()

@@ -1,35 +1,23 @@
-"""`save` and `load`."""
+"""`save`, `async_save` and `load`: what users call."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from shardwright import comm
 from shardwright.checkpoint.alike import raised_as_itself
+from shardwright.checkpoint.arguments import check_choice, check_codecs, check_limits, refuse_without_state
 from shardwright.checkpoint.background import AsyncSave, settle, start, tell_failures, wait_for_place
-from shardwright.checkpoint.current import check_sizes, read_current, read_current_on_ranks
-from shardwright.checkpoint.datafile import BLOCK
-from shardwright.checkpoint.fill import fill
+from shardwright.checkpoint.current import read_current_on_ranks
 from shardwright.checkpoint.flatten import flatten
-from shardwright.checkpoint.grow_together import grow_together
-from shardwright.checkpoint.manifest import Manifest
-from shardwright.checkpoint.match import Cast, Match, OnMissing, Rename, match_state, of_nobody, renamed
-from shardwright.checkpoint.mismatch import raise_mismatches
-from shardwright.checkpoint.on_ranks import read_alone, read_on_ranks
-from shardwright.checkpoint.optimizer import completing
+from shardwright.checkpoint.loading import Choice, Loading, load_all
+from shardwright.checkpoint.match import Cast, OnMissing, Rename
 from shardwright.checkpoint.place import group_of, place_of, storage_at
 from shardwright.checkpoint.progress import Meter, Report, reporting
 from shardwright.checkpoint.save import Saving
-from shardwright.checkpoint.stored import build, stored_entries
-from shardwright.checkpoint.targets import Target
-from shardwright.checkpoint.together import make_explicit
-from shardwright.checkpoint.values import DTYPES, Codec
-from shardwright.errors import ArgumentTypeError, CheckpointError
-from shardwright.layout import Region
+from shardwright.checkpoint.values import Codec
 from shardwright.layout.collecting import not_collecting
 from shardwright.storage import LocalStorage, Storage
 
@@ -70,8 +58,8 @@ def save(
 
     def before() -> None:
         check_group()
-        _check_limits(memory, threads)
-        _check_codecs(codecs)
+        check_limits(memory, threads)
+        check_codecs(codecs)
         settle()
 
     with raised_as_itself(group):
@@ -117,8 +105,8 @@ def async_save(
 
     def before() -> None:
         check_group()
-        _check_limits(memory, threads)
-        _check_codecs(codecs)
+        check_limits(memory, threads)
+        check_codecs(codecs)
         wait_for_place(place_of(storage_at(path)))
         tell_failures()
 
@@ -139,56 +127,6 @@ def async_save(
     storage = storage_at(path)
     shown = storage.path if isinstance(storage, LocalStorage) else repr(storage)
     return start(shown, place_of(storage), meters[0], finish)
-
-
-def _check_limits(memory: int | None, threads: int) -> None:
-    for name, value in (("memory", memory), ("threads", threads)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise ArgumentTypeError(f"{name}={value!r}: a whole number is expected")
-    if memory is not None and memory < BLOCK:
-        raise CheckpointError(f"memory={memory}: a block of {BLOCK} bytes is the least that is copied at a time")
-    if threads < 1:
-        raise CheckpointError(f"threads={threads}: one at least")
-
-
-def _check_codecs(codecs: Any) -> None:
-    if codecs is None:
-        return
-    if not isinstance(codecs, Mapping):
-        raise ArgumentTypeError(f"codecs={codecs!r} is a {type(codecs).__name__}: give a mapping of types to Codecs")
-    for kind, codec in codecs.items():
-        if not isinstance(kind, type):
-            raise ArgumentTypeError(f"codecs: the key {kind!r} is a {type(kind).__name__}: a type is needed")
-        if not isinstance(codec, Codec):
-            raise ArgumentTypeError(f"codecs: for {kind.__name__} there is a {type(codec).__name__}: a Codec is needed")
-
-
-def _check_choice(only: Any, cast: Any) -> None:
-    if only is not None and not isinstance(only, str):
-        if not isinstance(only, Collection) or isinstance(only, bytes):
-            raise ArgumentTypeError(f"only={only!r} is a {type(only).__name__}: give a pattern, or several in a list")
-        for pattern in only:
-            if not isinstance(pattern, str):
-                raise ArgumentTypeError(
-                    f"only: the pattern {pattern!r} is a {type(pattern).__name__}: patterns are text"
-                )
-    if isinstance(cast, Mapping):
-        for pattern, said in cast.items():
-            if not isinstance(pattern, str) or not isinstance(said, bool):
-                raise ArgumentTypeError(f"cast: {pattern!r}: {said!r} is no pattern with True or False")
-    elif not isinstance(cast, bool):
-        raise ArgumentTypeError(
-            f"cast={cast!r} is a {type(cast).__name__}: give True, False, or a mapping of patterns to these"
-        )
-
-
-def _refuse_without_state(**given: bool) -> None:
-    names = [f"{name}=" for name, is_given in given.items() if is_given]
-    if names:
-        raise ArgumentTypeError(
-            f"load(path) makes a state of all that is stored, and {', '.join(names)} would mean nothing: give a state "
-            "to fill, load(state, path, ...), or take what you need from open(path)"
-        )
 
 
 def load(
@@ -231,7 +169,7 @@ def load(
     or from copies. Errors are raised as `save` does it.
     """
     if path is None:
-        _refuse_without_state(
+        refuse_without_state(
             strict=strict is not True,
             only=only is not None,
             rename=rename is not None,
@@ -240,86 +178,23 @@ def load(
             process_group=process_group is not None,
         )
         storage = storage_at(state)
-        _check_limits(memory, threads)
-        _check_codecs(codecs)
+        check_limits(memory, threads)
+        check_codecs(codecs)
         wait_for_place(place_of(storage))
-        return _load_all(storage, {codec.name: codec for codec in (codecs or {}).values()}, threads, progress, memory)
+        return load_all(storage, codecs or {}, threads, progress, memory)
     group, check_group = group_of(process_group)
+    choice = Choice(strict, only, rename, cast, on_missing, codecs)
 
     def prepare() -> Storage:
         check_group()
-        _check_limits(memory, threads)
-        _check_codecs(codecs)
-        _check_choice(only, cast)
+        check_limits(memory, threads)
+        check_codecs(codecs)
+        check_choice(only, cast)
         place = storage_at(path)
         wait_for_place(place_of(place))
         return place
 
-    def work(manifest: Manifest) -> Any:
-        def check() -> Any:
-            stored, faults = renamed(stored_entries(manifest.tree, group.ranks[group.rank]), rename)
-            if strict and only is None:
-                faults += of_nobody(manifest.tree, group.ranks)
-            complete = completing(stored, manifest.tensors, only)
-            return stored, faults, flatten(state, group, codecs, complete), complete
-
-        with not_collecting():
-            stored, faults, flat, complete = comm.agree(check, what="load", group=group)
-            flat, complete = grow_together(
-                flat, complete, stored, group, lambda fewer: flatten(state, group, codecs, fewer)
-            )
-        make_explicit(flat, group)
-
-        def find() -> Match:
-            return match_state(
-                flat,
-                stored,
-                manifest.tensors,
-                strict=strict,
-                only=only,
-                cast=cast,
-                on_missing=on_missing,
-                faults=faults,
-                made=complete.made,
-            )
-
-        with not_collecting():
-            found = comm.agree(find, what="load: matching", group=group)
-        raise_mismatches(found, flat, stored, group)
-        read_on_ranks(storage, manifest, found.tensors, group, threads, progress, memory)
-        return comm.agree(lambda: fill(flat, found), what="load: filling the state", group=group)
-
     with raised_as_itself(group):
         storage = comm.agree(prepare, what="load", group=group)
-        return read_current_on_ranks(storage, group, work)
-
-
-def _load_all(
-    storage: Storage, codecs: Mapping[str, Codec], threads: int, progress: Report | None, memory: int | None
-) -> Any:
-    return read_current(storage, lambda manifest: _read_all(storage, manifest, codecs, threads, progress, memory))
-
-
-def _read_all(
-    storage: Storage,
-    manifest: Manifest,
-    codecs: Mapping[str, Codec],
-    threads: int,
-    progress: Report | None,
-    memory: int | None,
-) -> Any:
-    check_sizes(storage, manifest)  # memory is made for what the files hold, not for what the manifest claims
-    table = manifest.tensors
-    made: dict[int, torch.Tensor] = {}
-    wanted: list[Target] = []
-
-    def tensor(number: int, is_array: bool) -> Any:
-        if number not in made:
-            dtype = DTYPES[table.dtypes[number]]
-            made[number] = torch.empty(table.shape(number), dtype=dtype)
-            wanted.append(Target(table.names[number], number, made[number], Region.whole(table.shape(number)), dtype))
-        return made[number].numpy() if is_array else made[number]
-
-    result = build(manifest.tree, tensor, codecs, rank=0)
-    read_alone(storage, manifest, wanted, threads, progress, memory)
-    return result
+        loading = Loading(storage, group, choice, threads, progress, memory)
+        return read_current_on_ranks(storage, group, lambda manifest: loading.fill(state, manifest))

@@ -15,6 +15,7 @@ from torch import Size, Tensor
 
 from shardwright import comm
 from shardwright.checkpoint.leaves import PLAIN, Leaf, is_nested, leaf_of, to_ours
+from shardwright.checkpoint.names import joined
 from shardwright.checkpoint.state import PerRank, Stateful
 from shardwright.checkpoint.values import Codec, encode_value
 from shardwright.errors import StateError
@@ -34,7 +35,6 @@ __all__ = [
     "TensorNode",
     "ValueNode",
     "flatten",
-    "joined",
     "of_ranks",
 ]
 
@@ -254,15 +254,6 @@ def _plain_key(key: Any, within: Mapping[Any, Any], name: str) -> Any:
     if fault is not None:
         raise StateError(f"{name or 'the state'}: key {key!r} {fault}")
     return plain
-
-
-def joined(name: str, key: Any) -> str:
-    """The name of what lies under a key.
-
-    >>> joined("layers", 0), joined("", "weight")
-    ('layers.0', 'weight')
-    """
-    return f"{name}.{key}" if name else str(key)
 
 
 def _brief(name: str) -> str:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from shardwright.checkpoint.flatten import Keys, joined
+from shardwright.checkpoint.flatten import Keys
+from shardwright.checkpoint.names import joined
 from shardwright.checkpoint.state import PerRank
 from shardwright.checkpoint.stored import StoredEntry, StoredTensor
 from shardwright.checkpoint.values import EnumValue

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, final
 
 from shardwright.checkpoint.manifest import placing_from_json, placing_to_json
+from shardwright.checkpoint.names import joined
 from shardwright.checkpoint.tensors import Placing, TensorTable
 from shardwright.errors import StateDiffersError
 from shardwright.layout import Layout, Mesh, Replicate
@@ -174,9 +175,9 @@ class _Merge:
         for (_, key), children in found.items():
             part, other = first.setdefault(key, (children[0][0], key))
             if type(other) is not type(key):  # one dict cannot hold both: True is 1, and 1.0
-                self._differs(_joined(name, key), part, f"key {other!r}", children[0][0], f"key {key!r}")
+                self._differs(joined(name, key), part, f"key {other!r}", children[0][0], f"key {key!r}")
                 continue
-            merged += (key, self._tree(children, _joined(name, key)))
+            merged += (key, self._tree(children, joined(name, key)))
         return merged
 
     def _sequence(self, nodes: Sequence[tuple[int, Any]], name: str) -> Any:
@@ -188,7 +189,7 @@ class _Merge:
         return [
             first[0],
             *(
-                self._tree([(part, node[place]) for part, node in nodes], _joined(name, place - 1))
+                self._tree([(part, node[place]) for part, node in nodes], joined(name, place - 1))
                 for place in range(1, len(first))
             ),
         ]
@@ -361,10 +362,6 @@ def _kind(node: Any) -> str:
         return "tensor"
     kind = node[0]
     return kind if kind in ("a", "d", "l", "t", "x", "r") else "value"
-
-
-def _joined(name: str, key: Any) -> str:
-    return f"{name}.{key}" if name else str(key)
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -14,10 +14,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.flatten import Keys, joined
+from shardwright.checkpoint.flatten import Keys
 from shardwright.checkpoint.grown import ABSENT, Behind, behind, behind_text, grow, grown, plain, planted
 from shardwright.checkpoint.leaves import to_ours
 from shardwright.checkpoint.match import fits, patterns_of
+from shardwright.checkpoint.names import joined
 from shardwright.checkpoint.state import Stateful
 from shardwright.checkpoint.stored import StoredEntry, StoredTensor
 from shardwright.checkpoint.tensors import TensorTable

@@ -9,6 +9,7 @@ import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from shardwright.checkpoint.names import joined
 from shardwright.checkpoint.state import PerRank
 from shardwright.checkpoint.values import NUMPY, Codec, EnumValue, decode_value
 from shardwright.errors import FormatError
@@ -24,7 +25,7 @@ __all__ = [
     "stored_leaves",
 ]
 
-_MOST_DEPTH = 64
+_MOST_DEPTH = 64  # a little more than `flatten` writes: what wraps a value counts here, too
 
 
 class StoredTensor(NamedTuple):
@@ -113,9 +114,9 @@ def of_other_ranks(tree: Any, ranks: Collection[int]) -> list[tuple[str, int]]:
         name, node = waiting.pop()
         match node:
             case ["d", *pairs]:
-                waiting += [(_join(name, key), child) for key, child in _pairs(pairs) if isinstance(child, list)]
+                waiting += [(joined(name, key), child) for key, child in _pairs(pairs) if isinstance(child, list)]
             case ["l" | "t", *items]:
-                waiting += [(_join(name, place), item) for place, item in enumerate(items) if isinstance(item, list)]
+                waiting += [(joined(name, place), item) for place, item in enumerate(items) if isinstance(item, list)]
             case ["x", str(), inner]:
                 waiting.append((name, inner))
             case ["r", *entries]:
@@ -145,12 +146,12 @@ def _entries(node: Any, name: str, above: _Above, rank: int | None) -> Iterator[
         case ["d", *pairs]:
             within += "d"
             for key, child in _pairs(pairs):
-                yield from _entries(child, _join(name, key), _Above((*keys, key), within, codecs, of_rank), rank)
+                yield from _entries(child, joined(name, key), _Above((*keys, key), within, codecs, of_rank), rank)
             return
         case ["l" | "t" as kind, *items]:
             within += kind
             for place, child in enumerate(items):
-                yield from _entries(child, _join(name, place), _Above((*keys, place), within, codecs, of_rank), rank)
+                yield from _entries(child, joined(name, place), _Above((*keys, place), within, codecs, of_rank), rank)
             return
         case ["x", str(codec), inner]:
             yield from _entries(inner, name, above._replace(codecs=(*codecs, (len(keys), codec))), rank)
@@ -229,7 +230,3 @@ def _check_depth(depth: int) -> None:
 
 def _unreadable(node: Any) -> FormatError:
     return FormatError(f"node {reprlib.repr(node)} of the tree is of no known kind")
-
-
-def _join(path: str, key: Any) -> str:
-    return f"{path}.{key}" if path else str(key)

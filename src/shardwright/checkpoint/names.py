@@ -1,0 +1,16 @@
+"""Names: the keys on the way to a value, joined by dots, as model files have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["joined"]
+
+
+def joined(name: str, key: Any) -> str:
+    """The name of what lies under a key.
+
+    >>> joined("layers", 0), joined("", "weight")
+    ('layers.0', 'weight')
+    """
+    return f"{name}.{key}" if name else str(key)
