@@ -35,10 +35,10 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 import shardwright as sw
 from shardwright import checkpoint, comm
-from shardwright.checkpoint.memory import memory_at
+from shardwright.checkpoint.format.tensors import TensorTable
 from shardwright.checkpoint.plan.file import file_plan
 from shardwright.checkpoint.plan.find import Finder
-from shardwright.checkpoint.tensors import TensorTable
+from shardwright.checkpoint.work.memory import memory_at
 from shardwright.layout import Layout, Mesh, Shard
 from shardwright.storage import Calls, LocalStorage
 from shardwright.testing import run_ranks

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 
 import shardwright as sw
 from shardwright import checkpoint, comm
-from shardwright.checkpoint import staging
-from shardwright.checkpoint.datafile import BLOCK, DataFile
+from shardwright.checkpoint.format.datafile import BLOCK, DataFile
+from shardwright.checkpoint.format.tensors import TensorTable
 from shardwright.checkpoint.plan.file import file_plan
-from shardwright.checkpoint.tensors import TensorTable
-from shardwright.checkpoint.write import Blocks
+from shardwright.checkpoint.write import staging
+from shardwright.checkpoint.write.file import Blocks
 from shardwright.errors import CheckpointError, RankFailedError, SaveTimeoutError, StateError, StorageError
 from shardwright.layout import Layout, Mesh, Replicate
 from shardwright.storage import Calls, LocalStorage

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwright import checkpoint
-from shardwright.checkpoint import staging
+from shardwright.checkpoint.write import staging
 from shardwright.storage import Calls, LocalStorage
 
 pytestmark = pytest.mark.gpu

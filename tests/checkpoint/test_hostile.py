@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from shardwright import checkpoint
-from shardwright.checkpoint.manifest import Manifest
-from shardwright.checkpoint.read import FileReader
-from shardwright.checkpoint.write import Written
+from shardwright.checkpoint.format.manifest import Manifest
+from shardwright.checkpoint.read.file import FileReader
+from shardwright.checkpoint.write.file import Written
 from shardwright.errors import CheckpointError, CorruptionError, FormatError, StorageError
 from shardwright.layout import Region
 from shardwright.storage import Reader

@@ -22,8 +22,8 @@ import torch
 import shardwright as sw
 from shardwright import checkpoint, comm
 from shardwright.checkpoint import Best, CheckpointManager, CheckpointWarning
-from shardwright.checkpoint import manager as manager_module
-from shardwright.checkpoint.steps import Steps
+from shardwright.checkpoint.manage import manager as manager_module
+from shardwright.checkpoint.manage.steps import Steps
 from shardwright.errors import (
     ArgumentTypeError,
     CheckpointError,
@@ -218,7 +218,7 @@ def test_a_reader_that_is_killed_holds_nothing(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
     fill_up(manager, 1)
     code = (
-        "import sys, time\nfrom shardwright.checkpoint.steps import Steps\n"
+        "import sys, time\nfrom shardwright.checkpoint.manage.steps import Steps\n"
         "with Steps(sys.argv[1]).reading(1):\n    print('held', flush=True)\n    time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) as reader:

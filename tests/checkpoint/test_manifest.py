@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright import checkpoint
-from shardwright.checkpoint.datafile import DataFile
-from shardwright.checkpoint.manifest import Manifest
+from shardwright.checkpoint.format.datafile import DataFile
+from shardwright.checkpoint.format.manifest import Manifest
+from shardwright.checkpoint.format.tensors import TensorTable
 from shardwright.checkpoint.plan.file import file_plan
-from shardwright.checkpoint.tensors import TensorTable
-from shardwright.checkpoint.values import DTYPES, EnumValue, decode_value, encode_value
-from shardwright.checkpoint.write import Written
+from shardwright.checkpoint.state.values import DTYPES, EnumValue, decode_value, encode_value
+from shardwright.checkpoint.write.file import Written
 from shardwright.errors import CorruptionError, FormatError, StateError
 from shardwright.layout import Layout, Mesh, Ragged, Replicate, Shard
 from tests.checkpoint.fuzz import signed, unsigned, written
@@ -159,7 +159,7 @@ def test_a_header_longer_than_safetensors_reads_is_not_written() -> None:
 
 
 def test_a_manifest_longer_than_is_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwright.checkpoint.manifest.MOST_BYTES", 5000)
+    monkeypatch.setattr("shardwright.checkpoint.format.manifest.MOST_BYTES", 5000)
     checkpoint.save({"x": "a" * 4000}, tmp_path)
     with pytest.raises(StateError, match="the manifest would have"):
         checkpoint.save({"x": "a" * 5000}, tmp_path)

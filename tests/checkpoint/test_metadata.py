@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.planner import WriteItemType as TorchsWriteIte
 
 import shardwright as sw
 from shardwright import checkpoint, sharded
-from shardwright.checkpoint.manifest import Manifest
-from shardwright.checkpoint.tensors import TensorTable
+from shardwright.checkpoint.format.manifest import Manifest
+from shardwright.checkpoint.format.tensors import TensorTable
 from shardwright.errors import LayoutError, MissingNameError
 from shardwright.layout import Layout, Mesh, Region, Shard
 from shardwright.testing import run_ranks

@@ -8,16 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.checkpoint.datafile import BLOCK
-from shardwright.checkpoint.manifest import Manifest
+from shardwright.checkpoint.format.datafile import BLOCK
+from shardwright.checkpoint.format.manifest import Manifest
+from shardwright.checkpoint.format.tensors import Pieces, Placing, TensorTable
 from shardwright.checkpoint.plan import find
 from shardwright.checkpoint.plan.cut import boxes_of_stretch, grain
 from shardwright.checkpoint.plan.file import file_plan
 from shardwright.checkpoint.plan.find import Finder
 from shardwright.checkpoint.plan.share import shares_of
 from shardwright.checkpoint.plan.sharing import Ask, segments, shared, touched
-from shardwright.checkpoint.tensors import Pieces, Placing, TensorTable
-from shardwright.checkpoint.write import Written
+from shardwright.checkpoint.write.file import Written
 from shardwright.layout import Layout, Mesh, Region, Replicate, Shard
 from shardwright.testing.strategies import layouts, regions
 

@@ -14,7 +14,7 @@ import torch
 import shardwright as sw
 from shardwright import checkpoint, comm
 from shardwright.checkpoint import CheckpointManager
-from shardwright.checkpoint.preemption import Preemption
+from shardwright.checkpoint.manage.preemption import Preemption
 from shardwright.errors import CheckpointError
 from shardwright.testing import run_ranks
 

@@ -10,9 +10,9 @@ import torch
 
 import shardwright as sw
 from shardwright import checkpoint, comm
-from shardwright.checkpoint import current
-from shardwright.checkpoint.current import read_manifest
-from shardwright.checkpoint.manifest import Manifest
+from shardwright.checkpoint.format.manifest import Manifest
+from shardwright.checkpoint.read import current
+from shardwright.checkpoint.read.current import read_manifest
 from shardwright.storage import Storage
 from shardwright.testing import run_ranks
 

@@ -9,7 +9,7 @@ import torch
 
 import shardwright as sw
 from shardwright import checkpoint, comm
-from shardwright.checkpoint import on_ranks
+from shardwright.checkpoint.read import on_ranks
 from shardwright.errors import CorruptionError, RankFailedError
 from shardwright.testing import run_ranks
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.checkpoint import Best
-from shardwright.checkpoint.retention import Policy, Saved, best_of, to_remove
+from shardwright.checkpoint.manage.retention import Policy, Saved, best_of, to_remove
 from shardwright.errors import CheckpointError
 
 counts = st.integers(1, 6)

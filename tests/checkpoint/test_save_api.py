@@ -11,7 +11,7 @@ import torch
 
 import shardwright as sw
 from shardwright import checkpoint, comm
-from shardwright.checkpoint.replicas import checksums
+from shardwright.checkpoint.write.replicas import checksums
 from shardwright.errors import RankFailedError, StateDiffersError
 from shardwright.testing import run_ranks
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 import shardwright as sw
 from shardwright import checkpoint, comm, sharded
 from shardwright.checkpoint import PerRank
-from shardwright.checkpoint.flatten import flatten, of_ranks
-from shardwright.checkpoint.manifest import placing_to_json
-from shardwright.checkpoint.merge import Merged, OwnSaid, Said, merge
-from shardwright.checkpoint.stored import build
-from shardwright.checkpoint.together import say
+from shardwright.checkpoint.format.manifest import placing_to_json
+from shardwright.checkpoint.format.stored import build
+from shardwright.checkpoint.state.flatten import flatten, of_ranks
+from shardwright.checkpoint.state.merge import Merged, OwnSaid, Said, merge
+from shardwright.checkpoint.state.together import say
 from shardwright.errors import LoadMismatchError, StateDiffersError
 from shardwright.testing import run_ranks
 

@@ -9,20 +9,20 @@ from typing import Any, NamedTuple, final
 import torch
 
 from shardwright import comm
-from shardwright.checkpoint.current import check_sizes, read_current
-from shardwright.checkpoint.fill import fill
-from shardwright.checkpoint.flatten import Flat, flatten
-from shardwright.checkpoint.grow_together import grow_together
-from shardwright.checkpoint.manifest import Manifest
-from shardwright.checkpoint.match import Cast, Match, OnMissing, Rename, match_state, of_nobody, renamed
-from shardwright.checkpoint.mismatch import raise_mismatches
-from shardwright.checkpoint.on_ranks import read_alone, read_on_ranks
-from shardwright.checkpoint.optimizer import completing
-from shardwright.checkpoint.progress import Report
-from shardwright.checkpoint.stored import build, stored_entries
-from shardwright.checkpoint.targets import Target
-from shardwright.checkpoint.together import make_explicit
-from shardwright.checkpoint.values import DTYPES, Codec
+from shardwright.checkpoint.format.manifest import Manifest
+from shardwright.checkpoint.format.stored import build, stored_entries
+from shardwright.checkpoint.read.current import check_sizes, read_current
+from shardwright.checkpoint.read.match import Cast, Match, OnMissing, Rename, match_state, of_nobody, renamed
+from shardwright.checkpoint.read.mismatch import raise_mismatches
+from shardwright.checkpoint.read.on_ranks import read_alone, read_on_ranks
+from shardwright.checkpoint.read.targets import Target
+from shardwright.checkpoint.state.fill import fill
+from shardwright.checkpoint.state.flatten import Flat, flatten
+from shardwright.checkpoint.state.grow_together import grow_together
+from shardwright.checkpoint.state.optimizer import completing
+from shardwright.checkpoint.state.together import make_explicit
+from shardwright.checkpoint.state.values import DTYPES, Codec
+from shardwright.checkpoint.work.progress import Report
 from shardwright.layout import Region
 from shardwright.layout.collecting import not_collecting
 from shardwright.storage import Storage

@@ -23,17 +23,17 @@ import torch
 from torch import Tensor
 
 from shardwright import comm
-from shardwright.checkpoint.current import read_manifest
-from shardwright.checkpoint.datafile import START, DataFile
-from shardwright.checkpoint.flatten import Flat
-from shardwright.checkpoint.manifest import FIELDS, KEY, Manifest
+from shardwright.checkpoint.format.datafile import START, DataFile
+from shardwright.checkpoint.format.manifest import FIELDS, KEY, Manifest
+from shardwright.checkpoint.format.tensors import Pieces, TensorTable
 from shardwright.checkpoint.place import place_of
 from shardwright.checkpoint.plan.file import file_plan
-from shardwright.checkpoint.replicas import compare_replicas
-from shardwright.checkpoint.staging import Buffer, buffers, stage, windows
-from shardwright.checkpoint.tensors import Pieces, TensorTable
-from shardwright.checkpoint.together import United, unite
-from shardwright.checkpoint.write import Blocks, FileWriter, Progress, Written
+from shardwright.checkpoint.read.current import read_manifest
+from shardwright.checkpoint.state.flatten import Flat
+from shardwright.checkpoint.state.together import United, unite
+from shardwright.checkpoint.write.file import Blocks, FileWriter, Progress, Written
+from shardwright.checkpoint.write.replicas import compare_replicas
+from shardwright.checkpoint.write.staging import Buffer, buffers, stage, windows
 from shardwright.errors import (
     ArgumentTypeError,
     CheckpointError,

@@ -12,9 +12,9 @@ from typing import final
 
 import numpy as np
 
+from shardwright.checkpoint.format.tensors import Integers, Pieces, TensorTable
 from shardwright.checkpoint.plan.cut import boxes_of_stretch
 from shardwright.checkpoint.plan.share import Share, shares_of
-from shardwright.checkpoint.tensors import Integers, Pieces, TensorTable
 from shardwright.layout import Layout, Region
 
 __all__ = ["FilePlan", "file_plan"]

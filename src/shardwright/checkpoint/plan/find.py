@@ -10,10 +10,10 @@ from typing import NamedTuple, final
 
 import numpy as np
 
+from shardwright.checkpoint.format.tensors import Pieces, TensorTable
 from shardwright.checkpoint.plan.cut import boxes_of_stretch
 from shardwright.checkpoint.plan.file import FilePlan, file_plan
 from shardwright.checkpoint.plan.share import Share, share_of
-from shardwright.checkpoint.tensors import Pieces, TensorTable
 from shardwright.errors import FormatError
 from shardwright.layout import Holding, Layout, Region
 

@@ -12,8 +12,8 @@ from typing import NamedTuple, final
 
 import numpy as np
 
+from shardwright.checkpoint.format.tensors import Integers, Pieces, TensorTable
 from shardwright.checkpoint.plan.cut import grain
-from shardwright.checkpoint.tensors import Integers, Pieces, TensorTable
 from shardwright.layout import Layout
 
 __all__ = ["Share", "Stretch", "share_of", "shares_of"]

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.checkpoint.datafile import BLOCK
+from shardwright.checkpoint.format.datafile import BLOCK
+from shardwright.checkpoint.format.tensors import Integers, Pieces, Placing
 from shardwright.checkpoint.plan.find import Finder, Part
-from shardwright.checkpoint.tensors import Integers, Pieces, Placing
 from shardwright.layout import Region
 
 __all__ = ["Ask", "Run", "regions_of", "segments", "shared", "touched"]
@@ -54,7 +54,7 @@ def regions_of(placing: Placing, rank: int) -> list[Region]:
 def shared(asks: Sequence[Ask], finder: Finder, ranks: Sequence[int]) -> list[bool]:
     """For each tensor, whether these ranks of one host read it together.
 
-    >>> from shardwright.checkpoint.tensors import TensorTable
+    >>> from shardwright.checkpoint.format.tensors import TensorTable
     >>> from shardwright.layout import Layout, Mesh, Replicate, Shard
     >>> rows, whole = (Layout(Mesh((2,)), [p], (4, 4)) for p in (Shard(0), Replicate()))
     >>> finder = Finder(TensorTable.of(["w"], ["float32"], [4], [rows]))
@@ -112,7 +112,7 @@ def touched(part: Part, itemsize: int) -> Integers:
 def segments(asks: Iterable[Ask], finder: Finder, ranks: Sequence[int], slot: int) -> list[list[Run]]:
     """The blocks that any of these ranks wants of these tensors, each once, in segments of at most `slot` bytes.
 
-    >>> from shardwright.checkpoint.tensors import TensorTable
+    >>> from shardwright.checkpoint.format.tensors import TensorTable
     >>> from shardwright.layout import Layout, Mesh, Replicate
     >>> whole = Layout(Mesh((1,)), [Replicate()], (3 << 18,))
     >>> finder = Finder(TensorTable.of(["w"], ["float32"], [4], [whole]))

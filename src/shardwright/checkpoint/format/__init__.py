@@ -1,0 +1,1 @@
+"""What is stored: the manifest, its columns of tensors, the headers of data files. docs/format.md specifies it."""

@@ -1,0 +1,232 @@
+"""The tree of a manifest, read: what is stored under which path, and the state rebuilt from it.
+
+A tree is checked once, when the manifest is read; what comes after it relies on that.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shardwright.checkpoint.state.marks import PerRank
+from shardwright.checkpoint.state.names import joined
+from shardwright.checkpoint.state.values import NUMPY, Codec, EnumValue, decode_value
+from shardwright.errors import FormatError
+
+__all__ = [
+    "StoredEntry",
+    "StoredTensor",
+    "StoredValue",
+    "build",
+    "check_tree",
+    "of_other_ranks",
+    "stored_entries",
+    "stored_leaves",
+]
+
+_MOST_DEPTH = 64  # a little more than `flatten` writes: what wraps a value counts here, too
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of the checkpoint, by its number."""
+
+    number: int
+    is_array: bool
+
+
+class StoredValue(NamedTuple):
+    """A plain value, or an empty container."""
+
+    value: Any
+
+
+class StoredEntry(NamedTuple):
+    """A leaf of the tree: its dotted name, the keys that lead to it (None once it was renamed), and what it is.
+
+    `of_rank` if it is one rank's own. `path` are its keys whether it was renamed or not, `within` the kind of container
+    that each of them is a key of ("d", "l" or "t"), and `codecs` the names of those that made what is above it, each
+    with the number of keys that lead there.
+    """
+
+    name: str
+    keys: tuple[Any, ...] | None
+    what: StoredTensor | StoredValue
+    of_rank: bool = False
+    path: tuple[Any, ...] = ()
+    within: str = ""
+    codecs: tuple[tuple[int, str], ...] = ()
+
+
+def check_tree(tree: Any, dtypes: Sequence[str]) -> None:
+    """Sees that every node is of a known kind, none is too deep, and the tensors it names are there.
+
+    `dtypes` are those of the tensors: what is to be an array is of a dtype that numpy has.
+    """
+    waiting = [(tree, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        _check_depth(depth)
+        match node:
+            case int() if not isinstance(node, bool):
+                number = node
+            case ["a", int(number)] if not isinstance(number, bool):
+                pass
+            case ["d", *pairs]:
+                waiting += [(child, depth + 1) for _, child in _pairs(pairs)]
+                continue
+            case ["l" | "t", *items]:
+                waiting += [(item, depth + 1) for item in items]
+                continue
+            case ["x", str(), inner]:
+                waiting.append((inner, depth + 1))
+                continue
+            case ["r", *entries]:
+                waiting += [(inner, depth + 1) for _, inner in _of_ranks(entries)]
+                continue
+            case [str(), *_]:
+                decode_value(node)
+                continue
+            case _:
+                raise _unreadable(node)
+        if not 0 <= number < len(dtypes):
+            raise FormatError(f"the tree names tensor {number}, and there are {len(dtypes)}")
+        if isinstance(node, list) and dtypes[number] not in NUMPY:
+            raise FormatError(f"the tree has tensor {number} as an array, and numpy has no {dtypes[number]}")
+
+
+def stored_entries(tree: Any, rank: int | None) -> list[StoredEntry]:
+    """What is stored: first what is common to all ranks, in one order on all, then what `rank` has for itself."""
+    found = list(_entries(tree, "", _Above((), "", (), False), rank))
+    return [entry for entry in found if not entry.of_rank] + [entry for entry in found if entry.of_rank]
+
+
+def stored_leaves(tree: Any, rank: int | None) -> dict[str, StoredTensor | StoredValue]:
+    """What is stored, by dotted name: of what each rank has for itself, that of `rank`."""
+    return {entry.name: entry.what for entry in stored_entries(tree, rank)}
+
+
+def of_other_ranks(tree: Any, ranks: Collection[int]) -> list[tuple[str, int]]:
+    """What ranks that are none of these have for themselves: the name of each value, and whose it is."""
+    found: list[tuple[str, int]] = []
+    waiting = [("", tree)]
+    while waiting:
+        name, node = waiting.pop()
+        match node:
+            case ["d", *pairs]:
+                waiting += [(joined(name, key), child) for key, child in _pairs(pairs) if isinstance(child, list)]
+            case ["l" | "t", *items]:
+                waiting += [(joined(name, place), item) for place, item in enumerate(items) if isinstance(item, list)]
+            case ["x", str(), inner]:
+                waiting.append((name, inner))
+            case ["r", *entries]:
+                found += [(name, owner) for owner, _ in _of_ranks(entries) if owner not in ranks]
+    return sorted(found)
+
+
+class _Above(NamedTuple):
+    """What lies above a node: see `StoredEntry`."""
+
+    keys: tuple[Any, ...]
+    within: str
+    codecs: tuple[tuple[int, str], ...]
+    of_rank: bool
+
+
+def _entries(node: Any, name: str, above: _Above, rank: int | None) -> Iterator[StoredEntry]:
+    keys, within, codecs, of_rank = above
+    what: StoredTensor | StoredValue
+    match node:
+        case int():
+            what = StoredTensor(node, is_array=False)
+        case ["a", int(number)]:
+            what = StoredTensor(number, is_array=True)
+        case ["d" | "l" | "t" as kind]:
+            what = StoredValue({"d": {}, "l": [], "t": ()}[kind])
+        case ["d", *pairs]:
+            within += "d"
+            for key, child in _pairs(pairs):
+                yield from _entries(child, joined(name, key), _Above((*keys, key), within, codecs, of_rank), rank)
+            return
+        case ["l" | "t" as kind, *items]:
+            within += kind
+            for place, child in enumerate(items):
+                yield from _entries(child, joined(name, place), _Above((*keys, place), within, codecs, of_rank), rank)
+            return
+        case ["x", str(codec), inner]:
+            yield from _entries(inner, name, above._replace(codecs=(*codecs, (len(keys), codec))), rank)
+            return
+        case ["r", *entries]:
+            for owner, inner in _of_ranks(entries):
+                if owner == rank:
+                    yield from _entries(inner, name, above._replace(of_rank=True), rank)
+            return
+        case _:
+            what = StoredValue(decode_value(node))
+    yield StoredEntry(name, keys, what, of_rank, keys, within, codecs)
+
+
+def build(tree: Any, tensor: Callable[[int, bool], Any], codecs: Mapping[str, Codec], rank: int | None) -> Any:
+    """The state that a tree describes, with what `tensor` gives for the tensors and arrays of each number.
+
+    Of what is PerRank it has the value of `rank`; where that rank has none and others do, a `PerRank` of theirs, by
+    rank.
+    """
+
+    def make(node: Any) -> Any:
+        match node:
+            case int():
+                return tensor(node, False)
+            case ["a", int(number)]:
+                return tensor(number, True)
+            case ["d", *pairs]:
+                return {key: make(child) for key, child in _pairs(pairs)}
+            case ["l", *items]:
+                return [make(item) for item in items]
+            case ["t", *items]:
+                return tuple(make(item) for item in items)
+            case ["x", str(name), inner]:
+                codec = codecs.get(name)
+                made = make(inner)
+                return made if codec is None else codec.decode(made)
+            case ["r", *entries]:
+                own = dict(_of_ranks(entries))
+                if rank is None or rank in own or not own:
+                    return make(own[rank]) if rank in own else None
+                return PerRank({owner: make(inner) for owner, inner in own.items()})
+        value = decode_value(node)
+        return value.value if isinstance(value, EnumValue) else value
+
+    return make(tree)
+
+
+def _pairs(items: list[Any]) -> Iterator[tuple[Any, Any]]:
+    if len(items) % 2:
+        raise FormatError("a dict of the tree has a key without a value")
+    keys = items[::2]
+    if any(not isinstance(key, str | int | float | None) for key in keys):
+        raise FormatError("a dict of the tree has a key that is no text, number, truth or None")
+    if len({(type(key), key) for key in keys}) != len(keys):
+        raise FormatError("a dict of the tree has a key twice")
+    return zip(keys, items[1::2], strict=True)
+
+
+def _of_ranks(entries: list[Any]) -> list[tuple[int, Any]]:
+    """Of each rank its own node: each of another rank."""
+    found: dict[int, Any] = {}
+    for entry in entries:
+        match entry:
+            case [int(rank), inner] if not isinstance(rank, bool) and rank not in found:
+                found[rank] = inner
+            case _:
+                raise _unreadable(entry)
+    return list(found.items())
+
+
+def _check_depth(depth: int) -> None:
+    if depth > _MOST_DEPTH:
+        raise FormatError(f"the tree is nested more than {_MOST_DEPTH} deep")
+
+
+def _unreadable(node: Any) -> FormatError:
+    return FormatError(f"node {reprlib.repr(node)} of the tree is of no known kind")

@@ -1,0 +1,276 @@
+"""Reading data files: straight to where the values belong, every block verified while it is in the cache.
+
+A block that is wanted whole, and whose place in memory is one stretch, is read there. The others (the edges of a
+slice, columns of a matrix) are read into a window, verified, and copied from it. No byte is used that was not verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import crc32c
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint.format.datafile import BLOCK, DataFile, digest
+from shardwright.checkpoint.format.tensors import Integers
+from shardwright.checkpoint.plan.cut import boxes_of_stretch
+from shardwright.checkpoint.plan.find import Part
+from shardwright.checkpoint.plan.sharing import Run, touched
+from shardwright.checkpoint.work.memory import memory_at
+from shardwright.checkpoint.work.parallel import Stop, in_threads, split
+from shardwright.checkpoint.write.file import Progress, Written, window_size
+from shardwright.errors import CorruptionError
+from shardwright.layout import Region
+from shardwright.storage import Reader
+from shardwright.tensor.redistribute.packing import bits
+
+__all__ = ["Destination", "FileReader", "copy_window"]
+
+Checksums: TypeAlias = npt.NDArray[np.uint32]
+
+_BATCH = 1 << 20  # bytes read in one call and verified at once: they are still in the cache
+_MOST = 1000  # buffers in one call
+
+
+class Destination(NamedTuple):
+    """Where a part of a chunk goes: into `tensor`, which holds `frame` of the global tensor.
+
+    `stored` is the dtype that the file has it in.
+    """
+
+    part: Part
+    tensor: Tensor
+    frame: Region
+    stored: torch.dtype
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the stored bytes are those of the tensor, so that they can be copied as they are."""
+        tensor = self.tensor
+        return tensor.dtype == self.stored and not tensor.is_conj() and not tensor.is_neg()
+
+
+class _Blocks(NamedTuple):
+    """Blocks to be read straight into memory, by where they lie in the file."""
+
+    numbers: Integers
+    offsets: Integers
+    addresses: Integers
+    nbytes: Integers
+
+
+class _Window(NamedTuple):
+    """Neighbouring blocks of a chunk that are read aside, and what is copied from them."""
+
+    destination: Destination
+    first: int  # the number of its first block within the chunk
+    blocks: int
+
+
+class FileReader:
+    """A data file, open, its header verified."""
+
+    def __init__(self, reader: Reader, file: DataFile, expected: Written) -> None:
+        self._reader, self.file = reader, file
+        if reader.size != expected.size or file.size != expected.size or file.header_size != expected.header_size:
+            raise CorruptionError(
+                f"{file.name} has {reader.size} bytes, and the manifest says {expected.size} (predicted: {file.size})"
+            )
+        header = bytearray(file.header_size)
+        reader.read([memoryview(header)], 0)
+        if digest(bytes(header)) != expected.digest:
+            raise CorruptionError(f"{file.name}: its header is damaged: its digest is not the one in the manifest")
+        self._checksums = file.checksums(bytes(header))
+
+    def read(
+        self,
+        destinations: Sequence[Destination],
+        threads: int = 2,
+        progress: Progress | None = None,
+        memory: int | None = None,
+    ) -> None:
+        """Fills all destinations; the caller keeps them alive. `progress` is told the bytes that were filled.
+
+        `memory` bounds what is read aside.
+        """
+        window, aside = window_size(memory, threads)
+        straight, windows = self._sort(destinations, window // BLOCK)
+        order = np.argsort(straight.offsets, kind="stable")
+        blocks = _Blocks(*(column[order] for column in straight))
+        in_threads(
+            lambda first, last, stop: self._read_straight(_Blocks(*(c[first:last] for c in blocks)), stop, progress),
+            split(blocks.nbytes, threads, least=8 * BLOCK),
+        )
+        sizes = np.array([one.blocks * BLOCK for one in windows], np.int64)
+        in_threads(
+            lambda first, last, stop: self._read_windows(windows[first:last], window, stop, progress),
+            split(sizes, aside, least=8 * BLOCK),
+        )
+
+    def read_runs(self, runs: Sequence[Run], slot: Tensor) -> None:
+        """Reads and verifies these runs of blocks, each into its place in the slot."""
+        counts = np.array([run.blocks for run in runs], np.int64)
+        which = np.repeat(np.arange(len(runs)), counts)
+        number = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+        chunks, first, at = (np.array([run[field] for run in runs], np.int64)[which] for field in (1, 2, 4))
+        blocks = self._blocks(chunks, first + number, slot.data_ptr() + at + number * BLOCK)
+        self._read_straight(blocks, Stop(), None)
+
+    def _sort(self, destinations: Sequence[Destination], most: int) -> tuple[_Blocks, list[_Window]]:
+        """Which blocks are read straight, and which through windows."""
+        windows: list[_Window] = []
+        whole: list[int] = []
+        addresses: list[int] = []
+        parts: list[_Blocks] = []
+        for destination in destinations:
+            part, tensor, frame, _ = destination
+            place = tensor if part.region == frame else tensor[part.region.slices(frame)]
+            if _is_one_stretch(destination, place) and part.region == part.chunk_region:
+                whole.append(part.chunk)
+                addresses.append(place.data_ptr())
+            else:
+                straight, aside = self._cut(destination, place, most)
+                parts.append(straight)
+                windows += aside
+        chunks = np.array(whole, np.int64)
+        counts = self.file.blocks[chunks]
+        which = np.repeat(np.arange(len(chunks)), counts)
+        number = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+        parts.append(
+            self._blocks(chunks[which], number, np.array(addresses, np.int64)[which] + number * BLOCK)
+            if len(chunks)
+            else _Blocks(*(np.empty(0, np.int64),) * 4)
+        )
+        return _Blocks(*(np.concatenate(columns) for columns in zip(*parts, strict=True))), windows
+
+    def _blocks(self, chunks: Integers, numbers: Integers, addresses: Integers) -> _Blocks:
+        plan, file = self.file.plan, self.file
+        within = numbers * BLOCK
+        return _Blocks(
+            file.first_blocks[chunks] + numbers,
+            file.header_size + plan.starts[chunks] + within,
+            addresses,
+            np.minimum(BLOCK, plan.nbytes[chunks] - within),
+        )
+
+    def _cut(self, destination: Destination, place: Tensor, most: int) -> tuple[_Blocks, list[_Window]]:
+        """The blocks of one part: those wanted whole in one stretch of memory straight, the others aside."""
+        part = destination.part
+        nbytes = int(self.file.plan.nbytes[part.chunk])
+        starts, length = part.region.byte_runs(part.chunk_region, destination.stored.itemsize)
+        blocks = touched(part, destination.stored.itemsize)
+        inside = np.zeros(len(blocks), bool)
+        if len(starts) == 1 and _is_one_stretch(destination, place):
+            begin, end = int(starts[0]), int(starts[0]) + length
+            inside = (blocks * BLOCK >= begin) & (np.minimum((blocks + 1) * BLOCK, nbytes) <= end)
+            whole = blocks[inside]
+            straight = self._blocks(np.full(len(whole), part.chunk), whole, place.data_ptr() + whole * BLOCK - begin)
+        else:
+            straight = _Blocks(*(np.empty(0, np.int64),) * 4)
+        return straight, list(_windows(destination, blocks[~inside], most))
+
+    def _read_straight(self, blocks: _Blocks, stop: Stop, progress: Progress | None) -> None:
+        batch: list[memoryview] = []
+        numbers: list[int] = []
+        start = after = waiting = 0
+        rows = zip(*(column.tolist() for column in blocks), strict=True)
+        for number, offset, address, nbytes in rows:
+            if batch and (offset != after or waiting + nbytes > _BATCH or len(batch) == _MOST):
+                if stop:
+                    return
+                self._take(batch, numbers, start, waiting, progress)
+                batch, numbers, waiting = [], [], 0
+            if not batch:
+                start = offset
+            batch.append(memory_at(address, nbytes))
+            numbers.append(number)
+            waiting += nbytes
+            after = offset + nbytes
+        if batch:
+            self._take(batch, numbers, start, waiting, progress)
+
+    def _take(
+        self,
+        batch: Sequence[memoryview],
+        numbers: Sequence[int],
+        start: int,
+        nbytes: int,
+        progress: Progress | None,
+    ) -> None:
+        """Reads neighbouring blocks and verifies them."""
+        self._reader.read(batch, start)
+        for view, number in zip(batch, numbers, strict=True):
+            if crc32c.crc32c(view) != self._checksums[number]:
+                raise self._damaged(number)
+        if progress is not None:
+            progress(nbytes)
+
+    def _read_windows(self, windows: Sequence[_Window], size: int, stop: Stop, progress: Progress | None) -> None:
+        scratch = torch.empty(size, dtype=torch.uint8)
+        file, plan = self.file, self.file.plan
+        for window in windows:
+            if stop:
+                return
+            chunk = window.destination.part.chunk
+            begin = window.first * BLOCK
+            nbytes = min(window.blocks * BLOCK, int(plan.nbytes[chunk]) - begin)
+            address = scratch.data_ptr()
+            views = [memory_at(address + at, min(BLOCK, nbytes - at)) for at in range(0, nbytes, BLOCK)]
+            number = int(file.first_blocks[chunk]) + window.first
+            start = file.header_size + int(plan.starts[chunk]) + begin
+            self._take(views, range(number, number + len(views)), start, nbytes, None)
+            filled = copy_window(window.destination, scratch, begin, nbytes)
+            if progress is not None:
+                progress(filled)
+
+    def _damaged(self, number: int) -> CorruptionError:
+        file = self.file
+        chunk = int(np.searchsorted(file.first_blocks, number, side="right")) - 1
+        while file.blocks[chunk] == 0:
+            chunk -= 1
+        tensor = int(file.plan.tensors[chunk])
+        block = number - int(file.first_blocks[chunk])
+        return CorruptionError(
+            f"{file.name} is damaged: block {block} of {file.plan.region(chunk)} of tensor "
+            f"{file.plan.table.names[tensor]!r} does not have its checksum"
+        )
+
+
+def _windows(destination: Destination, blocks: Integers, most: int) -> Iterator[_Window]:
+    """Neighbouring blocks together, as many as a window holds."""
+    start = 0
+    numbers = blocks.tolist()
+    for place in range(1, len(numbers) + 1):
+        if place == len(numbers) or numbers[place] != numbers[place - 1] + 1 or place - start == most:
+            yield _Window(destination, numbers[start], place - start)
+            start = place
+
+
+def _is_one_stretch(destination: Destination, place: Tensor) -> bool:
+    """Whether a place is one stretch of host memory that takes the stored bytes as they are."""
+    return place.device.type == "cpu" and place.is_contiguous() and destination.is_plain
+
+
+def copy_window(destination: Destination, scratch: Tensor, begin: int, nbytes: int) -> int:
+    """Copies what a window onto a chunk, from byte `begin` on, holds of a part into its place, converted if need be.
+
+    Gives the stored bytes that were copied.
+    """
+    part, tensor, frame, stored = destination
+    target = bits(tensor) if destination.is_plain else tensor
+    data = scratch.view(target.dtype if destination.is_plain else stored)
+    if stored == torch.bool and not destination.is_plain and nbytes and int(scratch[:nbytes].max()) > 1:
+        raise CorruptionError("a tensor of truths holds bytes that are neither 0 nor 1")
+    position, first, filled = 0, begin // stored.itemsize, 0
+    for box in boxes_of_stretch(part.chunk_region, first, first + nbytes // stored.itemsize):
+        common = box.intersect(part.region)
+        if common is not None:
+            source = data[position : position + box.volume].view(box.size)
+            target[common.slices(frame)].copy_(source[common.slices(box)])
+            filled += common.volume * stored.itemsize
+        position += box.volume
+    return filled

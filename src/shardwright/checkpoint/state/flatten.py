@@ -1,0 +1,290 @@
+"""A state taken apart: a skeleton of its containers, with its tensors as leaves and its plain values encoded.
+
+Every node knows the keys that lead to it, and its name: the keys joined by dots, as model files have them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, final
+
+import numpy as np
+from torch import Size, Tensor
+
+from shardwright import comm
+from shardwright.checkpoint.state.leaves import PLAIN, Leaf, is_nested, leaf_of, to_ours
+from shardwright.checkpoint.state.marks import PerRank, Stateful
+from shardwright.checkpoint.state.names import joined
+from shardwright.checkpoint.state.values import Codec, encode_value
+from shardwright.errors import StateError
+from shardwright.layout import Layout, Region
+from shardwright.sharded import ShardedTensor
+from shardwright.tensor import DTensor
+
+__all__ = [
+    "Branch",
+    "Coded",
+    "Complete",
+    "Flat",
+    "Keys",
+    "Node",
+    "Object",
+    "OfRank",
+    "TensorNode",
+    "ValueNode",
+    "flatten",
+    "of_ranks",
+]
+
+Keys: TypeAlias = tuple[Any, ...]
+Complete: TypeAlias = Callable[[Any, Any, str, Keys], Any]
+
+_TENSORS = (Tensor, np.ndarray)
+_MOST_DEPTH = 60
+_ARRAYS = (np.ndarray, np.memmap)
+
+
+@final
+@dataclass(slots=True)
+class Branch:
+    """A container: `kind` is "d" (dict), "l" (list) or "t" (tuple); `within` are a dict's keys, else None."""
+
+    kind: str
+    within: list[Any] | None
+    children: list[Node]
+    original: Any
+    name: str
+
+
+@final
+@dataclass(slots=True)
+class TensorNode:
+    """A tensor, by its number among the leaves; `is_array` if it came as a numpy array."""
+
+    number: int
+    is_array: bool
+    original: Any
+    name: str
+    keys: Keys
+
+
+@final
+@dataclass(slots=True)
+class ValueNode:
+    """A plain value, encoded."""
+
+    encoded: list[Any]
+    original: Any
+    name: str
+    keys: Keys
+
+
+@final
+@dataclass(slots=True)
+class Object:
+    """An object with a state of its own."""
+
+    inner: Node
+    original: Any
+    name: str
+
+
+@final
+@dataclass(slots=True)
+class OfRank:
+    """What belongs to this rank alone; its leaves are not those of the state."""
+
+    flat: Flat
+    original: PerRank[Any]
+    name: str
+    keys: Keys
+
+
+@final
+@dataclass(slots=True)
+class Coded:
+    """A value of a user's type, as the state its codec made of it."""
+
+    codec: Codec
+    inner: Node
+    original: Any
+    name: str
+    keys: Keys
+
+
+Node: TypeAlias = Branch | TensorNode | ValueNode | Object | OfRank | Coded
+
+
+@final
+@dataclass(slots=True)
+class Flat:
+    """A skeleton and its leaves in order, with their names, of which two may be alike.
+
+    `sharded` are the ShardedTensors among the leaves, by number, and `is_nested` says whether this rank knows one of
+    them to have shards that are themselves spread over ranks.
+    """
+
+    root: Node
+    leaves: list[Leaf] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    sharded: dict[int, ShardedTensor] = field(default_factory=dict)
+    is_nested: bool = False
+
+    def tree(self) -> Any:
+        """The skeleton as a manifest has it: a tensor is its number, everything else a list that says what it is."""
+        return _encode(self.root)
+
+
+def flatten(
+    state: Any, group: comm.Group, codecs: Mapping[type, Codec] | None = None, complete: Complete | None = None
+) -> Flat:
+    """A state taken apart; it raises a `StateError` with the path of what cannot be stored.
+
+    `complete(object, its state, name, keys)` may give an object's state back with more in it.
+    """
+    return _Walk(group, codecs or {}, complete).run(state, "", ())
+
+
+class _Walk:
+    def __init__(
+        self, group: comm.Group, codecs: Mapping[type, Codec], complete: Complete | None, of_one_rank: bool = False
+    ) -> None:
+        self._group, self._codecs, self._complete, self._of_one_rank = group, codecs, complete, of_one_rank
+        self._flat = Flat(None)  # type: ignore[arg-type]  # the root is set when it is known
+        self._above: set[int] = set()
+        self._layouts: dict[Size, tuple[Layout, Region]] = {}
+
+    def run(self, state: Any, name: str, keys: Keys) -> Flat:
+        self._flat.root = self._visit(state, name, keys, 0)
+        return self._flat
+
+    def _visit(self, value: Any, name: str, keys: Keys, depth: int) -> Node:
+        if type(value) in PLAIN or isinstance(value, _TENSORS):
+            return self._tensor(value, name, keys)
+        codec = self._codecs.get(type(value))
+        if codec is None:
+            encoded = encode_value(value, name or "the state")
+            if encoded is not None:
+                return ValueNode(encoded, value, name, keys)
+        if depth > _MOST_DEPTH:
+            raise StateError(f"{_brief(name)}: nested more than {_MOST_DEPTH} deep")
+        if id(value) in self._above:
+            raise StateError(f"{_brief(name)}: the state contains itself: a {type(value).__name__} is within itself")
+        self._above.add(id(value))
+        try:
+            return self._inside(value, codec, name, keys, depth)
+        finally:
+            self._above.discard(id(value))
+
+    def _inside(self, value: Any, codec: Codec | None, name: str, keys: Keys, depth: int) -> Node:
+        if codec is not None:
+            return Coded(codec, self._visit(codec.encode(value), name, keys, depth + 1), value, name, keys)
+        if isinstance(value, PerRank):
+            if self._of_one_rank:
+                raise StateError(f"{name}: a PerRank within a PerRank: what is within is this rank's own already")
+            inner = _Walk(self._group, self._codecs, self._complete, of_one_rank=True)
+            return OfRank(inner.run(value.value, name, keys), value, name, keys)
+        if type(value) not in (dict, list, tuple) and isinstance(value, Stateful):
+            state = value.state_dict()
+            if self._complete is not None:
+                state = self._complete(value, state, name, keys)
+            return Object(self._visit(state, name, keys, depth + 1), value, name)
+        if isinstance(value, Mapping):
+            within = [_plain_key(key, value, name) for key in value]
+            children = [self._visit(value[key], joined(name, key), (*keys, key), depth + 1) for key in within]
+            return Branch("d", within, children, value, name)
+        if isinstance(value, list | tuple):
+            children = [
+                self._visit(item, joined(name, place), (*keys, place), depth + 1) for place, item in enumerate(value)
+            ]
+            return Branch("t" if isinstance(value, tuple) else "l", None, children, value, name)
+        raise StateError(
+            f"{name or 'the state'}: a {type(value).__module__}.{type(value).__qualname__} is not stored: nothing is "
+            "pickled. Give it state_dict and load_state_dict, or a codec for its type, or store its parts"
+        )
+
+    def _tensor(self, value: Any, name: str, keys: Keys) -> TensorNode:
+        flat, number = self._flat, len(self._flat.leaves)
+        ours, is_array = value, False
+        if type(value) not in PLAIN:
+            is_array = isinstance(value, np.ndarray)
+            if is_array and type(value) not in _ARRAYS:
+                raise StateError(
+                    f"{name or 'the state'}: a {type(value).__module__}.{type(value).__qualname__} is more than its "
+                    "numbers, and those alone would be stored: give np.asarray(...) of it, and what else it has"
+                )
+            ours = value if is_array else to_ours(value)
+            if self._of_one_rank and isinstance(ours, DTensor | ShardedTensor):
+                raise StateError(
+                    f"{name}: a {type(value).__name__} in a PerRank: it belongs to several ranks, not to one"
+                )
+            if isinstance(ours, ShardedTensor):
+                flat.sharded[number] = ours
+                flat.is_nested |= is_nested(ours)
+        flat.leaves.append(leaf_of(ours, name or "the state", self._group, self._layouts))
+        flat.names.append(name)
+        return TensorNode(number, is_array, value, name, keys)
+
+
+def _plain_key(key: Any, within: Mapping[Any, Any], name: str) -> Any:
+    """A key as JSON has it: what is of a subclass (an IntEnum, an np.float64) is stored as the plain value it is."""
+    fault, plain = None, key
+    if key is None or isinstance(key, bool):
+        return key
+    if isinstance(key, str):
+        plain = str.__str__(key)
+        try:
+            plain.encode()
+        except UnicodeEncodeError as error:
+            fault = f"is no valid Unicode: {error}"
+    elif isinstance(key, int):
+        plain = int.__int__(key)
+        if not -(2**63) <= plain < 2**63:
+            fault = "has more than 64 bits"
+    elif isinstance(key, float):
+        plain = float.__float__(key)
+        if not math.isfinite(plain):
+            fault = "is no number that JSON has"
+    else:
+        fault = f"is a {type(key).__name__}: keys are text, numbers, truth or None"
+    if fault is None and type(key) is not type(plain) and plain not in within:
+        fault = f"is a {type(key).__name__} that is not found by its plain value {plain!r}: use that"
+    if fault is not None:
+        raise StateError(f"{name or 'the state'}: key {key!r} {fault}")
+    return plain
+
+
+def _brief(name: str) -> str:
+    return name if len(name) < 100 else f"{name[:60]}...{name[-30:]}"
+
+
+def _encode(node: Node) -> Any:
+    match node:
+        case TensorNode():
+            return ["a", node.number] if node.is_array else node.number
+        case ValueNode():
+            return node.encoded
+        case Branch(kind="d", within=within, children=children) if within is not None:
+            return ["d", *(item for pair in zip(within, map(_encode, children), strict=True) for item in pair)]
+        case Branch():
+            return [node.kind, *map(_encode, node.children)]
+        case Object():
+            return _encode(node.inner)
+        case Coded():
+            return ["x", node.codec.name, _encode(node.inner)]
+        case OfRank():
+            return ["r"]  # filled in when all ranks have said theirs
+
+
+def of_ranks(node: Node) -> list[OfRank]:
+    """What is marked PerRank, in the order of the skeleton."""
+    match node:
+        case OfRank():
+            return [node]
+        case Branch():
+            return [found for child in node.children for found in of_ranks(child)]
+        case Object() | Coded():
+            return of_ranks(node.inner)
+    return []

@@ -1,0 +1,382 @@
+"""What several ranks say of their states, as one state. Pure: every rank that hears the same makes the same of it.
+
+Names that only some ranks have are kept; what several have under one name must mean the same. Two names are stored as
+one tensor where some rank says that they are one memory, and no rank that holds both says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, final
+
+from shardwright.checkpoint.format.manifest import placing_from_json, placing_to_json
+from shardwright.checkpoint.format.tensors import Placing, TensorTable
+from shardwright.checkpoint.state.names import joined
+from shardwright.errors import StateDiffersError
+from shardwright.layout import Layout, Mesh, Replicate
+
+__all__ = ["Merged", "OwnSaid", "Said", "merge", "placing_said"]
+
+Ranks: TypeAlias = tuple[int, ...]
+
+_MOST_TOLD = 20
+
+
+class Said(NamedTuple):
+    """What a rank says of its state: the tree, and of each leaf its name, dtype, itemsize, placing, and memory.
+
+    A placing is as a manifest has it, or `[None, shape]` for a plain tensor, which all that have it hold whole. `same`
+    has, for each leaf, the number of the first that is the same memory (it may be itself). `unsure` are leaves of which
+    the rank holds nothing: where it does not say that they are another's memory, it does not know.
+    """
+
+    tree: Any
+    names: list[str]
+    dtypes: list[str]
+    itemsizes: list[int]
+    placings: list[Any]
+    same: list[int]
+    unsure: list[int] = []  # noqa: RUF012  never changed
+
+
+class OwnSaid(NamedTuple):
+    """What a rank says of a value that is marked PerRank: the keys that lead to it, and what is in it."""
+
+    keys: list[Any]
+    said: Said
+
+
+@final
+@dataclass(frozen=True)
+class Merged:
+    """The state of all: its tree, its tensors, and the number that each leaf of each part has among them."""
+
+    tree: Any
+    table: TensorTable
+    numbers: list[list[int]]
+    own_numbers: Mapping[int, list[list[int]]]  # by rank, of each of its PerRank values
+
+
+def placing_said(placing: Placing, ranks: Ranks) -> Any:
+    """A placing as it is said among these ranks.
+
+    >>> placing_said(Layout(Mesh((2,)), [Replicate()], (3,)), (0, 1))
+    [None, [3]]
+    """
+    plain = isinstance(placing, Layout) and placing.is_replicated and tuple(placing.mesh.ranks) == ranks
+    return [None, list(placing.shape)] if plain else placing_to_json(placing)
+
+
+def merge(
+    parts: Sequence[tuple[Ranks, Said]], ranks: Ranks, own: Mapping[int, Sequence[OwnSaid]] | None = None
+) -> Merged:
+    """One state of what ranks say; each part is said by several ranks alike, `own` by each rank for itself.
+
+    `ranks` are all of them, in the order of their group. It raises a `StateDiffersError` that lists every difference.
+    """
+    return _Merge(parts, ranks).run(own or {})
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A tensor of the merged state: which leaf of which parts it is."""
+
+    leaves: dict[int, int]
+    name: str
+    row: int = -1
+
+
+class _Merge:
+    def __init__(self, parts: Sequence[tuple[Ranks, Said]], ranks: Ranks) -> None:
+        self._parts, self._ranks = parts, ranks
+        self._slots: list[_Slot] = []
+        self._rows: list[tuple[str, str, int, Placing]] = []
+        self._taken: dict[str, int] = {"__metadata__": 1}  # the one name that a safetensors file keeps for itself
+        self._by_object: dict[tuple[int, tuple[int, ...]], tuple[Placing, list[int]]] = {}
+        self._by_text: dict[str, tuple[Placing, list[int]]] = {}
+        self._differ: list[str] = []
+        self._unsure = [frozenset(said.unsure) for _, said in parts]
+
+    def run(self, own: Mapping[int, Sequence[OwnSaid]]) -> Merged:
+        if len(self._parts) == 1:
+            tree, rows = self._parts[0][1].tree, self._rows_of_one()
+            numbers = [rows]
+        else:
+            tree = self._tree([(part, said.tree) for part, (_, said) in enumerate(self._parts)], "")
+            self._fill_rows()
+            rows = [slot.row for slot in self._slots]
+            numbers = [[-1] * len(said.names) for _, said in self._parts]
+            for slot in self._slots:
+                for part, leaf in slot.leaves.items():
+                    numbers[part][leaf] = slot.row
+        self._raise()
+        own_numbers: dict[int, list[list[int]]] = {}
+        if own or len(self._rows) < len(rows):
+            tree = _finished(tree, rows, self._own_trees(own, own_numbers), ())
+        names, dtypes, itemsizes, placings = zip(*self._rows, strict=True) if self._rows else ((), (), (), ())
+        return Merged(tree, TensorTable.of(names, dtypes, itemsizes, placings), numbers, own_numbers)
+
+    def _rows_of_one(self) -> list[int]:
+        """The rows of what all ranks say alike, which is nearly always: nothing is to be compared."""
+        said = self._parts[0][1]
+        rows: list[int] = []
+        for number, (name, dtype, itemsize, placing, same) in enumerate(
+            zip(said.names, said.dtypes, said.itemsizes, said.placings, said.same, strict=True)
+        ):
+            if same < number:
+                rows.append(rows[same])
+                continue
+            made, lacking = self._placing(placing, (0,))
+            if lacking:
+                self._lacks(name, made, lacking)
+            rows.append(len(self._rows))
+            self._rows.append((self._unique(name or "state"), dtype, itemsize, made))
+        return rows
+
+    # --- the tree -----------------------------------------------------------------------------------------------------
+
+    def _tree(self, nodes: Sequence[tuple[int, Any]], name: str) -> Any:
+        """The nodes of several parts at one place of the tree as one, its tensors numbered by their slots."""
+        first_part, first = nodes[0]
+        kind = _kind(first)
+        for part, node in nodes[1:]:
+            if _kind(node) != kind:
+                self._differs(name, first_part, _brief(first), part, _brief(node))
+                return ["v", None]
+        match kind:
+            case "tensor":
+                return self._slot(dict(nodes), name)
+            case "a":
+                return ["a", self._slot({part: node[1] for part, node in nodes}, name)]
+            case "d":
+                return self._dict(nodes, name)
+            case "l" | "t":
+                return self._sequence(nodes, name)
+            case "x":
+                for part, node in nodes[1:]:
+                    if node[1] != first[1]:
+                        self._differs(name, first_part, f"codec {first[1]!r}", part, f"codec {node[1]!r}")
+                        return ["v", None]
+                return ["x", first[1], self._tree([(part, node[2]) for part, node in nodes], name)]
+        for part, node in nodes[1:]:
+            if repr(node) != repr(first):  # 1 is not True, nor 1.0
+                self._differs(name, first_part, _brief(first), part, _brief(node))
+                break
+        return first
+
+    def _dict(self, nodes: Sequence[tuple[int, Any]], name: str) -> Any:
+        found: dict[Any, list[tuple[int, Any]]] = {}
+        for part, node in nodes:
+            for key, child in zip(node[1::2], node[2::2], strict=True):
+                found.setdefault((type(key), key), []).append((part, child))
+        merged: list[Any] = ["d"]
+        first: dict[Any, tuple[int, Any]] = {}
+        for (_, key), children in found.items():
+            part, other = first.setdefault(key, (children[0][0], key))
+            if type(other) is not type(key):  # one dict cannot hold both: True is 1, and 1.0
+                self._differs(joined(name, key), part, f"key {other!r}", children[0][0], f"key {key!r}")
+                continue
+            merged += (key, self._tree(children, joined(name, key)))
+        return merged
+
+    def _sequence(self, nodes: Sequence[tuple[int, Any]], name: str) -> Any:
+        first_part, first = nodes[0]
+        for part, node in nodes[1:]:
+            if len(node) != len(first):
+                self._differs(name, first_part, f"{len(first) - 1} entries", part, f"{len(node) - 1} entries")
+                return ["v", None]
+        return [
+            first[0],
+            *(
+                self._tree([(part, node[place]) for part, node in nodes], joined(name, place - 1))
+                for place in range(1, len(first))
+            ),
+        ]
+
+    def _slot(self, leaves: dict[int, int], name: str) -> int:
+        self._slots.append(_Slot(leaves, name))
+        return len(self._slots) - 1
+
+    # --- the tensors --------------------------------------------------------------------------------------------------
+
+    def _fill_rows(self) -> None:
+        """Gives every slot its row in the table: one for all that are the same memory on all ranks."""
+        known: dict[tuple[int, int], list[_Group]] = {}  # those that hold this memory of this part
+        for slot in self._slots:
+            dtype, itemsize, placing = self._agreed(slot)
+            classes = {
+                part: self._parts[part][1].same[leaf]
+                for part, leaf in slot.leaves.items()
+                if leaf not in self._unsure[part]
+            }
+            for candidate in (one for pair in classes.items() for one in known.get(pair, ())):
+                if candidate.fits(classes, dtype, placing):
+                    slot.row = candidate.row
+                    candidate.classes.update(classes)
+                    group = candidate
+                    break
+            else:
+                slot.row = len(self._rows)
+                self._rows.append((self._unique(slot.name or "state"), dtype, itemsize, placing))
+                group = _Group(slot.row, dtype, placing, dict(classes))
+            for pair in classes.items():
+                if group not in known.setdefault(pair, []):
+                    known[pair].append(group)
+
+    def _agreed(self, slot: _Slot) -> tuple[str, int, Placing]:
+        """The dtype and the placing of a tensor, on which all that have it agree."""
+        (first, leaf), *others = slot.leaves.items()
+        said = self._parts[first][1]
+        dtype, placing = said.dtypes[leaf], said.placings[leaf]
+        for part, other_leaf in others:
+            other = self._parts[part][1]
+            if other.dtypes[other_leaf] != dtype:
+                self._differs(slot.name, first, dtype, part, other.dtypes[other_leaf])
+            elif other.placings[other_leaf] != placing:
+                one, two = (_shown(self._placing(each, (0,))[0]) for each in (placing, other.placings[other_leaf]))
+                self._differs(slot.name, first, one, part, two)
+        made, lacking = self._placing(placing, tuple(slot.leaves))
+        if lacking:
+            self._lacks(slot.name, made, lacking)
+        return dtype, said.itemsizes[leaf], made
+
+    def _placing(self, said: Any, parts: tuple[int, ...]) -> tuple[Placing, list[int]]:
+        """A placing that these parts have, and the ranks that should have it and do not."""
+        known = self._by_object.get((id(said), parts))  # a rank says equal placings by one object
+        if known is None:
+            key = repr((said, parts))
+            known = self._by_text.get(key)
+            if known is None:
+                known = self._by_text[key] = self._make_placing(said, parts)
+            self._by_object[id(said), parts] = known
+        return known
+
+    def _make_placing(self, said: Any, parts: tuple[int, ...]) -> tuple[Placing, list[int]]:
+        holders = {rank for part in parts for rank in self._parts[part][0]}
+        if said[0] is None:
+            whole = [rank for rank in self._ranks if rank in holders]
+            return Layout(Mesh((len(whole),), ranks=whole), [Replicate()], said[1]), []
+        placing = placing_from_json(said)
+        members = placing.mesh.ranks if isinstance(placing, Layout) else placing.ranks
+        return placing, sorted(set(members) - holders)
+
+    def _unique(self, name: str) -> str:
+        while (count := self._taken.get(name, 0)) > 0:
+            self._taken[name] = count + 1
+            name = f"{name}~{count + 1}"
+        self._taken[name] = 1
+        return name
+
+    def _own_trees(
+        self, own: Mapping[int, Sequence[OwnSaid]], numbers: dict[int, list[list[int]]]
+    ) -> dict[tuple[Any, ...], list[Any]]:
+        """Puts every rank's own tensors behind the others; gives its trees by the keys that lead to them."""
+        found: dict[tuple[Any, ...], list[Any]] = {}
+        for rank in self._ranks:
+            numbers[rank] = []
+            for keys, said in own.get(rank, ()):
+                rows: list[int] = []
+                for number, first in enumerate(said.same):
+                    if first < number:
+                        rows.append(rows[first])
+                        continue
+                    rows.append(len(self._rows))
+                    alone = Layout(Mesh((1,), ranks=(rank,)), [Replicate()], said.placings[number][1])
+                    name = self._unique(f"{said.names[number] or 'state'}.rank{rank}")
+                    self._rows.append((name, said.dtypes[number], said.itemsizes[number], alone))
+                numbers[rank].append(rows)
+                found.setdefault(tuple(keys), []).append([rank, _finished(said.tree, rows, {}, ())])
+        return found
+
+    # --- what differs -------------------------------------------------------------------------------------------------
+
+    def _differs(self, name: str, first: int, one: str, second: int, other: str) -> None:
+        who, whom = _listed(self._parts[first][0]), _listed(self._parts[second][0])
+        self._differ.append(f"{name or 'the state'}: {one} on {who}, and {other} on {whom}")
+
+    def _lacks(self, name: str, placing: Placing, ranks: Sequence[int]) -> None:
+        self._differ.append(
+            f"{name}: {_shown(placing)} is held by {_listed(ranks)}, too, and not in the state given there"
+        )
+
+    def _raise(self) -> None:
+        if self._differ:
+            told = self._differ[:_MOST_TOLD]
+            more = len(self._differ) - len(told)
+            raise StateDiffersError(
+                f"ranks have different values under {len(self._differ)} "
+                f"{'name' if len(self._differ) == 1 else 'names'}; mark what belongs to one rank with PerRank\n  "
+                + "\n  ".join(told)
+                + (f"\n  and {more} more" if more else "")
+            )
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Slots that are one memory: what each part says that memory is."""
+
+    row: int
+    dtype: str
+    placing: Placing
+    classes: dict[int, int]
+
+    def fits(self, classes: Mapping[int, int], dtype: str, placing: Placing) -> bool:
+        """Whether what is said of another slot contradicts this one nowhere."""
+        return (
+            dtype == self.dtype
+            and placing is self.placing
+            and all(self.classes.get(part, same) == same for part, same in classes.items())
+        )
+
+
+def _finished(tree: Any, rows: Sequence[int], own: Mapping[tuple[Any, ...], list[Any]], keys: tuple[Any, ...]) -> Any:
+    """A tree with the tensors numbered by their rows, and with what each rank said put in where it is marked."""
+    if isinstance(tree, int):
+        return rows[tree]
+    match tree:
+        case ["a", int(number)]:
+            return ["a", rows[number]]
+        case ["r"]:
+            return ["r", *own.get(keys, ())]
+        case ["d", *pairs]:
+            return ["d", *_finished_pairs(pairs, rows, own, keys)]
+        case ["l" | "t" as kind, *items]:
+            return [kind, *(_finished(item, rows, own, (*keys, place)) for place, item in enumerate(items))]
+        case ["x", name, inner]:
+            return ["x", name, _finished(inner, rows, own, keys)]
+    return tree
+
+
+def _finished_pairs(
+    pairs: Sequence[Any], rows: Sequence[int], own: Mapping[tuple[Any, ...], list[Any]], keys: tuple[Any, ...]
+) -> Iterator[Any]:
+    for key, child in zip(pairs[::2], pairs[1::2], strict=True):
+        yield key
+        yield _finished(child, rows, own, (*keys, key))
+
+
+def _kind(node: Any) -> str:
+    """The kind of a node that is merged by its own rule; plain values are all of one kind, and compared."""
+    if isinstance(node, int):
+        return "tensor"
+    kind = node[0]
+    return kind if kind in ("a", "d", "l", "t", "x", "r") else "value"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
+
+
+def _shown(placing: Placing) -> str:
+    return str(placing) if isinstance(placing, Layout) else f"{list(placing.shape)} in {len(placing.regions)} shards"
+
+
+def _brief(node: Any) -> str:
+    if isinstance(node, int):
+        return "a tensor"
+    kinds = {"d": "a dict", "l": "a list", "t": "a tuple", "a": "an array", "r": "a PerRank value", "x": "a codec's"}
+    shown = kinds.get(node[0]) or repr(node[1] if len(node) == 2 else node[1:])
+    return shown if len(shown) < 60 else shown[:57] + "..."

@@ -1,0 +1,1 @@
+"""Writing: from tensor memory, or from a copy of it, into data files."""
