@@ -6,7 +6,8 @@ apart; everything else on replicated tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from shardwright.tensor.reshape_in_place import RESHAPES, reshape_in_place
 from shardwright.tensor.rules.foreach import LISTS, call_on_lists
 from shardwright.tensor.types import REPLICATE
 
-__all__ = ["PASS_FUNCTIONS", "intercept"]
+__all__ = ["PASS_FUNCTIONS", "intercept", "listen"]
 
 # Answered by the local tensor alone, the same on every rank.
 PASS = frozenset(
@@ -98,7 +99,7 @@ def intercept(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = dict(kwargs)
         args = (kwargs.pop("input"),)  # torch's name for the first argument
     refuse(name, func)
-    if "axis" in kwargs or "keepdims" in kwargs:  # numpy's names, which torch takes as well
+    if ("axis" in kwargs or "keepdims" in kwargs) and name != "segment_reduce":  # numpy's names, which torch takes too
         kwargs = {{"axis": "dim", "keepdims": "keepdim"}.get(key, key): value for key, value in kwargs.items()}
     args, kwargs = admit(full, args, _numbers(kwargs))
     if "out" in kwargs:
@@ -114,8 +115,23 @@ def _numbers(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, **{key: kwargs[key].item() for key in found}} if found else kwargs
 
 
+_listeners: list[Callable[[str, Any, Any, dict[str, Any]], None]] = []
+
+
+@contextmanager
+def listen(tell: Callable[[str, Any, Any, dict[str, Any]], None]) -> Iterator[None]:
+    """Has every operator told while it is open: its name, the function, its arguments. Open a trace as well."""
+    _listeners.append(tell)
+    try:
+        yield
+    finally:
+        _listeners.remove(tell)
+
+
 def _call(name: str, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     op = operator(name)
+    for tell in _listeners:
+        tell(name, func, args, kwargs)
     with trace.operation(name) as record:
         if inplace and name in RESHAPES:
             return reshape_in_place(name, func, args[0], args[1:], kwargs)

@@ -69,6 +69,10 @@ _ALIASES |= {"special_log_softmax": "log_softmax", "special_log1p": "log1p", "sp
 _ALIASES |= {"special_logit": "logit", "special_round": "round", "special_sinc": "sinc", "special_digamma": "digamma"}
 
 
+# Functions whose names are those of other operators: `F.unfold` takes patches, `Tensor.unfold` takes windows.
+_OWN_NAMES = {torch.nn.functional.unfold: "im2col", torch.nn.functional.fold: "col2im"}
+
+
 def canonical_name(func: Any) -> tuple[str, bool]:
     """An operator's name, and whether this spelling of it writes into its first argument."""
     known = _by_function.get(func)
@@ -78,6 +82,8 @@ def canonical_name(func: Any) -> tuple[str, bool]:
 
 
 def _canonical_name(func: Any) -> tuple[str, bool]:
+    if func in _OWN_NAMES:
+        return _OWN_NAMES[func], False
     packet = getattr(func, "_overloadpacket", None)  # torch.ops.aten.add.Tensor
     name: str = (packet or func).__name__
     if name.startswith("__") and name.endswith("__"):

@@ -5,7 +5,9 @@ Sizes are chosen so that 3 ranks get uneven shards (4, 5, 7), empty ones (1, 2) 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -511,12 +513,27 @@ def generated(name: str) -> Iterator[Sample]:
             yield S(func, (r(4, 2) * 9).abs() if name == "byte" else r(4, 2) * 9)
 
 
+def _of_other_files() -> dict[str, list[Sample]]:
+    """The samples of rules of one kind, in a file of their own: `SAMPLES`, by the operator's canonical name."""
+    found: dict[str, list[Sample]] = {}
+    for path in sorted(Path(__file__).parent.glob("samples_*.py")):
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        for name, samples in module.SAMPLES.items():
+            found.setdefault(name, []).extend(Sample(*sample) for sample in samples)
+    return found
+
+
+OF_OTHER_FILES = _of_other_files()
 GENERATED = (*UNARY, *UNARY_POSITIVE, *BINARY, *BINARY_INTEGER, *CONVERSIONS)
 RULES = sorted(name for name, op in OPERATORS.items() if op.rule is not None)
 
 
 def samples_of(name: str) -> list[Sample]:
-    return [*(generated(name) if name in GENERATED else ()), *OTHERS.get(name, ())]
+    return [*(generated(name) if name in GENERATED else ()), *OTHERS.get(name, ()), *OF_OTHER_FILES.get(name, ())]
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce")

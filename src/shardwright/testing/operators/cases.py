@@ -1,0 +1,79 @@
+"""Which placements of a sample's inputs are tried on ranks: seeded, so that every rank and every run tries the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwright.layout import Partial, Placement, Replicate, Shard
+from shardwright.testing.operators.database import OpSample, samples_of
+
+__all__ = ["Case", "cases_of"]
+
+
+class Case(NamedTuple):
+    """One sample of an operator, and how each of its tensors is laid out over the mesh."""
+
+    operator: str
+    sample: int
+    mesh: tuple[int, ...]
+    placements: tuple[tuple[Placement, ...], ...]
+
+    def __str__(self) -> str:
+        laid_out = "; ".join(",".join(map(str, each)) for each in self.placements)
+        return f"{self.operator}[{self.sample}] on {'x'.join(map(str, self.mesh))}: {laid_out}"
+
+
+def cases_of(operator: str, mesh: tuple[int, ...], least: int = 8, most: int = 24, seed: int = 0) -> list[Case]:
+    """Cases of an operator: every sample at least once where there are at most `most`, and at least `least` in all.
+
+    An operator whose inputs can be laid out in fewer manners has fewer.
+    """
+    generator = random.Random(f"{operator}/{mesh}/{seed}")
+    samples = samples_of(operator)
+    numbers = [number for number, sample in enumerate(samples) if _is_dense(sample)]
+    if len(numbers) > most:
+        numbers = sorted(generator.sample(numbers, most))
+    found: dict[Case, None] = {}
+    for attempt in range(4):
+        for number in numbers:
+            tensors = samples[number].tensors
+            placements = _alike(tensors, mesh, generator) if attempt == 0 else _random(tensors, mesh, generator)
+            found[Case(operator, number, mesh, placements)] = None
+        if len(found) >= least:
+            break
+    while len(found) < least and numbers:
+        before = len(found)
+        for _ in range(8):
+            number = generator.choice(numbers)
+            found[Case(operator, number, mesh, _random(samples[number].tensors, mesh, generator))] = None
+        if len(found) == before:
+            break
+    return list(found)[: max(least, len(numbers))]
+
+
+def _is_dense(sample: OpSample) -> bool:
+    return all(tensor.layout == torch.strided for tensor in sample.tensors)
+
+
+def _choices(tensor: Tensor) -> list[Placement]:
+    found: list[Placement] = [Shard(dim) for dim in range(tensor.ndim)]
+    found += [Replicate(), *found]  # cut more often than not
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        found.append(Partial("sum"))
+    return found
+
+
+def _random(tensors: Sequence[Tensor], mesh: tuple[int, ...], generator: Any) -> tuple[tuple[Placement, ...], ...]:
+    return tuple(tuple(generator.choice(_choices(tensor)) for _ in mesh) for tensor in tensors)
+
+
+def _alike(tensors: Sequence[Tensor], mesh: tuple[int, ...], generator: Any) -> tuple[tuple[Placement, ...], ...]:
+    """All inputs cut along one dimension, as far as they have it: what programs mostly do."""
+    most = max((tensor.ndim for tensor in tensors), default=0)
+    wanted = [generator.randrange(most) if most else 0 for _ in mesh]
+    return tuple(tuple(Shard(dim) if dim < tensor.ndim else Replicate() for dim in wanted) for tensor in tensors)

@@ -1,0 +1,141 @@
+"""The operator database of torch: its entries by name, and one sample of each pattern of arguments.
+
+A database entry has up to a thousand samples, most of which differ in nothing but numbers. Two samples are of one
+pattern if their arguments have the same structure, dtypes, numbers of dimensions and options; of each pattern the
+first that has elements is kept.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwright.testing.proof.sample import tensors_in
+
+__all__ = ["Entry", "OpSample", "entries", "entry", "samples_of"]
+
+_DTYPES = (torch.float64, torch.int64, torch.complex128, torch.bool, torch.float32, torch.float8_e4m3fn)
+_MOST_ELEMENTS = 60_000
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OpSample:
+    """A call of an operator: the function, its arguments, and what of its result a gradient is taken of."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    differentiable: Callable[[Any], Any]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments, in order."""
+        return list(tensors_in((*self.args, *self.kwargs.values())))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An operator of the database, under a name that tells variants apart.
+
+    >>> entry("nn.functional.conv2d").name
+    'nn.functional.conv2d'
+    """
+
+    name: str
+    info: Any
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype that it is tried with: float64 where it can be; None where torch has no CPU kernel for it."""
+        supported = self.info.supported_dtypes("cpu")
+        return next((dtype for dtype in _DTYPES if dtype in supported), None)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether torch has gradients for it."""
+        dtype = self.dtype
+        return bool(self.info.supports_autograd and dtype is not None and (dtype.is_floating_point or dtype.is_complex))
+
+
+@lru_cache(maxsize=1)
+def entries() -> tuple[Entry, ...]:
+    """Every entry of the database, in its order.
+
+    >>> len(entries()) > 600
+    True
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    return tuple(
+        Entry(f"{info.name}.{info.variant_test_name}" if info.variant_test_name else info.name, info) for info in op_db
+    )
+
+
+@lru_cache(maxsize=1)
+def _by_name() -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    for one in entries():
+        found.setdefault(one.name, one)
+    return found
+
+
+def entry(name: str) -> Entry:
+    """The entry of a name."""
+    return _by_name()[name]
+
+
+@lru_cache(maxsize=8)
+def samples_of(name: str) -> tuple[OpSample, ...]:
+    """One sample of each pattern of an entry, the same in every process."""
+    return tuple(_samples(entry(name)))
+
+
+def _samples(one: Entry) -> Iterator[OpSample]:
+    dtype = one.dtype
+    if dtype is None:
+        return
+    seed = zlib.crc32(one.name.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    seen: set[Any] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for given in one.info.sample_inputs("cpu", dtype, requires_grad=one.has_gradient):
+            args, kwargs = (given.input, *given.args), dict(given.kwargs)
+            sample = OpSample(one.info.op, args, kwargs, given.output_process_fn_grad)
+            pattern = (_pattern(args), tuple((key, _pattern(value)) for key, value in sorted(kwargs.items())))
+            if pattern in seen or sum(tensor.numel() for tensor in sample.tensors) > _MOST_ELEMENTS:
+                continue
+            seen.add(pattern)
+            yield sample
+
+
+def _pattern(value: Any) -> Any:
+    """What two samples of one pattern have in common."""
+    if isinstance(value, Tensor):
+        sizes = tuple(min(size, 2) for size in value.shape) if value.layout == torch.strided else None
+        return ("tensor", value.dtype, sizes, value.requires_grad, str(value.layout))
+    if isinstance(value, list | tuple):
+        return (type(value).__name__, tuple(_pattern(item) for item in value))
+    if isinstance(value, dict):
+        return tuple((key, _pattern(item)) for key, item in value.items())
+    if isinstance(value, bool | str | torch.dtype | torch.device) or value is None:
+        return str(value)
+    if isinstance(value, int):
+        return ("int", max(-3, min(value, 3)))
+    if isinstance(value, float):
+        return ("float", value if value in (0.0, 1.0, 2.0) or value in (float("inf"), float("-inf")) else 0.5)
+    return type(value).__name__

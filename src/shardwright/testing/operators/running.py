@@ -1,0 +1,256 @@
+"""Running a case on ranks, through the public interface of a system, and judging it by torch on whole tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+import shardwright as sw
+from shardwright import comm
+from shardwright.layout import Layout, Mesh, Partial, Placement
+from shardwright.testing.operators.cases import Case
+from shardwright.testing.operators.database import OpSample, samples_of
+from shardwright.testing.proof.sample import tensors_in
+
+__all__ = ["Ours", "Outcome", "System", "run_case"]
+
+Kind = Literal["right", "wrong", "refused"]
+
+# Their numbers are drawn: they are compared with the same call on whole tensors of the same system.
+DRAWS = frozenset(
+    """bernoulli cauchy exponential geometric log_normal normal normal.in_place normal.number_mean uniform multinomial
+    rand_like randn randn_like randint randint_like nn.functional.dropout nn.functional.dropout2d
+    nn.functional.dropout3d nn.functional.alpha_dropout nn.functional.feature_alpha_dropout.with_train
+    nn.functional.feature_alpha_dropout.without_train nn.functional.rrelu
+    nn.functional.fractional_max_pool2d nn.functional.fractional_max_pool3d""".split()
+)
+# Their numbers mean nothing, or not alone: shapes and dtypes are compared.
+SHAPES_ONLY = frozenset(
+    """empty empty_like empty_strided empty_permuted new_empty new_empty_strided svd_lowrank pca_lowrank
+    nn.functional.scaled_dot_product_attention.dropout""".split()
+)
+
+
+class Outcome(NamedTuple):
+    """What became of a case on a rank."""
+
+    kind: Kind
+    text: str = ""
+    fell_back: bool = False
+
+
+class System(Protocol):
+    """A library of distributed tensors, as a case needs it."""
+
+    def begin(self, mesh: tuple[int, ...]) -> Any:
+        """The mesh."""
+
+    def distribute(self, local: Tensor, whole: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:
+        """A distributed tensor of which this rank has `local`; `whole` is what all of them make."""
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The whole tensor, whatever it was; plain tensors are whole."""
+
+    def watch(self) -> AbstractContextManager[Callable[[], bool]]:
+        """Within it, what it gives says whether an operator had to be computed on whole tensors."""
+
+
+class Ours:
+    """shardwright."""
+
+    def begin(self, mesh: tuple[int, ...]) -> Any:
+        """A mesh of the world's ranks."""
+        sw.manual_seed(0)
+        return sw.init_device_mesh("cpu", mesh)
+
+    def distribute(self, local: Tensor, whole: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:
+        """The local part, tagged."""
+        tensor: Tensor = sw.DTensor.from_local(local, mesh, list(placements), shape=tuple(whole.shape))
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All of it."""
+        return tensor.full_tensor() if isinstance(tensor, sw.DTensor) else tensor
+
+    @contextmanager
+    def watch(self) -> Iterator[Callable[[], bool]]:
+        """By the trace."""
+        with sw.trace() as seen:
+            yield lambda: any(operation.fell_back for operation in seen.operations)
+
+
+def run_case(system: System, case: Case, gradients: bool = True) -> Outcome:
+    """What became of a case on this rank; every rank of the world calls it."""
+    sample = samples_of(case.operator)[case.sample]
+    mesh = system.begin(case.mesh)
+    whole = [tensor.detach() for tensor in sample.tensors]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            expected, expected_gradients = _reference(sample, whole, gradients)
+        except Exception as error:  # noqa: BLE001  # the database has samples that torch itself refuses
+            return Outcome("right", f"torch refuses it: {type(error).__name__}")
+        fell_back = False
+        try:
+            with system.watch() as fell:
+                found, found_gradients = _distributed(system, sample, whole, mesh, case, gradients)
+            fell_back = fell()
+        except Exception as error:  # noqa: BLE001  # a refusal is an outcome, whatever its type
+            return Outcome("refused", f"{type(error).__name__}: {str(error)[:500]}")
+    if case.operator in DRAWS | SHAPES_ONLY:
+        expected_gradients = None
+    fault = _difference(found, expected, case.operator in DRAWS | SHAPES_ONLY, "result")
+    if fault is None and expected_gradients is not None:
+        fault = _difference(found_gradients, expected_gradients, False, "gradient")
+    return Outcome("right" if fault is None else "wrong", fault or "", fell_back)
+
+
+def _reference(sample: OpSample, whole: Sequence[Tensor], gradients: bool) -> tuple[Any, Any]:
+    leaves = _leaves(sample, [tensor.clone() for tensor in whole])
+    result = _call(sample, leaves)
+    found = _gradients(sample, result, leaves, lambda seed, _: seed) if gradients else None
+    return _detached(result), found
+
+
+def _distributed(
+    system: System, sample: OpSample, whole: Sequence[Tensor], mesh: Any, case: Case, gradients: bool
+) -> tuple[Any, Any]:
+    parts = [local_part(tensor, case.mesh, each) for tensor, each in zip(whole, case.placements, strict=True)]
+    leaves = _leaves(
+        sample,
+        [
+            system.distribute(part, tensor, mesh, each)
+            for part, tensor, each in zip(parts, whole, case.placements, strict=True)
+        ],
+    )
+    result = _call(sample, leaves)
+    found = None
+    if gradients:
+
+        def spread(seed: Tensor, _: Tensor) -> Tensor:
+            return system.distribute(seed, seed, mesh, [sw.Replicate()] * len(case.mesh))
+
+        found = _gradients(sample, result, leaves, spread)
+        if found is not None:
+            found = [None if one is None else system.gather(one) for one in found]
+    return _gathered(system, result), found
+
+
+def local_part(whole: Tensor, mesh: tuple[int, ...], placements: Sequence[Placement]) -> Tensor:
+    """What this rank has of a tensor; addends are unlike each other, and sum up to it along each mesh dimension."""
+    layout = Layout(Mesh(mesh), list(placements), tuple(whole.shape))
+    rank = comm.rank()
+    generator = torch.Generator().manual_seed(whole.numel())
+    at = layout.mesh.coordinate(rank)
+    value = whole
+    for dim, (placement, size) in enumerate(zip(placements, mesh, strict=True)):
+        if isinstance(placement, Partial):
+            wide = whole.dtype if whole.dtype.itemsize > 1 else torch.float32
+            others = [
+                torch.randn(whole.shape, dtype=wide, generator=generator).to(whole.dtype) for _ in range(size - 1)
+            ]
+            value = others[at[dim]] if at[dim] < size - 1 else value - sum(others, torch.zeros_like(whole))
+    return value[layout.region(rank).slices()].clone() if whole.ndim else value.clone()
+
+
+def _leaves(sample: OpSample, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        tensor.requires_grad_(original.requires_grad) if original.requires_grad else tensor
+        for tensor, original in zip(tensors, sample.tensors, strict=True)
+    ]
+
+
+def _call(sample: OpSample, leaves: Sequence[Tensor]) -> Any:
+    each = iter([leaf.clone() if leaf.requires_grad else leaf for leaf in leaves])
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return next(each)
+        return type(value)(visit(item) for item in value) if type(value) in (list, tuple) else value
+
+    args = [visit(value) for value in sample.args]
+    return sample.func(*args, **{key: visit(value) for key, value in sample.kwargs.items()})
+
+
+def _gradients(sample: OpSample, result: Any, leaves: Sequence[Tensor], spread: Any) -> list[Tensor | None] | None:
+    """Gradients of a weighted sum of all results; None where nothing asks for one."""
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    outs = [out for out in tensors_in((sample.differentiable(result),)) if out.requires_grad]
+    if not wanted or not outs:
+        return None
+    generator = torch.Generator().manual_seed(7)
+    loss: Any = 0
+    for out in outs:
+        seed = torch.randn(tuple(out.shape), dtype=out.dtype, generator=generator)
+        product = out * spread(seed, out)
+        loss = loss + (torch.real(product).sum() if product.is_complex() else product.sum())
+    return list(torch.autograd.grad(loss, wanted, allow_unused=True))
+
+
+def _detached(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result.detach()
+    return [_detached(item) for item in result] if isinstance(result, list | tuple) else result
+
+
+def _gathered(system: System, result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return system.gather(result.detach()).detach()
+    return [_gathered(system, item) for item in result] if isinstance(result, list | tuple) else result
+
+
+def _difference(found: Any, expected: Any, shapes_only: bool, what: str) -> str | None:
+    """What is different, in words."""
+    if isinstance(expected, Tensor):
+        if found is None and not bool((expected != 0).any()):
+            return None  # no gradient is as good as one of zeros
+        if not isinstance(found, Tensor):
+            return f"{what}: a {type(found).__name__} instead of a tensor"
+        if found.shape != expected.shape or found.dtype != expected.dtype:
+            return f"{what}: {found.dtype} {list(found.shape)} instead of {expected.dtype} {list(expected.shape)}"
+        if shapes_only or expected.layout != torch.strided:
+            return None
+        return _distance(found.resolve_conj().resolve_neg(), expected.resolve_conj().resolve_neg(), what)
+    if isinstance(expected, list):
+        if not isinstance(found, list) or len(found) != len(expected):
+            return f"{what}: {type(found).__name__} instead of {len(expected)} values"
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            fault = _difference(one, other, shapes_only, f"{what} {number}")
+            if fault is not None:
+                return fault
+        return None
+    if expected is None or shapes_only:
+        return None if found is None or shapes_only else _nonzero(found, what)
+    same = found == expected or (isinstance(expected, float) and abs(found - expected) <= 1e-7 * abs(expected))
+    return None if same or expected != expected else f"{what}: {found!r} instead of {expected!r}"
+
+
+def _nonzero(found: Any, what: str) -> str | None:
+    """A gradient of zeros is as good as none."""
+    is_zero = isinstance(found, Tensor) and not bool((found != 0).any())
+    return None if is_zero else f"{what}: {found!r} instead of None"
+
+
+def _distance(found: Tensor, expected: Tensor, what: str) -> str | None:
+    if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
+        return None if torch.equal(found, expected) else f"{what}: {_where(found, expected, found != expected)}"
+    if expected.dtype.itemsize == 1:
+        found, expected = found.float(), expected.float()
+    tolerance = {8: 1e-7, 16: 1e-7, 4: 1e-3}.get(expected.dtype.itemsize, 1e-2)
+    finite = expected[torch.isfinite(expected)]
+    scale = float(finite.abs().max()) if finite.numel() else 1.0
+    close = torch.isclose(found, expected, rtol=tolerance, atol=tolerance * max(scale, 1e-3), equal_nan=True)
+    return None if bool(close.all()) else f"{what}: {_where(found, expected, ~close)}"
+
+
+def _where(found: Tensor, expected: Tensor, wrong: Tensor) -> str:
+    at = wrong.nonzero()[0].tolist()
+    return (
+        f"{found[tuple(at)].item()} instead of {expected[tuple(at)].item()} at {at}, "
+        f"{int(wrong.sum())} of {wrong.numel()} differ"
+    )

@@ -1,0 +1,93 @@
+"""All operators of the database on ranks: how many run, how many are right, how many silently wrong, how many hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+from shardwright.testing.operators.cases import Case, cases_of
+from shardwright.testing.operators.running import Ours, Outcome, System, run_case
+from shardwright.testing.outcome import Returned
+from shardwright.testing.pool import RankPool
+
+__all__ = ["Surveyed", "survey", "survey_operator"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """What became of an operator's cases."""
+
+    operator: str
+    outcomes: list[tuple[Case, Outcome]] = field(default_factory=list)
+    hung: bool = False
+
+    def count(self, kind: Literal["right", "wrong", "refused"]) -> int:
+        """How many cases ended so."""
+        return sum(outcome.kind == kind for _, outcome in self.outcomes)
+
+    @property
+    def verdict(self) -> str:
+        """In a word: hung, wrong, refused, some (right, others refused), right, or none (there is no case)."""
+        if self.hung:
+            return "hung"
+        if self.count("wrong"):
+            return "wrong"
+        if not self.outcomes:
+            return "none"
+        right, refused = self.count("right"), self.count("refused")
+        return "right" if not refused else "some" if right else "refused"
+
+    @property
+    def always_falls_back(self) -> bool:
+        """Whether every case with a tensor that is cut was computed on whole tensors."""
+        cut = [
+            outcome
+            for case, outcome in self.outcomes
+            if any(placement.is_shard() for each in case.placements for placement in each)
+        ]
+        return bool(cut) and all(outcome.fell_back for outcome in cut)
+
+
+def survey(
+    operators: Iterable[str],
+    mesh: tuple[int, ...],
+    *,
+    system: Callable[[], System] = Ours,
+    least: int = 8,
+    most: int = 24,
+    seed: int = 0,
+    timeout: float = 60.0,
+    gradients: bool = True,
+) -> Iterator[Surveyed]:
+    """What becomes of each operator on the ranks of a mesh, one after the other; one that hangs is given up."""
+    size = 1
+    for ranks in mesh:
+        size *= ranks
+    with RankPool() as pool:
+        for name in operators:
+            found = pool.outcomes(
+                size, survey_operator, name, mesh, system, least, most, seed, gradients, timeout=timeout
+            )
+            if all(isinstance(one, Returned) for one in found):
+                values = [one.value for one in found if isinstance(one, Returned)]
+                merged = [
+                    (ranks[0][0], _worst([outcome for _, outcome in ranks])) for ranks in zip(*values, strict=True)
+                ]
+                yield Surveyed(name, merged)
+            else:
+                yield Surveyed(name, hung=True)
+
+
+def survey_operator(
+    name: str, mesh: tuple[int, ...], system: Callable[[], System], least: int, most: int, seed: int, gradients: bool
+) -> list[tuple[Case, Outcome]]:
+    """What becomes of an operator's cases on this rank."""
+    one = system()
+    return [(case, run_case(one, case, gradients)) for case in cases_of(name, mesh, least, most, seed)]
+
+
+def _worst(outcomes: list[Outcome]) -> Outcome:
+    order = ("wrong", "refused", "right")
+    return min(outcomes, key=lambda outcome: order.index(outcome.kind))

@@ -1,0 +1,188 @@
+"""Every operator of PyTorch's database, proved: what is right, what is wrong, what is possible, what falls back."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import ShardwrightError
+from shardwright.layout import Layout, Mesh, Placement
+from shardwright.tensor.local import DTensorBase, no_torch_function, tag
+from shardwright.tensor.trace import trace
+from shardwright.testing.operators.database import Entry, OpSample, entry, samples_of
+from shardwright.testing.proof.parts import PartCall, parts_of, pattern_of
+from shardwright.testing.proof.placing import combinations_of, placements_of
+from shardwright.testing.proof.possible import candidates_of, possible
+from shardwright.testing.proof.proving import prove
+from shardwright.testing.proof.sample import Sample
+
+__all__ = ["ARBITRARY", "EntryProof", "Prover"]
+
+Placements = tuple[Placement, ...]
+Course = Literal["free", "moves", "whole", "refused"]
+
+# Rules of these draw numbers: theirs are compared from layout to layout, on ranks.
+DRAWN = frozenset(
+    """alpha_dropout bernoulli cauchy dropout exponential feature_alpha_dropout feature_dropout geometric log_normal
+    multinomial native_dropout normal rand_like randint_like randn_like random rrelu uniform""".split()
+)
+# Rules of these leave numbers as they are: the shapes of their results are all there is to prove.
+ARBITRARY = frozenset(("empty_like", "new_empty", "new_empty_strided", "empty"))
+
+
+@final
+@dataclass(slots=True)
+class EntryProof:
+    """What was found of one operator of the database.
+
+    `courses` counts the placements of its inputs, some of them cut, by what becomes of the call: computed where
+    everything lies ("free"), after moving some of it ("moves"), on whole tensors ("whole"), or "refused".
+    """
+
+    name: str
+    samples: int = 0
+    proved: int = 0  # ways of rules
+    wrong: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # possible without communication, and no rule has it
+    courses: Counter[str] = field(default_factory=Counter)
+    free: set[str] = field(default_factory=set)  # the free ones, in words
+    left_out: int = 0
+    unproved: str = ""  # why nothing was proved, if so
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether it is computed on whole tensors however its inputs are cut."""
+        return bool(self.courses["whole"]) and not (self.courses["free"] or self.courses["moves"])
+
+
+@final
+class Prover:
+    """Proves entries of the database; what two of them are both made of is proved once."""
+
+    def __init__(self, ranks: int = 3, most_samples: int = 6, most_placements: int = 60) -> None:
+        self._ranks, self._most_samples, self._most_placements = ranks, most_samples, most_placements
+        self._known: dict[Any, tuple[int, tuple[str, ...], int]] = {}
+
+    def prove(self, name: str) -> EntryProof:
+        """What is found of the entry of this name."""
+        one = entry(name)
+        found = EntryProof(name)
+        samples = [sample for sample in samples_of(name) if all(t.layout == torch.strided for t in sample.tensors)]
+        found.unproved = _without_proof(one, samples)
+        if found.unproved:
+            return found
+        samples = [sample for sample in samples if sample.tensors]
+        found.left_out += max(0, len(samples) - self._most_samples)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for sample in _spread(samples, self._most_samples):
+                self._prove_sample(sample, found)
+        return found
+
+    def _prove_sample(self, sample: OpSample, found: EntryProof) -> None:
+        call = _caller(sample)
+        found.samples += 1
+        for part in parts_of(call, sample.tensors):
+            proved, wrong, left_out = self._prove_part(part)
+            found.proved += proved
+            found.left_out += left_out
+            found.wrong += [text for text in wrong if text not in found.wrong]
+        combinations, left_out = combinations_of([placements_of(tensor, self._ranks) for tensor in sample.tensors])
+        combinations = _spread(
+            [each for each in combinations if any(p.is_shard() for p in each)], self._most_placements
+        )
+        found.left_out += left_out
+        free = set()
+        for placements in combinations:
+            course = _course(call, sample, placements, self._ranks)
+            found.courses[course] += 1
+            if course == "free":
+                free.add(placements)
+                found.free.add(", ".join(map(str, placements)))
+        self._find_missing(sample, call, free, found)
+
+    def _find_missing(
+        self, sample: OpSample, call: Callable[[Sequence[Tensor]], Any], free: set[Placements], found: EntryProof
+    ) -> None:
+        if entry(found.name).info.name in ARBITRARY | DRAWN:
+            return
+        plain = Sample(sample.func, sample.args, sample.kwargs, inplace=False)
+        candidates = [each for each in candidates_of(sample.tensors) if each not in free]
+        for ins, outs in possible(plain, self._ranks, candidates):
+            if _course(call, sample, ins, self._ranks) != "free":
+                text = f"{', '.join(map(str, ins))} -> {', '.join(map(str, outs))}"
+                if text not in found.missing:
+                    found.missing.append(text)
+
+    def _prove_part(self, part: PartCall) -> tuple[int, tuple[str, ...], int]:
+        pattern = pattern_of(part)
+        known = self._known.get(pattern)
+        if known is None:
+            known = self._known[pattern] = self._judge(part)
+        return known
+
+    def _judge(self, part: PartCall) -> tuple[int, tuple[str, ...], int]:
+        if part.name in DRAWN:
+            return 0, (), 0
+        try:
+            proof = prove(part.func, *part.args, ranks=self._ranks, values=part.name not in ARBITRARY, **part.kwargs)
+        except ShardwrightError:
+            return 0, (), 0  # there is no tensor in it that could be placed
+        except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
+            return 0, (), 0  # torch refuses the call on whole tensors as well
+        return len(proof.proved), tuple(f"{part.name}: {verdict}" for verdict in proof.wrong), proof.left_out
+
+
+def _without_proof(one: Entry, samples: Sequence[OpSample]) -> str:
+    if one.dtype is None:
+        return "torch has no CPU kernel for it"
+    if not samples:
+        return "its samples are sparse"
+    return "" if any(sample.tensors for sample in samples) else "it takes no tensor"
+
+
+def _spread(values: Sequence[Any], most: int) -> list[Any]:
+    """At most so many of the values, evenly."""
+    if len(values) <= most:
+        return list(values)
+    return [values[number * len(values) // most] for number in range(most)]
+
+
+def _caller(sample: OpSample) -> Callable[[Sequence[Tensor]], Any]:
+    plain = Sample(sample.func, sample.args, sample.kwargs, inplace=False)
+
+    def call(tensors: Sequence[Tensor]) -> Any:
+        args, kwargs = plain.with_each(tensors)
+        return sample.func(*args, **kwargs)
+
+    return call
+
+
+def _course(call: Callable[[Sequence[Tensor]], Any], sample: OpSample, placements: Placements, ranks: int) -> Course:
+    """What becomes of a call on inputs placed so, told without values and without ranks."""
+    mesh = Mesh((ranks,))
+    with no_torch_function():
+        given = [
+            _stand_in(tensor, Layout(mesh, [p], tuple(tensor.shape)))
+            for tensor, p in zip(sample.tensors, placements, strict=True)
+        ]
+    with trace() as seen:
+        try:
+            call(given)
+        except Exception:  # noqa: BLE001  # a refusal, by us or by torch, or values that had to be looked at
+            return "whole" if any(operation.fell_back for operation in seen.operations) else "refused"
+    if any(operation.fell_back for operation in seen.operations):
+        return "whole"
+    return "moves" if seen.movements else "free"
+
+
+def _stand_in(tensor: Tensor, layout: Layout) -> DTensorBase:
+    local = torch.empty(layout.local_shape(0), dtype=tensor.dtype, device="meta")
+    tagged: DTensorBase = tag(local, layout)
+    return tagged
