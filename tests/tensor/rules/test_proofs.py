@@ -498,9 +498,12 @@ def generated(name: str) -> Iterator[Sample]:
     for func in find(name):
         inplace = canonical_name(func)[1]
         if name in (*UNARY, *UNARY_POSITIVE):
-            yield from (S(func, make(*shape)) for shape in ((4, 2), (), (0, 3)))
+            scale = 9 if name in ("trunc", "round", "ceil", "floor") else 1  # else there would be nothing but zeros
+            yield from (S(func, scale * make(*shape)) for shape in ((4, 2), (), (0, 3)))
         elif name in BINARY:
             yield S(func, pos(4, 2), pos(2, seed=1))
+            if name == "special_zeta":  # not a number below 1
+                yield S(func, 1 + pos(4, 2), pos(2, seed=1))
             if not inplace:
                 yield S(func, pos(4, 1), pos(1, 5, seed=1))
                 yield S(func, pos(4, 2), pos(4, 2, seed=1))
@@ -508,7 +511,7 @@ def generated(name: str) -> Iterator[Sample]:
                 yield S(func, r(4, 2), 2)
                 yield S(func, r(4, 2), other=r(2))
         elif name in BINARY_INTEGER:
-            yield S(func, i(4, 2, low=0), i(2, low=0))
+            yield S(func, 64 * i(4, 2, low=0) + 5, i(2, low=0))
         else:
             yield S(func, (r(4, 2) * 9).abs() if name == "byte" else r(4, 2) * 9)
 

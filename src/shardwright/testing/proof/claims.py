@@ -57,11 +57,10 @@ def ask(
         return Answer((), None)
     try:
         claims = tuple(_claims(answer, operands, sample, reference, known))
+        given = tuple(operand.layout for operand in operands)
+        return Answer(claims, _taken(answer, operands, sample, reference, given))
     except ShardwrightError as error:
         raise Mismatch(f"the rule's layouts cannot be: {error}") from error
-    given = tuple(operand.layout for operand in operands)
-    taken = _taken(answer, operands, sample, reference, given)
-    return Answer(claims, taken)
 
 
 def _claims(

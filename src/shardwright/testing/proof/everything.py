@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -16,13 +17,14 @@ from shardwright.layout import Layout, Mesh, Placement
 from shardwright.tensor.local import DTensorBase, no_torch_function, tag
 from shardwright.tensor.trace import trace
 from shardwright.testing.operators.database import Entry, OpSample, entry, samples_of
+from shardwright.testing.proof.apart import apart
 from shardwright.testing.proof.parts import PartCall, parts_of, pattern_of
 from shardwright.testing.proof.placing import combinations_of, placements_of
 from shardwright.testing.proof.possible import candidates_of, possible
 from shardwright.testing.proof.proving import prove
 from shardwright.testing.proof.sample import Sample
 
-__all__ = ["ARBITRARY", "EntryProof", "Prover"]
+__all__ = ["EntryProof", "Prover", "prove_all"]
 
 Placements = tuple[Placement, ...]
 Course = Literal["free", "moves", "whole", "refused"]
@@ -53,6 +55,7 @@ class EntryProof:
     courses: Counter[str] = field(default_factory=Counter)
     free: set[str] = field(default_factory=set)  # the free ones, in words
     left_out: int = 0
+    refused: list[str] = field(default_factory=list)  # calls it comes to that torch refuses on plain tensors
     unproved: str = ""  # why nothing was proved, if so
 
     @property
@@ -61,13 +64,21 @@ class EntryProof:
         return bool(self.courses["whole"]) and not (self.courses["free"] or self.courses["moves"])
 
 
+class _Judged(NamedTuple):
+    proved: int
+    wrong: tuple[str, ...]
+    left_out: int
+    refused: tuple[str, ...]
+
+
 @final
 class Prover:
     """Proves entries of the database; what two of them are both made of is proved once."""
 
-    def __init__(self, ranks: int = 3, most_samples: int = 6, most_placements: int = 60) -> None:
+    def __init__(self, ranks: int = 3, most_samples: int = 6, most_placements: int = 60, search: bool = True) -> None:
         self._ranks, self._most_samples, self._most_placements = ranks, most_samples, most_placements
-        self._known: dict[Any, tuple[int, tuple[str, ...], int]] = {}
+        self._search = search  # for ways that no rule has
+        self._known: dict[Any, _Judged] = {}
 
     def prove(self, name: str) -> EntryProof:
         """What is found of the entry of this name."""
@@ -89,10 +100,11 @@ class Prover:
         call = _caller(sample)
         found.samples += 1
         for part in parts_of(call, sample.tensors):
-            proved, wrong, left_out = self._prove_part(part)
-            found.proved += proved
-            found.left_out += left_out
-            found.wrong += [text for text in wrong if text not in found.wrong]
+            judged = self._prove_part(part)
+            found.proved += judged.proved
+            found.left_out += judged.left_out
+            found.wrong += [text for text in judged.wrong if text not in found.wrong]
+            found.refused += [text for text in judged.refused if text not in found.refused]
         combinations, left_out = combinations_of([placements_of(tensor, self._ranks) for tensor in sample.tensors])
         combinations = _spread(
             [each for each in combinations if any(p.is_shard() for p in each)], self._most_placements
@@ -105,7 +117,8 @@ class Prover:
             if course == "free":
                 free.add(placements)
                 found.free.add(", ".join(map(str, placements)))
-        self._find_missing(sample, call, free, found)
+        if self._search:
+            self._find_missing(sample, call, free, found)
 
     def _find_missing(
         self, sample: OpSample, call: Callable[[Sequence[Tensor]], Any], free: set[Placements], found: EntryProof
@@ -120,23 +133,55 @@ class Prover:
                 if text not in found.missing:
                     found.missing.append(text)
 
-    def _prove_part(self, part: PartCall) -> tuple[int, tuple[str, ...], int]:
+    def _prove_part(self, part: PartCall) -> _Judged:
         pattern = pattern_of(part)
         known = self._known.get(pattern)
         if known is None:
             known = self._known[pattern] = self._judge(part)
         return known
 
-    def _judge(self, part: PartCall) -> tuple[int, tuple[str, ...], int]:
+    def _judge(self, part: PartCall) -> _Judged:
         if part.name in DRAWN:
-            return 0, (), 0
+            return _Judged(0, (), 0, ())
         try:
             proof = prove(part.func, *part.args, ranks=self._ranks, values=part.name not in ARBITRARY, **part.kwargs)
-        except ShardwrightError:
-            return 0, (), 0  # there is no tensor in it that could be placed
-        except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
-            return 0, (), 0  # torch refuses the call on whole tensors as well
-        return len(proof.proved), tuple(f"{part.name}: {verdict}" for verdict in proof.wrong), proof.left_out
+        except (ShardwrightError, RuntimeError, ValueError, IndexError, TypeError) as error:
+            return _Judged(0, (), 0, (f"{part.name}: {type(error).__name__}: {str(error)[:200]}",))
+        wrong = tuple(f"{part.name}: {verdict}" for verdict in proof.wrong)
+        return _Judged(len(proof.proved), wrong, proof.left_out, ())
+
+
+def prove_all(names: Iterable[str], *, workers: int = 2, timeout: float = 120.0) -> Iterator[EntryProof]:
+    """What is found of each of these entries, by processes of their own, as they are done.
+
+    A process that dies while ways are tried that no rule has is no fault of a rule: the entry is proved again without.
+    """
+    again: list[str] = []
+    for name, found in apart(_prove_and_search, names, workers=workers, timeout=timeout):
+        if isinstance(found, EntryProof):
+            yield found
+        else:
+            again.append(name)
+    for name, found in apart(_prove_alone, again, workers=workers, timeout=timeout):
+        if isinstance(found, EntryProof):
+            yield found
+        else:
+            how = "was given up" if found.code is None else f"ended its process with {found.code}"
+            yield EntryProof(name, wrong=[f"{name}: proving it {how}"])
+
+
+@lru_cache(maxsize=2)
+def _prover(search: bool) -> Prover:
+    torch.set_num_threads(1)
+    return Prover(search=search)
+
+
+def _prove_and_search(name: str) -> EntryProof:
+    return _prover(search=True).prove(name)
+
+
+def _prove_alone(name: str) -> EntryProof:
+    return _prover(search=False).prove(name)
 
 
 def _without_proof(one: Entry, samples: Sequence[OpSample]) -> str:

@@ -28,16 +28,24 @@ def possible(sample: Sample, ranks: int, candidates: Sequence[Placements]) -> It
     if all(tensor.numel() < 2 for tensor in first):
         return  # whatever is true of single numbers means little
     with torch.no_grad():
-        expected = sample.call([tensor.clone() for tensor in first])
+        expected = _results(sample, first)
+        if expected is None:
+            return
         second = [_others(tensor) for tensor in first]
-        try:
-            expected_then = sample.call([tensor.clone() for tensor in second])
-        except Exception:  # noqa: BLE001  # torch takes some values only: then there is one set of them
+        expected_then = _results(sample, second)
+        if expected_then is None:  # torch takes some values only: then there is one set of them
             second, expected_then = first, expected
         for placements in candidates:
             outs = _outs(sample, first, expected, placements, ranks)
             if outs is not None and _outs(sample, second, expected_then, placements, ranks) == outs:
                 yield placements, outs
+
+
+def _results(sample: Sample, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    try:
+        return sample.call([tensor.clone() for tensor in tensors])
+    except Exception:  # noqa: BLE001  # torch says no, in one of many ways
+        return None
 
 
 def _others(tensor: Tensor) -> Tensor:

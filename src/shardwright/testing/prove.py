@@ -1,0 +1,82 @@
+"""`python -m shardwright.testing.prove`: proves the rules of all operators of torch's database, or of some.
+
+    python -m shardwright.testing.prove                       all of them, a line for what is not as it should be
+    python -m shardwright.testing.prove --op cumsum --op sort these, with all that was found
+    python -m shardwright.testing.prove --page FILE           writes the page of the documentation
+
+It ends with 1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from shardwright.testing.operators.database import entries
+from shardwright.testing.proof.everything import EntryProof, prove_all
+from shardwright.testing.proof.page import page
+
+__all__: list[str] = []
+
+
+def main(arguments: list[str]) -> int:
+    """Proves what the command line asks for; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m shardwright.testing.prove", description=__doc__.partition(":")[0])
+    parser.add_argument("--op", action="append", metavar="NAME", help="an operator, as torch's database names it")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of all operators here")
+    parser.add_argument("--workers", type=int, default=2, help="processes that prove (2)")
+    given = parser.parse_args(arguments)
+    known = [entry.name for entry in entries()]
+    unknown = sorted(set(given.op or ()) - set(known))
+    if unknown:
+        parser.error(f"no operator of torch's database is named {', '.join(unknown)}")
+    names = list(dict.fromkeys(given.op or known))
+    console = Console(stderr=True)
+    began = time.monotonic()
+    found: list[EntryProof] = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("proving", total=len(names))
+        for proof in prove_all(names, workers=given.workers):
+            found.append(proof)
+            progress.advance(task)
+            _tell(progress.console, proof, everything=bool(given.op))
+    wrong = sum(len(proof.wrong) for proof in found)
+    missing = sum(bool(proof.missing) for proof in found)
+    falling = sum(proof.falls_back for proof in found)
+    console.print(
+        f"{len(found)} operators: {sum(proof.proved for proof in found):,} ways proved, {wrong} wrong; {missing} have "
+        f"ways that are possible and missing, {falling} always fall back; {sum(p.left_out for p in found):,} "
+        f"combinations left out; {time.monotonic() - began:.0f} s",
+        highlight=False,
+    )
+    if given.page is not None:
+        given.page.write_text(page(found))
+    return 1 if wrong else 0
+
+
+def _tell(console: Console, proof: EntryProof, everything: bool) -> None:
+    for text in proof.wrong:
+        console.print(f"WRONG {text}", highlight=False, markup=False)
+    if not everything:
+        return
+    courses = ", ".join(f"{count} {course}" for course, count in sorted(proof.courses.items()))
+    console.print(
+        f"{proof.name}: {proof.proved} ways proved in {proof.samples} samples; placements: {courses or 'none'}",
+        highlight=False,
+        markup=False,
+    )
+    for text in proof.missing:
+        console.print(f"  possible and missing: {text}", highlight=False, markup=False)
+    for text in proof.refused:
+        console.print(f"  not proved, as torch refuses it: {text}", highlight=False, markup=False)
+    if proof.unproved:
+        console.print(f"  not proved: {proof.unproved}", highlight=False, markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,117 @@
+"""The prover kills mutants: every kind of rule, changed in every manner that makes it wrong, is found to be wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.layout import Partial, Replicate, Shard
+from shardwright.tensor.registry import OPERATORS, canonical_name
+from shardwright.tensor.rules.notation import Decided, Way, Ways
+from shardwright.testing import prove
+
+FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"
+
+
+def proofs() -> Any:
+    """The samples of all rules."""
+    path = Path(__file__).resolve().parents[1] / "tensor" / "rules" / "test_proofs.py"
+    spec = importlib.util.spec_from_file_location("proofs_of_rules", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PROOFS = proofs()
+Change = Callable[[Way], Iterator[Way]]
+
+
+def cut_outputs_are_said_to_be_whole(way: Way) -> Iterator[Way]:
+    if any(type(p) is Shard for p in way.outs):
+        yield Way(way.ins, tuple(Replicate() if type(p) is Shard else p for p in way.outs))
+
+
+def addends_are_said_to_be_whole(way: Way) -> Iterator[Way]:
+    if any(p.is_partial("sum") for p in way.outs):
+        yield Way(way.ins, tuple(Replicate() if p.is_partial("sum") else p for p in way.outs))
+
+
+def whole_outputs_are_said_to_be_addends(way: Way) -> Iterator[Way]:
+    if all(p == Replicate() for p in (*way.ins, *way.outs)):
+        yield Way(way.ins, tuple(Partial("sum") for _ in way.outs))
+
+
+def addends_are_said_to_be_maxima(way: Way) -> Iterator[Way]:
+    if any(p.is_partial("sum") for p in way.outs):
+        yield Way(way.ins, tuple(Partial("max") if p.is_partial("sum") else p for p in way.outs))
+
+
+def cut_inputs_are_said_to_be_whole(way: Way) -> Iterator[Way]:
+    """What was computed from pieces is computed from the whole, and the result is said to be what it was."""
+    if any(type(p) is Shard for p in way.ins) and all(type(p) is Shard for p in way.outs):
+        yield Way(tuple(Replicate() if type(p) is Shard else p for p in way.ins), way.outs)
+
+
+def outputs_are_cut_along_another_dimension(way: Way) -> Iterator[Way]:
+    if any(type(p) is Shard for p in way.outs):
+        yield Way(way.ins, tuple(Shard(p.dim + 1) if type(p) is Shard else p for p in way.outs))
+
+
+CHANGES: list[Change] = [
+    cut_outputs_are_said_to_be_whole,
+    addends_are_said_to_be_whole,
+    whole_outputs_are_said_to_be_addends,
+    addends_are_said_to_be_maxima,
+    cut_inputs_are_said_to_be_whole,
+    outputs_are_cut_along_another_dimension,
+]
+
+
+def mutant(rule: Any, change: Change) -> tuple[Any, list[Way]]:
+    """The rule with only the ways that the change makes, and what these were, once it has been asked."""
+    made: list[Way] = []
+
+    def changed(*args: Any, **kwargs: Any) -> Ways | None:
+        answer = rule(*args, **kwargs)
+        if answer is None or isinstance(answer, Decided):
+            return None
+
+        def at(mesh_dim: int) -> list[Way]:
+            ways = [other for way in answer.at(mesh_dim) for other in change(way)]
+            made.extend(ways)
+            return ways
+
+        return replace(answer, at=at)
+
+    return changed, made
+
+
+RULES = sorted(set(PROOFS.RULES) - set(PROOFS.ELSEWHERE) - set(PROOFS.SHAPES_ALONE))
+SOME = RULES if FULL else sorted(random.Random(0).sample(RULES, len(RULES) // 10))
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("name", SOME)
+def test_a_mutant_dies(name: str, change: Change) -> None:
+    rule = OPERATORS[name].rule
+    survived = []
+    for func, args, kwargs in PROOFS.samples_of(name):
+        if canonical_name(func)[1] or name == "copy":
+            continue  # in place, a claim that does not keep the layout is not made
+        changed, made = mutant(rule, change)
+        proof = prove(func, *args, rule=changed, **kwargs)
+        if made and proof.wrong:
+            return
+        if made:
+            survived.append(str(proof))
+    assert not survived, f"{name}: {change.__name__} is not found wrong by any sample:\n" + "\n".join(survived)
