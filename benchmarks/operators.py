@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.tensor as dt
@@ -37,8 +37,15 @@ VERDICTS = ("right", "some", "refused", "wrong", "hung", "none")
 class Theirs:
     """torch.distributed.tensor."""
 
+    meshes: ClassVar[dict[Any, Any]] = {}
+
     def begin(self, mesh: tuple[int, ...]) -> Any:
-        return init_device_mesh("cpu", mesh)
+        """One mesh for each world: it has groups of its own, with threads."""
+        key = (mesh, torch.distributed.group.WORLD)
+        if key not in self.meshes:
+            self.meshes.clear()
+            self.meshes[key] = init_device_mesh("cpu", mesh)
+        return self.meshes[key]
 
     def distribute(self, local: Tensor, whole: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:
         theirs = [_theirs(placement) for placement in placements]

@@ -63,8 +63,8 @@ def _is_dense(sample: OpSample) -> bool:
 def _choices(tensor: Tensor) -> list[Placement]:
     found: list[Placement] = [Shard(dim) for dim in range(tensor.ndim)]
     found += [Replicate(), *found]  # cut more often than not
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        found.append(Partial("sum"))
+    if (tensor.dtype.is_floating_point or tensor.dtype.is_complex) and tensor.dtype.itemsize > 1:
+        found.append(Partial("sum"))  # torch does not add what has 8 bits
     return found
 
 

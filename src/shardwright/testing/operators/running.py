@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -66,7 +67,7 @@ class Ours:
     def begin(self, mesh: tuple[int, ...]) -> Any:
         """A mesh of the world's ranks."""
         sw.manual_seed(0)
-        return sw.init_device_mesh("cpu", mesh)
+        return _mesh_of(mesh)
 
     def distribute(self, local: Tensor, whole: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:
         """The local part, tagged."""
@@ -82,6 +83,14 @@ class Ours:
         """By the trace."""
         with sw.trace() as seen:
             yield lambda: any(operation.fell_back for operation in seen.operations)
+
+
+@lru_cache(maxsize=8)  # a mesh has groups of its own, with threads: one for each world
+def _mesh_of(shape: tuple[int, ...]) -> Any:
+    return sw.init_device_mesh("cpu", shape)
+
+
+comm.on_forget(_mesh_of.cache_clear)
 
 
 def run_case(system: System, case: Case, gradients: bool = True) -> Outcome:
@@ -150,10 +159,7 @@ def local_part(whole: Tensor, mesh: tuple[int, ...], placements: Sequence[Placem
     value = whole
     for dim, (placement, size) in enumerate(zip(placements, mesh, strict=True)):
         if isinstance(placement, Partial):
-            wide = whole.dtype if whole.dtype.itemsize > 1 else torch.float32
-            others = [
-                torch.randn(whole.shape, dtype=wide, generator=generator).to(whole.dtype) for _ in range(size - 1)
-            ]
+            others = [torch.randn(whole.shape, dtype=whole.dtype, generator=generator) for _ in range(size - 1)]
             value = others[at[dim]] if at[dim] < size - 1 else value - sum(others, torch.zeros_like(whole))
     return value[layout.region(rank).slices()].clone() if whole.ndim else value.clone()
 
