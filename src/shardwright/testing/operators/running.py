@@ -22,19 +22,8 @@ __all__ = ["Ours", "Outcome", "System", "run_case"]
 
 Kind = Literal["right", "wrong", "refused"]
 
-# Their numbers are drawn: they are compared with the same call on whole tensors of the same system.
-DRAWS = frozenset(
-    """bernoulli cauchy exponential geometric log_normal normal normal.in_place normal.number_mean uniform multinomial
-    rand_like randn randn_like randint randint_like nn.functional.dropout nn.functional.dropout2d
-    nn.functional.dropout3d nn.functional.alpha_dropout nn.functional.feature_alpha_dropout.with_train
-    nn.functional.feature_alpha_dropout.without_train nn.functional.rrelu
-    nn.functional.fractional_max_pool2d nn.functional.fractional_max_pool3d""".split()
-)
-# Their numbers mean nothing, or not alone: shapes and dtypes are compared.
-SHAPES_ONLY = frozenset(
-    """empty empty_like empty_strided empty_permuted new_empty new_empty_strided svd_lowrank pca_lowrank
-    nn.functional.scaled_dot_product_attention.dropout""".split()
-)
+# Their numbers mean nothing: shapes and dtypes are compared.
+SHAPES_ONLY = frozenset(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"))
 
 
 class Outcome(NamedTuple):
@@ -47,6 +36,8 @@ class Outcome(NamedTuple):
 
 class System(Protocol):
     """A library of distributed tensors, as a case needs it."""
+
+    draws_alike: bool  # whether numbers that are drawn are the same however the tensors are laid out
 
     def begin(self, mesh: tuple[int, ...]) -> Any:
         """The mesh."""
@@ -63,6 +54,8 @@ class System(Protocol):
 
 class Ours:
     """shardwright."""
+
+    draws_alike = True
 
     def begin(self, mesh: tuple[int, ...]) -> Any:
         """A mesh of the world's ranks."""
@@ -96,33 +89,38 @@ comm.on_forget(_mesh_of.cache_clear)
 def run_case(system: System, case: Case, gradients: bool = True) -> Outcome:
     """What became of a case on this rank; every rank of the world calls it."""
     sample = samples_of(case.operator)[case.sample]
-    mesh = system.begin(case.mesh)
     whole = [tensor.detach() for tensor in sample.tensors]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            expected, expected_gradients = _reference(sample, whole, gradients)
+            expected, expected_gradients = _reference(sample, whole, gradients, seed=1)
+            is_drawn = _difference(_reference(sample, whole, False, seed=2)[0], expected, False, "") is not None
         except Exception as error:  # noqa: BLE001  # the database has samples that torch itself refuses
             return Outcome("right", f"torch refuses it: {type(error).__name__}")
         fell_back = False
+        mesh = system.begin(case.mesh)
+        shapes_only = case.operator in SHAPES_ONLY or (is_drawn and not system.draws_alike)
         try:
+            if is_drawn and not shapes_only:  # what is drawn is to be what is drawn for whole tensors
+                uncut = case._replace(placements=tuple((sw.Replicate(),) * len(case.mesh) for _ in case.placements))
+                expected, expected_gradients = _distributed(system, sample, whole, mesh, uncut, gradients)
+                system.begin(case.mesh)
             with system.watch() as fell:
                 found, found_gradients = _distributed(system, sample, whole, mesh, case, gradients)
             fell_back = fell()
         except Exception as error:  # noqa: BLE001  # a refusal is an outcome, whatever its type
             return Outcome("refused", f"{type(error).__name__}: {str(error)[:500]}")
-    if case.operator in DRAWS | SHAPES_ONLY:
-        expected_gradients = None
-    fault = _difference(found, expected, case.operator in DRAWS | SHAPES_ONLY, "result")
-    if fault is None and expected_gradients is not None:
+    fault = _difference(found, expected, shapes_only, "result")
+    if fault is None and expected_gradients is not None and not shapes_only:
         fault = _difference(found_gradients, expected_gradients, False, "gradient")
     return Outcome("right" if fault is None else "wrong", fault or "", fell_back)
 
 
-def _reference(sample: OpSample, whole: Sequence[Tensor], gradients: bool) -> tuple[Any, Any]:
+def _reference(sample: OpSample, whole: Sequence[Tensor], gradients: bool, seed: int) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
     leaves = _leaves(sample, [tensor.clone() for tensor in whole])
     result = _call(sample, leaves)
-    found = _gradients(sample, result, leaves, lambda seed, _: seed) if gradients else None
+    found = _gradients(sample, result, leaves, lambda weights: weights) if gradients else None
     return _detached(result), found
 
 
@@ -141,8 +139,8 @@ def _distributed(
     found = None
     if gradients:
 
-        def spread(seed: Tensor, _: Tensor) -> Tensor:
-            return system.distribute(seed, seed, mesh, [sw.Replicate()] * len(case.mesh))
+        def spread(weights: Tensor) -> Tensor:
+            return system.distribute(weights, weights, mesh, [sw.Replicate()] * len(case.mesh))
 
         found = _gradients(sample, result, leaves, spread)
         if found is not None:
@@ -184,16 +182,18 @@ def _call(sample: OpSample, leaves: Sequence[Tensor]) -> Any:
 
 
 def _gradients(sample: OpSample, result: Any, leaves: Sequence[Tensor], spread: Any) -> list[Tensor | None] | None:
-    """Gradients of a weighted sum of all results; None where nothing asks for one."""
+    """Gradients of a weighted sum of all results: none of any where no result has one; None where none is asked for."""
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     outs = [out for out in tensors_in((sample.differentiable(result),)) if out.requires_grad]
-    if not wanted or not outs:
+    if not wanted:
         return None
+    if not outs:
+        return [None] * len(wanted)
     generator = torch.Generator().manual_seed(7)
     loss: Any = 0
     for out in outs:
-        seed = torch.randn(tuple(out.shape), dtype=out.dtype, generator=generator)
-        product = out * spread(seed, out)
+        weights = torch.randn(tuple(out.shape), dtype=out.dtype, generator=generator)
+        product = out * spread(weights)
         loss = loss + (torch.real(product).sum() if product.is_complex() else product.sum())
     return list(torch.autograd.grad(loss, wanted, allow_unused=True))
 
