@@ -36,9 +36,12 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute
 import shardwright as sw
 from shardwright import checkpoint, comm
 from shardwright.checkpoint.format.tensors import TensorTable
+from shardwright.checkpoint.plan.deal import Deal
 from shardwright.checkpoint.plan.file import file_plan
 from shardwright.checkpoint.plan.find import Finder
+from shardwright.checkpoint.plan.sharing import Ask, shared
 from shardwright.checkpoint.work.memory import memory_at
+from shardwright.checkpoint.write.file import Written
 from shardwright.layout import Layout, Mesh, Shard
 from shardwright.storage import Calls, LocalStorage
 from shardwright.testing import run_ranks
@@ -385,6 +388,9 @@ def measure_plans(rounds: int) -> dict[str, Any]:
         return TensorTable.of(names, ["float32"] * 10_000, [4] * 10_000, placings)
 
     stored = tables(4096, 0)
+    columns = tables(64, 1)
+    asks = [Ask(tensor, columns.placing(tensor)) for tensor in range(10_000)]
+    sizes = {rank: Written(4096 + file_plan(stored, rank).size, 4096, "") for rank in range(4096)}
     times: Times = {}
     for _ in range(rounds):
         start = time.perf_counter()
@@ -397,6 +403,16 @@ def measure_plans(rounds: int) -> dict[str, Any]:
             for tensor in range(10_000):
                 finder.parts(tensor, wanted.placing(tensor).region(3))
             times.setdefault(f"load plan on {ranks} ranks", []).append(time.perf_counter() - start)
+        finder = Finder(stored, sizes)
+        start = time.perf_counter()
+        assert all(shared(asks, finder, range(64)))
+        deal = Deal(asks, finder, range(64), 4 << 20)
+        times.setdefault("load plan, Shard(1), 64 ranks", []).append(time.perf_counter() - start)
+        start = time.perf_counter()
+        segments = deal.segments(3)
+        while next(segments).file.rank == deal.files_of(3)[0]:
+            pass
+        times.setdefault("its next file, as it is read", []).append(time.perf_counter() - start)
     return table("10,000 tensors saved by 4,096 ranks, Shard(0)", times, None, 1e3, "ms")
 
 

@@ -23,6 +23,8 @@ ShardwrightError
 │   ├── ShardError           (ValueError)  a shard that does not fit its metadata
 │   │   └── DisagreementError              ranks that describe one ShardedTensor differently
 │   ├── LocalTensorError                   a local tensor that does not fit its layout, on some rank
+│   ├── RuleError                          a rule of your own that cannot be registered, or gives no sense
+│   ├── CaptureError                       a program that `sw.compile` cannot capture: which line, and why
 │   └── UnsupportedError                   a path that would silently see the shard alone
 ├── StorageError           (OSError)       the place of a checkpoint could not be read or written
 │   ├── MissingKeyError                    nothing is stored under that key
@@ -49,6 +51,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "ArgumentTypeError",
+    "CaptureError",
     "CheckpointError",
     "CollectiveArgumentError",
     "CommError",
@@ -75,6 +78,7 @@ __all__ = [
     "RankLostError",
     "RanksError",
     "RegionError",
+    "RuleError",
     "SaveTimeoutError",
     "ShardError",
     "ShardwrightError",
@@ -344,6 +348,27 @@ class RandomArgumentError(TensorError, ValueError):
     >>> sw.zeros(2, mesh=sw.Mesh((1,))).bernoulli_(1.5)
     Traceback (most recent call last):
     shardwright.errors.RandomArgumentError: ...
+    """
+
+
+class RuleError(TensorError):
+    """A rule that cannot be registered, or whose answer does not fit the operator.
+
+    >>> import torch, shardwright as sw
+    >>> sw.register_rule(torch.add, sw.rules.pointwise())
+    Traceback (most recent call last):
+    shardwright.errors.RuleError: add has a rule already: give replace=True to put yours in its place
+    """
+
+
+class CaptureError(TensorError):
+    """A program that `sw.compile` cannot capture; the message says which line of it, and why.
+
+    >>> import shardwright as sw
+    >>> x = sw.ones(2, mesh=sw.init_device_mesh("cpu", (1,)))
+    >>> sw.compile(lambda x: x if x.sum() > 1 else -x)(x)
+    Traceback (most recent call last):
+    shardwright.errors.CaptureError: ...: the program looks at a value (item), ...
     """
 
 

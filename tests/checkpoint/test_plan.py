@@ -8,15 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.checkpoint.format.datafile import BLOCK
 from shardwright.checkpoint.format.manifest import Manifest
 from shardwright.checkpoint.format.tensors import Pieces, Placing, TensorTable
-from shardwright.checkpoint.plan import find
+from shardwright.checkpoint.plan import find, sharing
 from shardwright.checkpoint.plan.cut import boxes_of_stretch, grain
 from shardwright.checkpoint.plan.file import file_plan
 from shardwright.checkpoint.plan.find import Finder
 from shardwright.checkpoint.plan.share import shares_of
-from shardwright.checkpoint.plan.sharing import Ask, segments, shared, touched
+from shardwright.checkpoint.plan.sharing import Ask, shared
 from shardwright.checkpoint.write.file import Written
 from shardwright.layout import Layout, Mesh, Region, Replicate, Shard
 from shardwright.testing.strategies import layouts, regions
@@ -144,33 +143,14 @@ def test_a_grain_divides_rows_or_is_small(size: tuple[int, ...]) -> None:
     assert 1 <= step * 4 <= max(4096, (1 << 20) // 64)
 
 
-@given(tables(), st.data())
-def test_what_is_read_together_covers_what_the_ranks_of_a_host_want(table: TensorTable, data: st.DataObject) -> None:
-    """Every block that any of the ranks touches is in one segment, once, and no segment is larger than a slot."""
-    finder = Finder(table)
-    ranks = data.draw(st.lists(st.integers(0, 5), min_size=2, max_size=4, unique=True))
-    asks = [Ask(tensor, table.placing(tensor)) for tensor in range(len(table))]
-    slot = 2 * BLOCK
-    found: set[tuple[int, int, int]] = set()
-    for runs in segments(asks, finder, ranks, slot):
-        assert len({run.rank for run in runs}) == 1
-        end = 0
-        for run in runs:
-            assert run.at == end
-            end += min(run.blocks * BLOCK, int(finder.file(run.rank).nbytes[run.chunk]) - run.first * BLOCK)
-            blocks = {(run.rank, run.chunk, run.first + n) for n in range(run.blocks)}
-            assert not blocks & found
-            found |= blocks
-        assert end <= slot
-    wanted = {
-        (part.rank, part.chunk, block)
-        for ask in asks
-        for rank in ranks
-        for region in held_by(ask.placing, rank)
-        for part in finder.parts(ask.number, region)
-        for block in touched(part, int(table.itemsizes[ask.number])).tolist()
-    }
-    assert found == wanted
+@given(regions(Region((3, 0, 2), (5, 4, 6))), st.sampled_from([1, 4]), st.sampled_from([8, 32, 64]))
+def test_the_blocks_of_a_region_are_those_its_bytes_lie_in(wanted: Region, itemsize: int, block: int) -> None:
+    chunk = Region((3, 0, 2), (5, 4, 6))
+    numbers = np.arange(chunk.volume * itemsize).reshape(*chunk.size, itemsize) // block
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharing, "BLOCK", block)
+        found = sharing.blocks_of(wanted, chunk, itemsize)
+    assert found.tolist() == np.unique(numbers[wanted.slices(chunk)]).tolist()
 
 
 def test_rows_that_stay_rows_are_read_alone_and_columns_together() -> None:

@@ -55,6 +55,19 @@ def test_every_rank_raises_the_same_error_and_the_group_stays_usable(fanout):
         assert none == rank * 10
 
 
+def test_ranks_tell_each_other_a_word_with_their_success():
+    def body():
+        me = comm.world().rank
+        found = comm.agree_telling(lambda: (me, b"-" * me), what="save")
+        try:
+            comm.agree_telling(lambda: (1 // me, b"a word"), what="save")
+        except RankFailedError as error:
+            return found, [failure.kind for failure in error.failures]
+
+    words = [b"", b"-", b"--"]
+    assert run_ranks(3, body) == [((me, words), ["ZeroDivisionError"]) for me in range(3)]
+
+
 def test_failures_carry_the_failing_ranks_traceback():
     def body():
         try:

@@ -181,7 +181,8 @@ def load(
         check_limits(memory, threads)
         check_codecs(codecs)
         wait_for_place(place_of(storage))
-        return load_all(storage, codecs or {}, threads, progress, memory)
+        with not_collecting():
+            return load_all(storage, codecs or {}, threads, progress, memory)
     group, check_group = group_of(process_group)
     choice = Choice(strict, only, rename, cast, on_missing, codecs)
 
@@ -194,7 +195,6 @@ def load(
         wait_for_place(place_of(place))
         return place
 
-    with raised_as_itself(group):
-        storage = comm.agree(prepare, what="load", group=group)
-        loading = Loading(storage, group, choice, threads, progress, memory)
-        return read_current_on_ranks(storage, group, lambda manifest: loading.fill(state, manifest))
+    with raised_as_itself(group), not_collecting():
+        loading = Loading(group, choice, threads, progress, memory)
+        return read_current_on_ranks(prepare, group, lambda current: loading.fill(state, current))

@@ -1,6 +1,6 @@
 """The only door to torch.distributed: groups, collectives, traffic, and agreement among ranks."""
 
-from shardwright.comm.agree import agree
+from shardwright.comm.agree import agree, agree_telling
 from shardwright.comm.collectives import (
     all_gather,
     all_to_all,
@@ -34,6 +34,7 @@ __all__ = [
     "Traffic",
     "Transfer",
     "agree",
+    "agree_telling",
     "all_gather",
     "all_reduce",
     "all_reduce_",

@@ -7,8 +7,8 @@ depend on them and they can be read without parsing it. Spaces fill it up, so th
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from shardwright.checkpoint.format.tensors import Integers
 from shardwright.checkpoint.plan.file import FilePlan
 from shardwright.errors import FormatError
+from shardwright.layout import Region
 
 __all__ = ["BLOCK", "MOST_HEADER", "PAGE", "START", "DataFile", "digest", "file_name"]
 
@@ -30,6 +31,7 @@ MOST_HEADER = 100_000_000
 """Bytes of a header behind its length: safetensors reads no longer ones."""
 START = b'{"__metadata__":{"crc32c":"'
 """How the text of every header begins, behind its length."""
+_SPECIAL = re.compile(r'["\\\x00-\x1f\]]|__metadata__')  # in names that may be escaped or reserved
 _DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -91,22 +93,33 @@ class DataFile:
     def _entries(self) -> bytes:
         """What the header says of the chunks."""
         plan, table = self.plan, self.plan.table
+        names, dtypes, kinds = table.names, table.dtypes, table.kinds.tolist()
+        is_plain = not _SPECIAL.search("".join(names))
+        known: dict[tuple[int, str, int], tuple[str, str]] = {}  # chunks that are all of a region are said alike
         entries = [""]
         for chunk, (tensor, start, nbytes) in enumerate(
             zip(plan.tensors.tolist(), plan.starts.tolist(), plan.nbytes.tolist(), strict=True)
         ):
-            region = plan.region(chunk)
-            shape = table.shape(tensor)
-            key = table.names[tensor]
-            whole = region.size == shape
-            key = key if whole and not _is_reserved(key) else f"{key}@[{_ranges(region.offset, region.end)}]"
-            dtype, size = _DTYPES.get(table.dtypes[tensor]), ",".join(map(str, region.size))
-            if dtype is None:  # stored as bytes, with a dimension of them; the manifest has the dtype
-                dtype, size = "U8", ",".join(map(str, (*region.size, table.itemsizes[tensor])))
-            entries.append(
-                f'{_quoted(key)}:{{"dtype":"{dtype}","shape":[{size}],"data_offsets":[{start},{start + nbytes}]}}'
-            )
+            name, kind = names[tensor], (kinds[tensor], dtypes[tensor], chunk if chunk in plan.boxes else -1)
+            said = known.get(kind)
+            if said is None:
+                said = known[kind] = self._described(chunk, tensor)
+            ranges, what = said
+            if is_plain:
+                key = f'"{name}{ranges}"'
+            else:
+                key = _quoted(name + (ranges or (_ranges(plan.region(chunk)) if _is_reserved(name) else "")))
+            entries.append(f"{key}:{what}{start},{start + nbytes}]}}")
         return (",".join(entries) + "}").encode()
+
+    def _described(self, chunk: int, tensor: int) -> tuple[str, str]:
+        """What a chunk's key has behind the tensor's name, and its entry up to its offsets."""
+        table, region = self.plan.table, self.plan.region(chunk)
+        dtype, size = _DTYPES.get(table.dtypes[tensor]), region.size
+        if dtype is None:  # stored as bytes, with a dimension of them; the manifest has the dtype
+            dtype, size = "U8", (*size, int(table.itemsizes[tensor]))
+        ranges = "" if region.size == table.shape(tensor) else _ranges(region)
+        return ranges, f'{{"dtype":"{dtype}","shape":[{",".join(map(str, size))}],"data_offsets":['
 
     @cached_property
     def header_size(self) -> int:
@@ -164,8 +177,8 @@ def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _ranges(start: Sequence[int], end: Sequence[int]) -> str:
-    return ",".join(f"{a}:{b}" for a, b in zip(start, end, strict=True))
+def _ranges(region: Region) -> str:
+    return f"@[{','.join(f'{a}:{b}' for a, b in zip(region.offset, region.end, strict=True))}]"
 
 
 def _is_reserved(name: str) -> bool:

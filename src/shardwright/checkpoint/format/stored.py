@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardwright.checkpoint.state.marks import PerRank
-from shardwright.checkpoint.state.names import joined
+from shardwright.checkpoint.state.names import joined, prefix
 from shardwright.checkpoint.state.values import NUMPY, Codec, EnumValue, decode_value
 from shardwright.errors import FormatError
 
@@ -22,9 +22,9 @@ __all__ = [
     "check_tree",
     "of_other_ranks",
     "stored_entries",
-    "stored_leaves",
 ]
 
+_KEYS = frozenset({str, int, float, bool, type(None)})
 _MOST_DEPTH = 64  # a little more than `flatten` writes: what wraps a value counts here, too
 
 
@@ -63,47 +63,54 @@ def check_tree(tree: Any, dtypes: Sequence[str]) -> None:
 
     `dtypes` are those of the tensors: what is to be an array is of a dtype that numpy has.
     """
+    numbers: list[int] = []
+    arrays: list[int] = []
     waiting = [(tree, 0)]
     while waiting:
         node, depth = waiting.pop()
         _check_depth(depth)
         match node:
             case int() if not isinstance(node, bool):
-                number = node
+                numbers.append(node)
+                continue
             case ["a", int(number)] if not isinstance(number, bool):
-                pass
+                arrays.append(number)
+                continue
             case ["d", *pairs]:
-                waiting += [(child, depth + 1) for _, child in _pairs(pairs)]
-                continue
+                children = _checked(pairs)
             case ["l" | "t", *items]:
-                waiting += [(item, depth + 1) for item in items]
-                continue
+                children = items
             case ["x", str(), inner]:
-                waiting.append((inner, depth + 1))
-                continue
+                children = [inner]
             case ["r", *entries]:
-                waiting += [(inner, depth + 1) for _, inner in _of_ranks(entries)]
-                continue
+                children = [inner for _, inner in _of_ranks(entries)]
             case [str(), *_]:
                 decode_value(node)
                 continue
             case _:
                 raise _unreadable(node)
-        if not 0 <= number < len(dtypes):
-            raise FormatError(f"the tree names tensor {number}, and there are {len(dtypes)}")
-        if isinstance(node, list) and dtypes[number] not in NUMPY:
+        # Most nodes are tensors of a large dict: they need not wait for their turn.
+        tensors = [child for child in children if type(child) is int]
+        numbers += tensors
+        if tensors:
+            _check_depth(depth + 1)
+        if len(tensors) < len(children):
+            waiting += [(child, depth + 1) for child in children if type(child) is not int]
+    numbers += arrays
+    if numbers and not (min(numbers) >= 0 and max(numbers) < len(dtypes)):
+        stranger = next(number for number in numbers if not 0 <= number < len(dtypes))
+        raise FormatError(f"the tree names tensor {stranger}, and there are {len(dtypes)}")
+    for number in arrays:
+        if dtypes[number] not in NUMPY:
             raise FormatError(f"the tree has tensor {number} as an array, and numpy has no {dtypes[number]}")
 
 
 def stored_entries(tree: Any, rank: int | None) -> list[StoredEntry]:
     """What is stored: first what is common to all ranks, in one order on all, then what `rank` has for itself."""
-    found = list(_entries(tree, "", _Above((), "", (), False), rank))
-    return [entry for entry in found if not entry.of_rank] + [entry for entry in found if entry.of_rank]
-
-
-def stored_leaves(tree: Any, rank: int | None) -> dict[str, StoredTensor | StoredValue]:
-    """What is stored, by dotted name: of what each rank has for itself, that of `rank`."""
-    return {entry.name: entry.what for entry in stored_entries(tree, rank)}
+    found: list[StoredEntry] = []
+    _find(tree, "", _Above((), "", (), False), rank, found)
+    own = [entry for entry in found if entry.of_rank]
+    return [entry for entry in found if not entry.of_rank] + own if own else found
 
 
 def of_other_ranks(tree: Any, ranks: Collection[int]) -> list[tuple[str, int]]:
@@ -114,9 +121,9 @@ def of_other_ranks(tree: Any, ranks: Collection[int]) -> list[tuple[str, int]]:
         name, node = waiting.pop()
         match node:
             case ["d", *pairs]:
-                waiting += [(joined(name, key), child) for key, child in _pairs(pairs) if isinstance(child, list)]
+                waiting += [(joined(name, key), child) for key, child in _pairs(pairs) if type(child) is list]
             case ["l" | "t", *items]:
-                waiting += [(joined(name, place), item) for place, item in enumerate(items) if isinstance(item, list)]
+                waiting += [(joined(name, place), item) for place, item in enumerate(items) if type(item) is list]
             case ["x", str(), inner]:
                 waiting.append((name, inner))
             case ["r", *entries]:
@@ -133,7 +140,7 @@ class _Above(NamedTuple):
     of_rank: bool
 
 
-def _entries(node: Any, name: str, above: _Above, rank: int | None) -> Iterator[StoredEntry]:
+def _find(node: Any, name: str, above: _Above, rank: int | None, found: list[StoredEntry]) -> None:
     keys, within, codecs, of_rank = above
     what: StoredTensor | StoredValue
     match node:
@@ -143,27 +150,28 @@ def _entries(node: Any, name: str, above: _Above, rank: int | None) -> Iterator[
             what = StoredTensor(number, is_array=True)
         case ["d" | "l" | "t" as kind]:
             what = StoredValue({"d": {}, "l": [], "t": ()}[kind])
-        case ["d", *pairs]:
-            within += "d"
-            for key, child in _pairs(pairs):
-                yield from _entries(child, joined(name, key), _Above((*keys, key), within, codecs, of_rank), rank)
-            return
-        case ["l" | "t" as kind, *items]:
+        case ["d" | "l" | "t" as kind, *items]:
             within += kind
-            for place, child in enumerate(items):
-                yield from _entries(child, joined(name, place), _Above((*keys, place), within, codecs, of_rank), rank)
+            begin = prefix(name)
+            for key, child in _pairs(items) if kind == "d" else enumerate(items):
+                below = (*keys, key)
+                if type(child) is int:  # as most are
+                    what = StoredTensor(child, False)
+                    found.append(StoredEntry(f"{begin}{key}", below, what, of_rank, below, within, codecs))
+                else:
+                    _find(child, f"{begin}{key}", _Above(below, within, codecs, of_rank), rank, found)
             return
         case ["x", str(codec), inner]:
-            yield from _entries(inner, name, above._replace(codecs=(*codecs, (len(keys), codec))), rank)
+            _find(inner, name, above._replace(codecs=(*codecs, (len(keys), codec))), rank, found)
             return
         case ["r", *entries]:
             for owner, inner in _of_ranks(entries):
                 if owner == rank:
-                    yield from _entries(inner, name, above._replace(of_rank=True), rank)
+                    _find(inner, name, above._replace(of_rank=True), rank, found)
             return
         case _:
             what = StoredValue(decode_value(node))
-    yield StoredEntry(name, keys, what, of_rank, keys, within, codecs)
+    found.append(StoredEntry(name, keys, what, of_rank, keys, within, codecs))
 
 
 def build(tree: Any, tensor: Callable[[int, bool], Any], codecs: Mapping[str, Codec], rank: int | None) -> Any:
@@ -201,14 +209,20 @@ def build(tree: Any, tensor: Callable[[int, bool], Any], codecs: Mapping[str, Co
 
 
 def _pairs(items: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """The keys and children of a dict of a tree that was checked."""
+    return zip(items[::2], items[1::2], strict=True)
+
+
+def _checked(items: list[Any]) -> list[Any]:
+    """The children of a dict, once its keys are known to be such."""
     if len(items) % 2:
         raise FormatError("a dict of the tree has a key without a value")
     keys = items[::2]
-    if any(not isinstance(key, str | int | float | None) for key in keys):
+    if not all(map(_KEYS.__contains__, map(type, keys))):
         raise FormatError("a dict of the tree has a key that is no text, number, truth or None")
-    if len({(type(key), key) for key in keys}) != len(keys):
+    if len(set(zip(map(type, keys), keys, strict=True))) != len(keys):  # True is no 1
         raise FormatError("a dict of the tree has a key twice")
-    return zip(keys, items[1::2], strict=True)
+    return items[1::2]
 
 
 def _of_ranks(entries: list[Any]) -> list[tuple[int, Any]]:

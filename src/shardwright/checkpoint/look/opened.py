@@ -17,12 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shardwright.checkpoint.background import wait_for_place
 from shardwright.checkpoint.format.datafile import BLOCK
 from shardwright.checkpoint.format.manifest import Manifest
 from shardwright.checkpoint.format.stored import StoredTensor, StoredValue, build, stored_entries
 from shardwright.checkpoint.look.indexing import slicing_of
 from shardwright.checkpoint.look.metadata import Metadata
-from shardwright.checkpoint.place import storage_at
+from shardwright.checkpoint.place import place_of, storage_at
 from shardwright.checkpoint.plan.find import Part
 from shardwright.checkpoint.read.current import read_current
 from shardwright.checkpoint.read.file import Destination, FileReader
@@ -271,8 +272,11 @@ def open(path: str | os.PathLike[str] | Storage) -> Checkpoint:
     ...     with checkpoint.open(folder) as saved:
     ...         saved["layers.0"][1, :2]
     tensor([3, 4])
+
+    A save of this process to this place that is in the background is waited for, as `load` does.
     """
     storage = storage_at(path)
+    wait_for_place(place_of(storage))
     return read_current(storage, lambda manifest: Checkpoint(storage, manifest, _open_files(storage, manifest)))
 
 

@@ -16,9 +16,10 @@ import crc32c
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.checkpoint.background import wait_for_place
 from shardwright.checkpoint.format.datafile import BLOCK, DataFile, digest
 from shardwright.checkpoint.format.manifest import KEY, Manifest
-from shardwright.checkpoint.place import storage_at
+from shardwright.checkpoint.place import place_of, storage_at
 from shardwright.checkpoint.read.current import read_manifest
 from shardwright.checkpoint.work.parallel import Stop, in_threads
 from shardwright.errors import CheckpointError, CorruptionError, FormatError, MissingKeyError, StorageError
@@ -89,7 +90,8 @@ def verify(
 ) -> Report:
     """Checks every byte of a checkpoint without loading it, and reports all that is wrong with it.
 
-    Where nothing was ever saved it raises. It needs a few megabytes for each thread, and does not need the tensors to
+    Where nothing was ever saved it raises. A save of this process to this place that is in the background is waited
+    for, as `load` does. It needs a few megabytes for each thread, and does not need the tensors to
     fit in memory. `progress` is called with the bytes that were read and those that there are.
 
     >>> import tempfile, torch
@@ -100,6 +102,7 @@ def verify(
     LocalStorage(...) is sound: 1 file, 4112 bytes
     """
     storage = storage_at(path)
+    wait_for_place(place_of(storage))
     while True:
         try:
             manifest = read_manifest(storage)

@@ -5,8 +5,8 @@ It computes the plans of those files only that hold something wanted, each once.
 
 from __future__ import annotations
 
-from collections.abc import Container
-from typing import NamedTuple, final
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol, final
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from shardwright.checkpoint.plan.share import Share, share_of
 from shardwright.errors import FormatError
 from shardwright.layout import Holding, Layout, Region
 
-__all__ = ["Finder", "Part"]
+__all__ = ["FileSize", "Finder", "Part"]
 
 
 class Part(NamedTuple):
@@ -27,6 +27,18 @@ class Part(NamedTuple):
     chunk: int
     region: Region
     chunk_region: Region
+
+
+class FileSize(Protocol):
+    """What a manifest says of the size of a file."""
+
+    @property
+    def size(self) -> int:
+        """All its bytes."""
+
+    @property
+    def header_size(self) -> int:
+        """Those before the data."""
 
 
 class _Spot(NamedTuple):
@@ -48,9 +60,9 @@ class Finder:
     [(0, Region[1:2, 0:2]), (1, Region[2:3, 0:2])]
     """
 
-    def __init__(self, table: TensorTable, writers: Container[int] | None = None) -> None:
+    def __init__(self, table: TensorTable, writers: Mapping[int, FileSize] | None = None) -> None:
         self.table = table
-        self._writers = writers  # the ranks that wrote a file, where that is known
+        self._writers = writers  # the ranks that wrote a file, and its size, where that is known
         self._files: dict[int, FilePlan] = {}
         self._shares: dict[tuple[int, ...], Share] = {}
         self._kinds: list[int] = table.kinds.tolist()
@@ -64,6 +76,30 @@ class Finder:
                 raise FormatError(f"the manifest lists no file of rank {rank}, and tensors lie in it")
             plan = self._files[rank] = file_plan(self.table, rank)
         return plan
+
+    def passing(self, rank: int) -> FilePlan:
+        """The plan of a rank's file, for one who goes through thousands of them: it is not kept."""
+        plan = self._files.get(rank)
+        if plan is None:
+            plan = file_plan(self.table, rank)
+        if plan.size != self.data_size(rank):
+            raise FormatError(
+                f"the file of rank {rank} has {plan.size} bytes of data, and the manifest says {self.data_size(rank)}"
+            )
+        return plan
+
+    def data_size(self, rank: int) -> int:
+        """The bytes of data in a rank's file, as the manifest says, if there is one: then no file is planned."""
+        if self._writers is None:
+            return self.file(rank).size
+        known = self._writers.get(rank)
+        said = 0 if known is None else known.size - known.header_size
+        if said > 0:
+            return said
+        if file_plan(self.table, rank).size:  # what is said to hold nothing is not opened, so nobody else would see it
+            what = "no file" if known is None else "no data in the file"
+            raise FormatError(f"the manifest lists {what} of rank {rank}, and tensors lie in it")
+        return 0
 
     def parts(self, tensor: int, wanted: Region) -> list[Part]:
         """The chunks that hold a wanted region of a tensor, each with what it holds of it."""

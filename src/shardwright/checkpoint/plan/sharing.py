@@ -1,13 +1,13 @@
 """What the ranks of a host read together, so that no block is read and verified twice. Pure.
 
 A tensor is read by each rank alone where the blocks that the ranks touch are hardly any of them the same: a layout
-that was kept, rows cut otherwise. Where ranks touch the same blocks (replicas, columns of what was stored as rows), the
-blocks are put in order, cut into segments, and dealt out: each rank reads its segments, and all copy what they want.
+that was kept, rows cut otherwise. Where ranks touch the same blocks (replicas, columns of what was stored as rows),
+they are dealt out among the ranks: see `deal`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +15,12 @@ import numpy as np
 from shardwright.checkpoint.format.datafile import BLOCK
 from shardwright.checkpoint.format.tensors import Integers, Pieces, Placing
 from shardwright.checkpoint.plan.find import Finder, Part
-from shardwright.layout import Region
+from shardwright.layout import Region, RegionTable
 
-__all__ = ["Ask", "Run", "regions_of", "segments", "shared", "touched"]
+__all__ = ["Ask", "Run", "blocks_of", "boxes_meeting", "regions_of", "shared", "touched"]
 
 _WASTE = 1.05  # reading alone may cost this much more than reading once
+_LOOKED_AT = 16  # stored boxes of a tensor that this is judged by: those of thousands of ranks are alike
 
 
 class Ask(NamedTuple):
@@ -76,21 +77,44 @@ def shared(asks: Sequence[Ask], finder: Finder, ranks: Sequence[int]) -> list[bo
 
 
 def _overlaps(ask: Ask, finder: Finder, ranks: Sequence[int]) -> bool:
+    """Whether ranks touch blocks that others touch; where replicas share the writing, as if one had written all."""
     itemsize = int(finder.table.itemsizes[ask.number])
-    each = 0
-    union: dict[tuple[int, int], list[Integers]] = {}
-    for rank in ranks:
-        for part in _parts(ask, finder, rank):
-            blocks = touched(part, itemsize)
-            each += len(blocks)
-            union.setdefault((part.rank, part.chunk), []).append(blocks)
-    once = sum(len(np.unique(np.concatenate(blocks))) for blocks in union.values())
+    wanted = [region for rank in ranks for region in regions_of(ask.placing, rank)]
+    _, offsets, sizes = boxes_meeting(finder.table.placing(ask.number), wanted)
+    boxes = np.unique(np.concatenate([offsets, sizes], axis=1), axis=0)
+    each = once = 0
+    for row in boxes[np.unique(np.linspace(0, len(boxes) - 1, _LOOKED_AT).astype(int))] if len(boxes) else ():
+        numbers = row.tolist()
+        box = Region(numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :])
+        blocks = [blocks_of(part, box, itemsize) for region in wanted if (part := region.intersect(box)) is not None]
+        each += sum(map(len, blocks))
+        once += len(np.unique(np.concatenate(blocks)))
     return each > _WASTE * once
 
 
-def _parts(ask: Ask, finder: Finder, rank: int) -> Iterator[Part]:
-    for region in regions_of(ask.placing, rank):
-        yield from finder.parts(ask.number, region)
+def boxes_meeting(placing: Placing, wanted: Iterable[Region]) -> RegionTable:
+    """The stored boxes that hold any of the wanted regions, each with a rank that has it.
+
+    >>> from shardwright.layout import Layout, Mesh, Shard
+    >>> boxes_meeting(Layout(Mesh((4,)), [Shard(0)], (8,)), [Region((3,), (2,))]).ranks.tolist()
+    [1, 2]
+    """
+    table = _boxes_of(placing) if isinstance(placing, Pieces) else placing.table()
+    ends = table.offsets + table.sizes
+    meets = np.zeros(len(table.ranks), bool)
+    for region in dict.fromkeys(wanted):
+        low, high = np.array(region.offset, np.int64), np.array(region.end, np.int64)
+        meets |= (np.maximum(table.offsets, low) < np.minimum(ends, high)).all(axis=1)
+    return RegionTable(*(column[meets] for column in table))
+
+
+def _boxes_of(pieces: Pieces) -> RegionTable:
+    shape = len(pieces.regions), len(pieces.shape)
+    return RegionTable(
+        np.array(pieces.ranks, np.int64),
+        np.array([region.offset for region in pieces.regions], np.int64).reshape(shape),
+        np.array([region.size for region in pieces.regions], np.int64).reshape(shape),
+    )
 
 
 def touched(part: Part, itemsize: int) -> Integers:
@@ -99,65 +123,22 @@ def touched(part: Part, itemsize: int) -> Integers:
     >>> touched(Part(0, 0, Region((0, 0), (4, 1)), Region((0, 0), (4, 1 << 18))), itemsize=4).tolist()
     [0, 1, 2, 3]
     """
-    starts, length = part.region.byte_runs(part.chunk_region, itemsize)
+    return blocks_of(part.region, part.chunk_region, itemsize)
+
+
+def blocks_of(region: Region, chunk: Region, itemsize: int) -> Integers:
+    """The blocks of a chunk that hold any of a region inside it, in order.
+
+    >>> blocks_of(Region((1, 0), (2, 1)), Region((0, 0), (4, 1 << 18)), itemsize=4).tolist()
+    [1, 2]
+    """
+    if not region.is_empty and chunk.volume * itemsize <= BLOCK:
+        return np.zeros(1, np.int64)
+    starts, length = region.byte_runs(chunk, itemsize)
+    if len(starts) and int(np.diff(starts).max(initial=0)) <= BLOCK:  # no block lies between two runs
+        return np.arange(int(starts[0]) // BLOCK, (int(starts[-1]) + length - 1) // BLOCK + 1)
     first, last = starts // BLOCK, (starts + length - 1) // BLOCK
-    if len(starts) == 1:
-        return np.arange(int(first[0]), int(last[0]) + 1)
     counts = last - first + 1
     before = np.cumsum(counts) - counts
     blocks: Integers = np.unique(np.arange(counts.sum()) + np.repeat(first - before, counts))
     return blocks
-
-
-def segments(asks: Iterable[Ask], finder: Finder, ranks: Sequence[int], slot: int) -> list[list[Run]]:
-    """The blocks that any of these ranks wants of these tensors, each once, in segments of at most `slot` bytes.
-
-    >>> from shardwright.checkpoint.format.tensors import TensorTable
-    >>> from shardwright.layout import Layout, Mesh, Replicate
-    >>> whole = Layout(Mesh((1,)), [Replicate()], (3 << 18,))
-    >>> finder = Finder(TensorTable.of(["w"], ["float32"], [4], [whole]))
-    >>> [[(run.first, run.blocks) for run in runs] for runs in segments([Ask(0, whole)], finder, [0], slot=2 << 20)]
-    [[(0, 2)], [(2, 1)]]
-    """
-    wanted: dict[tuple[int, int], list[Integers]] = {}
-    for ask in asks:
-        itemsize = int(finder.table.itemsizes[ask.number])
-        for rank in ranks:
-            for part in _parts(ask, finder, rank):
-                wanted.setdefault((part.rank, part.chunk), []).append(touched(part, itemsize))
-    found: list[list[Run]] = []
-    now: list[Run] = []
-    used, file = 0, -1
-    for (rank, chunk), blocks in sorted(wanted.items()):
-        nbytes = int(finder.file(rank).nbytes[chunk])
-        if rank != file:
-            now, used, file = _close(found, now), 0, rank
-        for first, count in _neighbours(np.unique(np.concatenate(blocks))):
-            while count:
-                room = (slot - used) // BLOCK
-                size = min(BLOCK * count, nbytes - first * BLOCK)
-                if size > slot - used and room < count:
-                    if room == 0:
-                        now, used = _close(found, now), 0
-                        continue
-                    size, take = room * BLOCK, room
-                else:
-                    take = count
-                now.append(Run(rank, chunk, first, take, used))
-                used += size
-                first, count = first + take, count - take
-    _close(found, now)
-    return found
-
-
-def _close(found: list[list[Run]], now: list[Run]) -> list[Run]:
-    if now:
-        found.append(now)
-    return []
-
-
-def _neighbours(blocks: Integers) -> Iterator[tuple[int, int]]:
-    """Stretches of neighbouring numbers: the first, and how many."""
-    breaks = np.flatnonzero(np.diff(blocks) != 1) + 1
-    for stretch in np.split(blocks, breaks):
-        yield int(stretch[0]), len(stretch)

@@ -4,24 +4,42 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from shardwright import comm
 from shardwright.checkpoint.format.manifest import KEY, MOST_BYTES, Manifest
+from shardwright.checkpoint.read.host_window import this_host
 from shardwright.checkpoint.work.alike import same_on_all
 from shardwright.errors import CheckpointError, CorruptionError, MissingKeyError, NotACheckpointError, RankFailedError
 from shardwright.layout.collecting import not_collecting
 from shardwright.storage import LocalStorage, Storage
 
-__all__ = ["check_sizes", "read_current", "read_current_on_ranks", "read_manifest"]
+__all__ = ["Current", "check_sizes", "read_current", "read_current_on_ranks", "read_manifest"]
 
 T = TypeVar("T")
 
 _MOST_TRIES = 100  # for ranks to see one manifest
 _MOST_PAUSE = 0.05  # seconds between them
 _MOST_TOLD = 16
+
+
+class Current(NamedTuple):
+    """The checkpoint that is there, the same on all ranks of a group, and what tells the host of each of them."""
+
+    storage: Storage
+    manifest: Manifest
+    hosts: tuple[str, ...]
+
+
+class _Sight(NamedTuple):
+    """What a rank sees: which save, of which storage, in which folder, from which host."""
+
+    save_id: str
+    where: str
+    folder: str
+    host: str
 
 
 def read_manifest(storage: Storage) -> Manifest:
@@ -65,41 +83,48 @@ def check_sizes(storage: Storage, manifest: Manifest) -> None:
                 raise CorruptionError(f"{name} has {reader.size} bytes, and the manifest says {expected.size}")
 
 
-def read_current_on_ranks(storage: Storage, group: comm.Group, work: Callable[[Manifest], T]) -> T:
-    """`read_current` on all ranks of a group, of one checkpoint, the same on all of them. `work` is collective."""
-    manifest = _same_manifest(storage, group)
+def read_current_on_ranks(place: Callable[[], Storage], group: comm.Group, work: Callable[[Current], T]) -> T:
+    """`read_current` on all ranks of a group, of one checkpoint, the same on all of them. `work` is collective.
+
+    `place` says where it is; what it raises on any rank is raised on all.
+    """
+    current = _same_on_ranks(place, group)
     while True:
         try:
-            return work(manifest)
+            return work(current)
         except RankFailedError as error:
             if not any(failure.kind == MissingKeyError.__name__ for failure in error.failures):
                 raise
-            newer = _same_manifest(storage, group)
-            if newer.save_id == manifest.save_id:
+            newer = _same_on_ranks(place, group)
+            if newer.manifest.save_id == current.manifest.save_id:
                 own = same_on_all(error, group)
                 if own is None:
                     raise
                 raise CorruptionError(f"a file of the checkpoint is missing: {own}") from own
-            manifest = newer
+            current = newer
 
 
-def _same_manifest(storage: Storage, group: comm.Group) -> Manifest:
+def _same_on_ranks(place: Callable[[], Storage], group: comm.Group) -> Current:
     """The manifest, the same one on all ranks, though the checkpoint be replaced while they read it."""
-    said: list[tuple[str, str, str]] = []
-    folder = storage.path if isinstance(storage, LocalStorage) else ""
+    said: list[_Sight] = []
+    host = this_host()
+
+    def look() -> tuple[tuple[Storage, Manifest], bytes]:
+        storage = place()
+        folder = storage.path if isinstance(storage, LocalStorage) else ""
+        manifest = read_manifest(storage)
+        return (storage, manifest), msgspec.json.encode(_Sight(manifest.save_id, repr(storage), folder, host))
+
     for attempt in range(_MOST_TRIES):
-        manifest = comm.agree(lambda: read_manifest(storage), what="load", group=group)
-        words = msgspec.json.encode([manifest.save_id, repr(storage), folder])
-        told = comm.gather_bytes(words, group, what="load: which save")
-        before, said = said, [msgspec.json.decode(one, type=tuple[str, str, str]) for one in told]
-        if len({save_id for save_id, _, _ in said}) == 1:
-            return manifest
-        if len({path for _, _, path in said}) > 1 and said == before:
+        (storage, manifest), told = comm.agree_telling(look, what="load", group=group)
+        before, said = said, [msgspec.json.decode(one, type=_Sight) for one in told]
+        if len({one.save_id for one in said}) == 1:
+            return Current(storage, manifest, tuple(one.host for one in said))
+        if len({one.folder for one in said}) > 1 and said == before:
             break  # different folders, and nobody saves to any of them
         time.sleep(min(_MOST_PAUSE, 0.001 * 2 ** min(attempt, 10)))
     listed = [
-        f"rank {rank} reads save {save_id} of {where}"
-        for rank, (save_id, where, _) in zip(group.ranks, said, strict=True)
+        f"rank {rank} reads save {one.save_id} of {one.where}" for rank, one in zip(group.ranks, said, strict=True)
     ]
     more = f"; and {len(listed) - _MOST_TOLD} more" if len(listed) > _MOST_TOLD else ""
     raise CheckpointError(

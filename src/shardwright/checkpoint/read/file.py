@@ -6,6 +6,7 @@ slice, columns of a matrix) are read into a window, verified, and copied from it
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -39,19 +40,21 @@ _MOST = 1000  # buffers in one call
 class Destination(NamedTuple):
     """Where a part of a chunk goes: into `tensor`, which holds `frame` of the global tensor.
 
-    `stored` is the dtype that the file has it in.
+    `stored` is the dtype that the file has it in. `is_straight` if the tensor's bytes are known to lie in host memory
+    one after the other, as they are stored.
     """
 
     part: Part
     tensor: Tensor
     frame: Region
     stored: torch.dtype
+    is_straight: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether the stored bytes are those of the tensor, so that they can be copied as they are."""
         tensor = self.tensor
-        return tensor.dtype == self.stored and not tensor.is_conj() and not tensor.is_neg()
+        return tensor.dtype is self.stored and not tensor.is_conj() and not tensor.is_neg()
 
 
 class _Blocks(NamedTuple):
@@ -127,10 +130,12 @@ class FileReader:
         addresses: list[int] = []
         parts: list[_Blocks] = []
         for destination in destinations:
-            part, tensor, frame, _ = destination
-            place = tensor if part.region == frame else tensor[part.region.slices(frame)]
-            if _is_one_stretch(destination, place) and part.region == part.chunk_region:
-                whole.append(part.chunk)
+            (_, chunk, region, chunk_region), tensor, frame, _, is_straight = destination
+            is_all = region is chunk_region or region == chunk_region
+            is_framed = region is frame or region == frame
+            place = tensor if is_framed else tensor[region.slices(frame)]
+            if is_all and ((is_straight and is_framed) or _is_one_stretch(destination, place)):
+                whole.append(chunk)
                 addresses.append(place.data_ptr())
             else:
                 straight, aside = self._cut(destination, place, most)
@@ -174,40 +179,23 @@ class FileReader:
         return straight, list(_windows(destination, blocks[~inside], most))
 
     def _read_straight(self, blocks: _Blocks, stop: Stop, progress: Progress | None) -> None:
-        batch: list[memoryview] = []
-        numbers: list[int] = []
-        start = after = waiting = 0
-        rows = zip(*(column.tolist() for column in blocks), strict=True)
-        for number, offset, address, nbytes in rows:
-            if batch and (offset != after or waiting + nbytes > _BATCH or len(batch) == _MOST):
-                if stop:
-                    return
-                self._take(batch, numbers, start, waiting, progress)
-                batch, numbers, waiting = [], [], 0
-            if not batch:
-                start = offset
-            batch.append(memory_at(address, nbytes))
-            numbers.append(number)
-            waiting += nbytes
-            after = offset + nbytes
-        if batch:
-            self._take(batch, numbers, start, waiting, progress)
+        """Reads blocks to where they belong and verifies them; neighbours in the file with one call."""
+        numbers, offsets, addresses, sizes = (column.tolist() for column in blocks)
+        stored = self._checksums[blocks.numbers].tolist()
+        for first, last in _batches(blocks):
+            if stop:
+                return
+            views = list(map(memory_at, addresses[first:last], sizes[first:last]))
+            self._take(views, numbers[first:last], stored[first:last], offsets[first])
+            if progress is not None:
+                progress(sum(sizes[first:last]))
 
-    def _take(
-        self,
-        batch: Sequence[memoryview],
-        numbers: Sequence[int],
-        start: int,
-        nbytes: int,
-        progress: Progress | None,
-    ) -> None:
+    def _take(self, views: Sequence[memoryview], numbers: Sequence[int], stored: Sequence[int], start: int) -> None:
         """Reads neighbouring blocks and verifies them."""
-        self._reader.read(batch, start)
-        for view, number in zip(batch, numbers, strict=True):
-            if crc32c.crc32c(view) != self._checksums[number]:
-                raise self._damaged(number)
-        if progress is not None:
-            progress(nbytes)
+        self._reader.read(views, start)
+        found = list(map(crc32c.crc32c, views))
+        if found != stored:
+            raise self._damaged(next(n for n, one, other in zip(numbers, found, stored, strict=True) if one != other))
 
     def _read_windows(self, windows: Sequence[_Window], size: int, stop: Stop, progress: Progress | None) -> None:
         scratch = torch.empty(size, dtype=torch.uint8)
@@ -222,7 +210,8 @@ class FileReader:
             views = [memory_at(address + at, min(BLOCK, nbytes - at)) for at in range(0, nbytes, BLOCK)]
             number = int(file.first_blocks[chunk]) + window.first
             start = file.header_size + int(plan.starts[chunk]) + begin
-            self._take(views, range(number, number + len(views)), start, nbytes, None)
+            numbers = range(number, number + len(views))
+            self._take(views, numbers, self._checksums[number : numbers.stop].tolist(), start)
             filled = copy_window(window.destination, scratch, begin, nbytes)
             if progress is not None:
                 progress(filled)
@@ -240,6 +229,19 @@ class FileReader:
         )
 
 
+def _batches(blocks: _Blocks) -> Iterator[tuple[int, int]]:
+    """Neighbouring blocks that are read in one call, as (first, last): as few as make up a batch."""
+    ends = np.cumsum(blocks.nbytes).tolist()
+    breaks = (np.flatnonzero(blocks.offsets[1:] != blocks.offsets[:-1] + blocks.nbytes[:-1]) + 1).tolist()
+    first = 0
+    for end in [*breaks, len(ends)]:
+        while first < end:
+            full = (ends[first - 1] if first else 0) + _BATCH
+            last = min(bisect_left(ends, full, first, end) + 1, first + _MOST, end)
+            yield first, last
+            first = last
+
+
 def _windows(destination: Destination, blocks: Integers, most: int) -> Iterator[_Window]:
     """Neighbouring blocks together, as many as a window holds."""
     start = 0
@@ -252,7 +254,7 @@ def _windows(destination: Destination, blocks: Integers, most: int) -> Iterator[
 
 def _is_one_stretch(destination: Destination, place: Tensor) -> bool:
     """Whether a place is one stretch of host memory that takes the stored bytes as they are."""
-    return place.device.type == "cpu" and place.is_contiguous() and destination.is_plain
+    return place.is_cpu and place.is_contiguous() and destination.is_plain
 
 
 def copy_window(destination: Destination, scratch: Tensor, begin: int, nbytes: int) -> int:
@@ -260,7 +262,7 @@ def copy_window(destination: Destination, scratch: Tensor, begin: int, nbytes: i
 
     Gives the stored bytes that were copied.
     """
-    part, tensor, frame, stored = destination
+    part, tensor, frame, stored, _ = destination
     target = bits(tensor) if destination.is_plain else tensor
     data = scratch.view(target.dtype if destination.is_plain else stored)
     if stored == torch.bool and not destination.is_plain and nbytes and int(scratch[:nbytes].max()) > 1:

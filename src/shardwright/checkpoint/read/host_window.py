@@ -23,7 +23,7 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import RankLostError
 
-__all__ = ["SLOT", "HostWindow", "Process", "open_window", "ranks_of_host"]
+__all__ = ["SLOT", "HostWindow", "Process", "open_window", "this_host"]
 
 SLOT = 4 << 20
 _FOLDER = "/dev/shm"
@@ -67,19 +67,7 @@ def _state_of(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
-def ranks_of_host(group: comm.Group, what: str = "") -> tuple[int, ...]:
-    """The ranks of the group that run on this host, share its memory, and say the same `what`. Collective.
-
-    >>> ranks_of_host(comm.world())
-    (0,)
-    """
-    if group.size == 1:
-        return group.ranks
-    said = comm.gather_bytes(f"{_host()}/{what}".encode(), group, what="load: who shares a host")
-    return tuple(rank for rank, host in zip(group.ranks, said, strict=True) if host == said[group.rank])
-
-
-def _host() -> str:
+def this_host() -> str:
     """What tells this host, and its shared memory, from others: containers may share a name, not a mount."""
     try:
         status = os.stat(_FOLDER)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cached_property
+from operator import is_
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.format.stored import StoredEntry, StoredTensor, StoredValue, of_other_ranks
 from shardwright.checkpoint.format.tensors import TensorTable
-from shardwright.checkpoint.state.flatten import Branch, Coded, Flat, Node, Object, OfRank, TensorNode, ValueNode
+from shardwright.checkpoint.state.flatten import Branch, Coded, Flat, Keys, Node, Object, OfRank, TensorNode, ValueNode
 from shardwright.checkpoint.state.leaves import Leaf, Part
 from shardwright.checkpoint.state.values import DTYPES, EnumValue
 from shardwright.errors import ArgumentTypeError
@@ -135,12 +137,13 @@ def match_state(
     `made` has what has no contents of its own: it is never kept as it is.
     """
     found = Match([], {}, [], [], [], list(faults), set())
-    nodes = list(_leaf_nodes(flat.root, flat, ()))
+    nodes = _leaf_nodes(flat)
     patterns = patterns_of(only)
     wanted = nodes if patterns is None else _chosen(nodes, patterns, found.idle)
     index = _Index(stored, nodes)
+    fit = _Fit(table, cast)
     used: set[int] = set()
-    read: dict[tuple[Any, ...], tuple[str, int]] = {}  # memory that is to be filled: under which name, with what
+    read: dict[tuple[Any, ...], Wanted] = {}  # memory that is to be filled, and what with
     for node, leaf, codecs in wanted:
         place = index.find(node)
         if place is None:
@@ -154,27 +157,33 @@ def match_state(
             )
             continue
         used.add(place)
-        found.faults.extend(_other_codec(node.name, codecs, [name for _, name in stored[place].codecs]))
-        entry = stored[place].what
+        one = stored[place]
+        if codecs:
+            found.faults.extend(_other_codec(node.name, codecs, [name for _, name in one.codecs]))
+        entry = one.what
         if leaf is None:
             _take_value(found, node, entry)
         elif isinstance(entry, StoredValue):
             found.faults.append(f"kind: {node.name!r} is a tensor here, and {_shown(entry.value)} in the checkpoint")
         else:
-            found.faults.extend(_compare(node, leaf, entry.number, table, cast))
-            first = None if not leaf.is_held else read.setdefault(leaf.identity, (node.name, entry.number))
-            if first is None or first == (node.name, entry.number):
-                found.tensors.append(Wanted(node.name, leaf, entry.number))
-            elif first[1] != entry.number and strict:
+            if not fit.is_plain(node, leaf, entry.number):
+                found.faults.extend(fit.faults(node, leaf, entry.number))
+            wish = Wanted(node.name, leaf, entry.number)
+            first = read.setdefault(leaf.identity, wish) if leaf.is_held else wish
+            if first is wish:
+                found.tensors.append(wish)
+            elif first.number != entry.number and strict:
                 found.faults.append(
-                    f"tied: {first[0]!r} and {node.name!r} are one memory here, and two tensors in the checkpoint; "
+                    f"tied: {first.name!r} and {node.name!r} are one memory here, and two tensors in the checkpoint; "
                     "untie them, choose one with only=, or take the first with strict=False"
                 )
     found.faults.extend(_overlaps(found.tensors))
-    branches = {branch.name: branch for branch in _branches(flat.root)}
-    for place, one in enumerate(stored):
+    left = [place for place in range(len(stored)) if place not in used]
+    branches = {branch.name: branch for branch in _branches(flat.root)} if left else {}
+    for place in left:
+        one = stored[place]
         branch = branches.get(one.name)
-        if place in used or isinstance(one.what, StoredTensor) or branch is None:
+        if isinstance(one.what, StoredTensor) or branch is None:
             continue
         used.add(place)  # a container is there to receive it: an empty one is no mismatch, anything else is
         if patterns is None or fits(one.name, patterns):
@@ -184,7 +193,7 @@ def match_state(
                 f"kind: {one.name!r} is a container here, and {_shown(one.what.value)} in the checkpoint"
             )
     if strict and only is None:
-        for place in (place for place in range(len(stored)) if place not in used):
+        for place in (place for place in left if place not in used):
             if stored[place].of_rank:  # no other rank could ask for it
                 found.faults.append(f"unexpected: {stored[place].name!r} is in the checkpoint and not in the state")
             else:
@@ -194,7 +203,7 @@ def match_state(
 
 def asked_for(flat: Flat, stored: Sequence[StoredEntry]) -> set[int]:
     """The places, among all that is stored, of what this state asks for."""
-    nodes = list(_leaf_nodes(flat.root, flat, ()))
+    nodes = _leaf_nodes(flat)
     index = _Index(stored, nodes)
     return {place for node, *_ in nodes if (place := index.find(node)) is not None}
 
@@ -203,55 +212,62 @@ class _Index:
     """What is stored, to be found by keys or by name."""
 
     def __init__(self, stored: Sequence[StoredEntry], nodes: Sequence[_Found]) -> None:
-        self._stored = stored
+        self._stored, self._nodes = stored, nodes
         self._by_keys = {entry.keys: place for place, entry in enumerate(stored) if entry.keys is not None}
-        self._by_name: dict[str, int] = {}
-        for place, entry in enumerate(stored):
-            self._by_name[entry.name] = -1 if entry.name in self._by_name else place
 
-        self._taken = {at for node, *_ in nodes if (at := self._with_keys(node)) is not None}
+    @cached_property
+    def _by_name(self) -> dict[str, int]:
+        """The places of what is stored; -1 for a name that comes twice."""
+        found: dict[str, int] = {}
+        for place, entry in enumerate(self._stored):
+            found[entry.name] = -1 if entry.name in found else place
+        return found
 
-    def _with_keys(self, node: TensorNode | ValueNode) -> int | None:
-        place = self._by_keys.get(node.keys)
-        if place is None or any(map(_is_other_type, node.keys, self._stored[place].path)):  # True is no 1
-            return None
-        return place
+    @cached_property
+    def _taken(self) -> set[int]:
+        """What is somebody's by its keys."""
+        return {at for node, *_ in self._nodes if (at := self._with_keys(node.keys)) is not None}
 
     def find(self, node: TensorNode | ValueNode) -> int | None:
         """By keys; else by name, if that is of one entry only, and of one that is not another's by its keys."""
-        if (place := self._with_keys(node)) is not None:
+        place = self._with_keys(node.keys)
+        if place is not None:
             return place
         named = self._by_name.get(node.name)
         return None if named == -1 or named in self._taken else named
 
-
-def _is_other_type(one: Any, other: Any) -> bool:
-    return type(one) is not type(other)
-
-
-class _Found(NamedTuple):
-    """A leaf of the target: its node, what it is if it is a tensor, and the codecs that read what is above it."""
-
-    node: TensorNode | ValueNode
-    leaf: Leaf | None
-    codecs: tuple[str, ...]
+    def _with_keys(self, keys: Keys) -> int | None:
+        place = self._by_keys.get(keys)
+        if place is None or not all(map(is_, map(type, keys), map(type, self._stored[place].path))):  # True is no 1
+            return None
+        return place
 
 
-def _leaf_nodes(node: Node, flat: Flat, codecs: tuple[str, ...]) -> Iterator[_Found]:
+_Found: TypeAlias = tuple[TensorNode | ValueNode, Leaf | None, tuple[str, ...]]
+"""A leaf of the target: its node, what it is if it is a tensor, and the codecs that read what is above it."""
+
+
+def _leaf_nodes(flat: Flat) -> list[_Found]:
+    found: list[_Found] = []
+    _add_leaf_nodes(flat.root, flat, (), found)
+    return found
+
+
+def _add_leaf_nodes(node: Node, flat: Flat, codecs: tuple[str, ...], found: list[_Found]) -> None:
     match node:
         case TensorNode():
-            yield _Found(node, flat.leaves[node.number], codecs)
+            found.append((node, flat.leaves[node.number], codecs))
         case ValueNode():
-            yield _Found(node, None, codecs)
+            found.append((node, None, codecs))
         case Branch():
             for child in node.children:
-                yield from _leaf_nodes(child, flat, codecs)
+                _add_leaf_nodes(child, flat, codecs, found)
         case Object():
-            yield from _leaf_nodes(node.inner, flat, codecs)
+            _add_leaf_nodes(node.inner, flat, codecs, found)
         case Coded():
-            yield from _leaf_nodes(node.inner, flat, (*codecs, node.codec.name))
+            _add_leaf_nodes(node.inner, flat, (*codecs, node.codec.name), found)
         case OfRank():
-            yield from _leaf_nodes(node.flat.root, node.flat, codecs)
+            _add_leaf_nodes(node.flat.root, node.flat, codecs, found)
 
 
 def _branches(node: Node) -> Iterator[Branch]:
@@ -270,7 +286,7 @@ def _chosen(nodes: Sequence[_Found], patterns: Sequence[str], idle: list[str]) -
     waiting = dict.fromkeys(patterns)
     chosen = []
     for one in nodes:
-        fitting = [pattern for pattern in patterns if fnmatchcase(one.node.name, pattern)]
+        fitting = [pattern for pattern in patterns if fnmatchcase(one[0].name, pattern)]
         for pattern in fitting:
             waiting.pop(pattern, None)
         chosen += [one] if fitting else []
@@ -316,26 +332,45 @@ def _other_codec(name: str, here: Sequence[str], there: Sequence[str]) -> Iterat
         yield f"codec: {name!r} is read by codec {one} here, and was stored by {other}; give codecs= the same one"
 
 
-def _compare(node: TensorNode | ValueNode, leaf: Leaf, number: int, table: TensorTable, cast: Cast) -> Iterator[str]:
-    here, there = leaf.placing.shape, table.shape(number)
-    name = node.name
-    if here != there:
-        yield f"shape: {name!r} is {list(here)} here, and {list(there)} in the checkpoint"
-    stored = table.dtypes[number]
-    if leaf.dtype != stored:
-        both = f"dtype: {name!r} is {leaf.dtype} here, and {stored} in the checkpoint"
-        if not _is_cast(name, cast):
-            yield f"{both}; cast=True converts it"
-        elif DTYPES[stored].is_complex and not DTYPES[leaf.dtype].is_complex:
-            yield f"{both}: a cast would lose its imaginary part"
-    if isinstance(node, TensorNode) and node.is_array and not node.original.flags.writeable:
-        yield f"memory: {name!r} is a read-only array: give a copy of it"
-    for part in leaf.parts:
-        if not part.tensor.is_contiguous() and _overlaps_itself(part.tensor):
-            yield (
-                f"memory: {name!r} has strides {list(part.tensor.stride())}, so several of its elements are one: "
-                "give a contiguous() copy of it"
-            )
+class _Fit:
+    """Whether stored tensors fit into those of the target."""
+
+    def __init__(self, table: TensorTable, cast: Cast) -> None:
+        self._table, self._cast = table, cast
+        self._shapes = [placing.shape for placing in table.placings]
+        self._kinds: list[int] = table.kinds.tolist()
+
+    def is_plain(self, node: TensorNode | ValueNode, leaf: Leaf, number: int) -> bool:
+        """Whether it fits as it is, at first sight: what most tensors do."""
+        return (
+            leaf.dtype == self._table.dtypes[number]
+            and leaf.placing.shape == self._shapes[self._kinds[number]]
+            and leaf.is_straight
+            and isinstance(node, TensorNode)
+            and not node.is_array
+        )
+
+    def faults(self, node: TensorNode | ValueNode, leaf: Leaf, number: int) -> Iterator[str]:
+        """What is wrong if one is loaded into the other."""
+        here, there = leaf.placing.shape, self._table.shape(number)
+        name = node.name
+        if here != there:
+            yield f"shape: {name!r} is {list(here)} here, and {list(there)} in the checkpoint"
+        stored = self._table.dtypes[number]
+        if leaf.dtype != stored:
+            both = f"dtype: {name!r} is {leaf.dtype} here, and {stored} in the checkpoint"
+            if not _is_cast(name, self._cast):
+                yield f"{both}; cast=True converts it"
+            elif DTYPES[stored].is_complex and not DTYPES[leaf.dtype].is_complex:
+                yield f"{both}: a cast would lose its imaginary part"
+        if isinstance(node, TensorNode) and node.is_array and not node.original.flags.writeable:
+            yield f"memory: {name!r} is a read-only array: give a copy of it"
+        for part in leaf.parts:
+            if not part.tensor.is_contiguous() and _overlaps_itself(part.tensor):
+                yield (
+                    f"memory: {name!r} has strides {list(part.tensor.stride())}, so several of its elements are one: "
+                    "give a contiguous() copy of it"
+                )
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
@@ -360,6 +395,8 @@ class _Range(NamedTuple):
 
 def _overlaps(tensors: Sequence[Wanted]) -> Iterator[str]:
     """Of two targets that share memory and are not the same, what is wrong: one would undo the other."""
+    if not _may_overlap([wanted.leaf for wanted in tensors]):
+        return
     ranges = [_range(wanted, part) for wanted in tensors for part in wanted.leaf.parts if part.tensor.numel()]
     ranges.sort(key=lambda one: one[:3])
     before: list[_Range] = []
@@ -374,11 +411,31 @@ def _overlaps(tensors: Sequence[Wanted]) -> Iterator[str]:
         before.append(one)
 
 
+def _may_overlap(leaves: Sequence[Leaf]) -> bool:
+    """Whether any two reach into each other's memory, at first sight: whatever their devices, and all of them at once.
+
+    Most never do, and an exact look at each would take longer than reading a small one.
+    """
+    tensors = [part.tensor for leaf in leaves for part in leaf.parts]
+    nbytes = np.array([tensor.nbytes if tensor.is_contiguous() else _reach(tensor) for tensor in tensors], np.uint64)
+    first = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)[nbytes > 0]
+    nbytes = nbytes[nbytes > 0]
+    order = np.argsort(first, kind="stable")
+    end = np.maximum.accumulate((first + nbytes)[order])
+    return bool((first[order][1:] < end[:-1]).any())
+
+
+def _reach(tensor: Tensor) -> int:
+    """The bytes from the first of its elements to the end of the last."""
+    if not tensor.numel():
+        return 0
+    steps = (stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return (sum(steps) + 1) * tensor.itemsize
+
+
 def _range(wanted: Wanted, part: Part) -> _Range:
-    tensor = part.tensor
-    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    first = tensor.data_ptr()
-    return _Range(str(tensor.device), first, first + (reach + 1) * tensor.itemsize, wanted, part)
+    first = part.tensor.data_ptr()
+    return _Range(str(part.tensor.device), first, first + _reach(part.tensor), wanted, part)
 
 
 def _is_alias(one: _Range, other: _Range) -> bool:

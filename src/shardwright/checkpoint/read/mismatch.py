@@ -18,13 +18,13 @@ from shardwright.checkpoint.read.match import Match
 from shardwright.checkpoint.state.flatten import Flat
 from shardwright.errors import LoadMismatchError
 
-__all__ = ["raise_mismatches"]
+__all__ = ["Misfits", "misfits_of", "raise_mismatches"]
 
 _MOST_TOLD = 50
 _MOST_COMPARED = 20000  # names among which a near one is looked for
 
 
-class _Told(NamedTuple):
+class Misfits(NamedTuple):
     """A rank's mismatches: sentences (of `total`, the first), patterns without use, and what it left over."""
 
     sentences: list[str]
@@ -33,18 +33,32 @@ class _Told(NamedTuple):
     unused: str  # the bits of a number, in hexadecimal digits
 
 
-def raise_mismatches(found: Match, flat: Flat, stored: Sequence[StoredEntry], group: comm.Group) -> None:
-    """Raises one `LoadMismatchError`, the same on all ranks of the group, if anything does not fit on any of them."""
-    quiet = not (found.faults or found.missing or found.unexpected or found.idle)
-    told = b"" if quiet else msgspec.json.encode(_tell(found, stored))
-    said = comm.gather_bytes(told, group, what="load: what does not fit")
-    if not any(said):
+def misfits_of(found: Match, stored: Sequence[StoredEntry]) -> Misfits | None:
+    """What this rank has to tell; None where all fits."""
+    if not (found.faults or found.missing or found.unexpected or found.idle):
+        return None
+    names = [entry.name for entry in stored]
+    sentences = [
+        *(
+            f"missing: {one!r} is not in the checkpoint{_near(one, names, 'it has')}"
+            for one in found.missing[:_MOST_TOLD]
+        ),
+        *found.faults[:_MOST_TOLD],
+    ]
+    bits = sum(1 << place for place in found.unexpected)
+    return Misfits(sentences, len(found.faults) + len(found.missing), found.idle, f"{bits:x}")
+
+
+def raise_mismatches(
+    told: Sequence[Misfits | None], found: Match, flat: Flat, stored: Sequence[StoredEntry], group: comm.Group
+) -> None:
+    """Raises one `LoadMismatchError`, the same on all ranks of the group, if anything does not fit on any of them.
+
+    `told` is what each of them has told. They talk only where there is something to be said.
+    """
+    if not any(told):
         return
-    nothing = _Told([], 0, [], "0")
-    ranks = {
-        rank: msgspec.json.decode(one, type=_Told) if one else nothing
-        for rank, one in zip(group.ranks, said, strict=True)
-    }
+    ranks = dict(zip(group.ranks, (one or Misfits([], 0, [], "0") for one in told), strict=True))
     unused = -1
     sentences: dict[str, list[int]] = {}
     for rank, one in ranks.items():
@@ -56,7 +70,7 @@ def raise_mismatches(found: Match, flat: Flat, stored: Sequence[StoredEntry], gr
     lines += [f"only: {pattern!r} fits no name of the state" for pattern in idle]
     # What is common to all ranks has the same place on all of them; near names are looked for among the first's.
     unexpected = [place for place in range(unused.bit_length()) if unused >> place & 1]
-    near = _near_names(flat, [stored[place].name for place in unexpected[:_MOST_TOLD]], group)
+    near = _near_names(flat, [stored[place].name for place in unexpected[:_MOST_TOLD]], group) if unexpected else {}
     for place in unexpected[:_MOST_TOLD]:
         name = stored[place].name
         lines.append(f"unexpected: {name!r} is in the checkpoint and not in the state{near.get(name, '')}")
@@ -70,19 +84,6 @@ def raise_mismatches(found: Match, flat: Flat, stored: Sequence[StoredEntry], gr
         + "".join(f"\n  {line}" for line in lines[:_MOST_TOLD])
         + (f"\n  and {more} more" if more else "")
     )
-
-
-def _tell(found: Match, stored: Sequence[StoredEntry]) -> _Told:
-    names = [entry.name for entry in stored]
-    sentences = [
-        *(
-            f"missing: {one!r} is not in the checkpoint{_near(one, names, 'it has')}"
-            for one in found.missing[:_MOST_TOLD]
-        ),
-        *found.faults[:_MOST_TOLD],
-    ]
-    bits = sum(1 << place for place in found.unexpected)
-    return _Told(sentences, len(found.faults) + len(found.missing), found.idle, f"{bits:x}")
 
 
 def _near_names(flat: Flat, unexpected: Sequence[str], group: comm.Group) -> dict[str, str]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from torch import Tensor
 
 from shardwright.checkpoint.format.datafile import BLOCK, digest
-from shardwright.checkpoint.format.manifest import Manifest, placing_to_json
-from shardwright.checkpoint.plan.sharing import Ask, Run
+from shardwright.checkpoint.format.manifest import placing_to_json
+from shardwright.checkpoint.plan.deal import Deal, Segment
+from shardwright.checkpoint.plan.find import Part
+from shardwright.checkpoint.plan.sharing import Ask
 from shardwright.checkpoint.read.file import Destination, copy_window
 from shardwright.checkpoint.read.files import Files
 from shardwright.checkpoint.read.host_window import HostWindow
+from shardwright.checkpoint.read.targets import Target
 from shardwright.checkpoint.write.file import Progress
 
 __all__ = ["digest_of_asks", "read_together"]
@@ -28,32 +31,44 @@ def digest_of_asks(asks: Sequence[Ask]) -> str:
 
 
 def read_together(
-    window: HostWindow,
-    files: Files,
-    parts: Sequence[Sequence[Run]],
-    destinations: Mapping[tuple[int, int], Sequence[Destination]],
-    progress: Progress | None = None,
+    window: HostWindow, files: Files, deal: Deal, targets: Sequence[Target], progress: Progress | None = None
 ) -> None:
-    """Fills the destinations, given by file and chunk. All ranks of the host call it, with the same segments.
+    """Fills the targets. All ranks of the host call it, with the same deal.
 
-    `progress` is told the bytes that were filled here.
+    Every rank goes through the segments of all; what a segment fills here is worked out when it is copied. `progress`
+    is told the bytes that were filled here.
     """
+    by_tensor: dict[int, list[Target]] = {}
+    for target in targets:
+        by_tensor.setdefault(target.number, []).append(target)
+    segments = [deal.segments(place) for place in range(deal.places)]
+    own: dict[int, Segment | None] = {}  # read, and not copied yet
 
     def read(number: int, slot: Tensor) -> None:
-        files.open(parts[number][0].rank).read_runs(parts[number], slot)
+        segment = own[number] = next(segments[number % deal.places], None)
+        if segment is not None:
+            files.open(segment.file.rank).read_runs(segment.runs, slot)
 
     def copy(number: int, slot: Tensor) -> None:
-        filled = 0
-        for run in parts[number]:
-            nbytes = _nbytes(files.manifest, run)
-            for destination in destinations.get((run.rank, run.chunk), ()):
-                filled += copy_window(destination, slot[run.at : run.at + nbytes], run.first * BLOCK, nbytes)
-        if progress is not None and filled:
-            progress(filled)
+        segment = own.pop(number) if number in own else next(segments[number % deal.places], None)
+        if segment is not None:
+            filled = _fill_from(segment, slot, by_tensor)
+            if progress is not None and filled:
+                progress(filled)
 
-    window.run(len(parts), read, copy)
+    window.run(deal.rounds * deal.places, read, copy)
 
 
-def _nbytes(manifest: Manifest, run: Run) -> int:
-    chunk = int(manifest.finder.file(run.rank).nbytes[run.chunk])
-    return min(run.blocks * BLOCK, chunk - run.first * BLOCK)
+def _fill_from(segment: Segment, slot: Tensor, by_tensor: dict[int, list[Target]]) -> int:
+    """Copies what a segment has of the targets; the bytes that were."""
+    plan, filled = segment.file, 0
+    for rank, chunk, first, blocks, at in segment.runs:
+        region = plan.region(chunk)
+        for target in by_tensor.get(int(plan.tensors[chunk]), ()):
+            common = target.region.intersect(region)
+            if common is not None:
+                nbytes = min(blocks * BLOCK, int(plan.nbytes[chunk]) - first * BLOCK)
+                part = Part(rank, chunk, common, region)
+                destination = Destination(part, target.tensor, target.region, target.stored)
+                filled += copy_window(destination, slot[at : at + nbytes], first * BLOCK, nbytes)
+    return filled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,18 +18,20 @@ __all__ = ["fill"]
 
 def fill(flat: Flat, found: Match) -> Any:
     """The state that was taken apart, with what was read: the same containers and tensors, other contents."""
-    for _, leaf, _ in found.tensors:
-        for part in leaf.parts:
-            if not part.tensor.is_inference():
-                # It was written to behind autograd's back: what was saved for a backward of before is stale.
-                torch.autograd.graph.increment_version(part.tensor)
+    filled = (part.tensor for _, leaf, _ in found.tensors for part in leaf.parts)
+    # They were written to behind autograd's back: what was saved for a backward of before is stale.
+    torch.autograd.graph.increment_version([tensor for tensor in filled if not tensor.is_inference()])
     return _Fill(found).fill(flat.root, flat)
 
 
 class _Fill:
     def __init__(self, found: Match) -> None:
         self._found = found
-        self._memory = {leaf.identity for _, leaf, _ in found.tensors}
+
+    @cached_property
+    def _memory(self) -> set[tuple[Any, ...]]:
+        """The identities of all leaves that were filled."""
+        return {leaf.identity for _, leaf, _ in self._found.tensors}
 
     def fill(self, node: Node, flat: Flat) -> Any:
         match node:
@@ -39,7 +42,7 @@ class _Fill:
             case ValueNode():
                 return self._found.values.get(id(node), node.original)
             case Branch(kind="d", within=within, children=children) if within is not None:
-                return self._mapping(node.original, dict(zip(within, children, strict=True)), flat)
+                return self._mapping(node.original, within, children, flat)
             case Branch(kind="l"):
                 for place, child in enumerate(node.children):
                     new = self.fill(child, flat)
@@ -62,13 +65,18 @@ class _Fill:
                 node.original.value = self.fill(node.flat.root, node.flat)
                 return node.original
 
-    def _mapping(self, original: Any, children: dict[Any, Node], flat: Flat) -> Any:
-        items = {key: self.fill(child, flat) for key, child in children.items()}
-        changed = {key: new for key, new in items.items() if new is not original[key]}
+    def _mapping(self, original: Any, within: list[Any], children: list[Node], flat: Flat) -> Any:
+        changed: dict[Any, Any] = {}
+        for key, child in zip(within, children, strict=True):
+            is_tensor = type(child) is TensorNode and not child.is_array  # as most are: filled where it is
+            new = child.original if is_tensor else self.fill(child, flat)
+            if new is not original[key]:
+                changed[key] = new
         if not changed:
             return original
         if not isinstance(original, MutableMapping):
-            return type(original)(items)  # as MappingProxyType is made; there is no rule for it
+            # As MappingProxyType is made; there is no rule for it.
+            return type(original)({key: changed.get(key, original[key]) for key in within})
         for key, new in changed.items():
             original[key] = new
         return original

@@ -14,12 +14,11 @@ import numpy as np
 from torch import Size, Tensor
 
 from shardwright import comm
-from shardwright.checkpoint.state.leaves import PLAIN, Leaf, is_nested, leaf_of, to_ours
+from shardwright.checkpoint.state.leaves import PLAIN, Leaf, Whole, is_nested, leaf_of, to_ours
 from shardwright.checkpoint.state.marks import PerRank, Stateful
-from shardwright.checkpoint.state.names import joined
+from shardwright.checkpoint.state.names import prefix
 from shardwright.checkpoint.state.values import Codec, encode_value
 from shardwright.errors import StateError
-from shardwright.layout import Layout, Region
 from shardwright.sharded import ShardedTensor
 from shardwright.tensor import DTensor
 
@@ -154,14 +153,16 @@ class _Walk:
         self._group, self._codecs, self._complete, self._of_one_rank = group, codecs, complete, of_one_rank
         self._flat = Flat(None)  # type: ignore[arg-type]  # the root is set when it is known
         self._above: set[int] = set()
-        self._layouts: dict[Size, tuple[Layout, Region]] = {}
+        self._known: dict[Size, Whole] = {}
 
     def run(self, state: Any, name: str, keys: Keys) -> Flat:
         self._flat.root = self._visit(state, name, keys, 0)
         return self._flat
 
     def _visit(self, value: Any, name: str, keys: Keys, depth: int) -> Node:
-        if type(value) in PLAIN or isinstance(value, _TENSORS):
+        if type(value) in PLAIN:
+            return self._leaf(value, value, name, keys)
+        if isinstance(value, _TENSORS):
             return self._tensor(value, name, keys)
         codec = self._codecs.get(type(value))
         if codec is None:
@@ -191,13 +192,14 @@ class _Walk:
             if self._complete is not None:
                 state = self._complete(value, state, name, keys)
             return Object(self._visit(state, name, keys, depth + 1), value, name)
+        begin = prefix(name)
         if isinstance(value, Mapping):
             within = [_plain_key(key, value, name) for key in value]
-            children = [self._visit(value[key], joined(name, key), (*keys, key), depth + 1) for key in within]
+            children = [self._visit(value[key], f"{begin}{key}", (*keys, key), depth + 1) for key in within]
             return Branch("d", within, children, value, name)
         if isinstance(value, list | tuple):
             children = [
-                self._visit(item, joined(name, place), (*keys, place), depth + 1) for place, item in enumerate(value)
+                self._visit(item, f"{begin}{place}", (*keys, place), depth + 1) for place, item in enumerate(value)
             ]
             return Branch("t" if isinstance(value, tuple) else "l", None, children, value, name)
         raise StateError(
@@ -206,33 +208,35 @@ class _Walk:
         )
 
     def _tensor(self, value: Any, name: str, keys: Keys) -> TensorNode:
-        flat, number = self._flat, len(self._flat.leaves)
-        ours, is_array = value, False
-        if type(value) not in PLAIN:
-            is_array = isinstance(value, np.ndarray)
-            if is_array and type(value) not in _ARRAYS:
+        """What is no plain tensor, but one of ours, of PyTorch's, or an array."""
+        if isinstance(value, np.ndarray):
+            if type(value) not in _ARRAYS:
                 raise StateError(
                     f"{name or 'the state'}: a {type(value).__module__}.{type(value).__qualname__} is more than its "
                     "numbers, and those alone would be stored: give np.asarray(...) of it, and what else it has"
                 )
-            ours = value if is_array else to_ours(value)
-            if self._of_one_rank and isinstance(ours, DTensor | ShardedTensor):
-                raise StateError(
-                    f"{name}: a {type(value).__name__} in a PerRank: it belongs to several ranks, not to one"
-                )
-            if isinstance(ours, ShardedTensor):
-                flat.sharded[number] = ours
-                flat.is_nested |= is_nested(ours)
-        flat.leaves.append(leaf_of(ours, name or "the state", self._group, self._layouts))
-        flat.names.append(name)
-        return TensorNode(number, is_array, value, name, keys)
+            return self._leaf(value, value, name, keys, is_array=True)
+        ours = to_ours(value)
+        if self._of_one_rank and isinstance(ours, DTensor | ShardedTensor):
+            raise StateError(f"{name}: a {type(value).__name__} in a PerRank: it belongs to several ranks, not to one")
+        if isinstance(ours, ShardedTensor):
+            self._flat.sharded[len(self._flat.leaves)] = ours
+            self._flat.is_nested |= is_nested(ours)
+        return self._leaf(ours, value, name, keys)
+
+    def _leaf(self, ours: Any, value: Any, name: str, keys: Keys, is_array: bool = False) -> TensorNode:
+        leaves = self._flat.leaves
+        node = TensorNode(len(leaves), is_array, value, name, keys)
+        leaves.append(leaf_of(ours, name or "the state", self._group, self._known))
+        self._flat.names.append(name)
+        return node
 
 
 def _plain_key(key: Any, within: Mapping[Any, Any], name: str) -> Any:
     """A key as JSON has it: what is of a subclass (an IntEnum, an np.float64) is stored as the plain value it is."""
-    fault, plain = None, key
-    if key is None or isinstance(key, bool):
+    if (type(key) is str and key.isascii()) or key is None or isinstance(key, bool):
         return key
+    fault, plain = None, key
     if isinstance(key, str):
         plain = str.__str__(key)
         try:

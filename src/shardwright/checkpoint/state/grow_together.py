@@ -24,10 +24,11 @@ def grow_together(
     group: comm.Group,
     again: Callable[[completing], Flat],
 ) -> tuple[Flat, completing]:
-    """The state as `complete` made it, or made `again` without what other ranks have. All ranks call it."""
+    """The state as `complete` made it, or made `again` without what other ranks have.
+
+    All ranks of the group call it, once any of them has made something.
+    """
     new = complete.grown
-    if group.size == 1 or not any(comm.gather_bytes(b"1" if new else b"", group, what="load: states that grow")):
-        return flat, complete
     common = [place for place, entry in enumerate(stored) if not entry.of_rank]
     mine = asked_for(flat, stored) - new
     said = comm.gather_bytes(_bits(mine.intersection(common)), group, what="load: what ranks have")

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwright.checkpoint.format.stored import StoredEntry, StoredTensor
 from shardwright.checkpoint.state.flatten import Keys
 from shardwright.checkpoint.state.marks import PerRank
-from shardwright.checkpoint.state.names import joined
+from shardwright.checkpoint.state.names import joined, prefix
 from shardwright.checkpoint.state.values import EnumValue
 
 __all__ = ["ABSENT", "Behind", "Grove", "behind", "behind_text", "grow", "grown", "plain", "planted"]
@@ -53,12 +53,12 @@ class Grove(NamedTuple):
 
 def behind(stored: Iterable[StoredEntry], name: str, keys: Keys) -> Iterator[Behind]:
     """What is stored under a name, or under the keys that lead there."""
-    prefix, depth = f"{name}." if name else "", len(keys)
+    begin, depth = prefix(name), len(keys)
     for entry in stored:
         if entry.keys is not None and len(entry.keys) > depth and entry.keys[:depth] == keys:
             yield Behind(entry.keys[depth:], entry.within[depth:], entry)
-        elif entry.name.startswith(prefix) and entry.name != name:
-            yield behind_text(entry, entry.name[len(prefix) :])
+        elif entry.name.startswith(begin) and entry.name != name:
+            yield behind_text(entry, entry.name[len(begin) :])
 
 
 def behind_text(entry: StoredEntry, text: str) -> Behind:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, NoReturn, final
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -19,12 +19,12 @@ from shardwright.layout import Layout, Mesh, Region, Replicate
 from shardwright.sharded import ShardedTensor, ShardedTensorBase
 from shardwright.tensor import DTensor
 
-__all__ = ["PLAIN", "Leaf", "Part", "is_nested", "leaf_of", "to_ours"]
+__all__ = ["PLAIN", "Leaf", "Part", "Whole", "is_nested", "leaf_of", "to_ours"]
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """The types of tensors that all ranks hold whole; a `torch.nn.Buffer` is a `Tensor`."""
-_NAMES = {  # of all that are stored: not those of less than a byte, which torch itself can hardly copy
-    dtype: name for name, dtype in DTYPES.items() if not re.fullmatch(r"u?int[1-7]|bits.*", name)
+_STORED = {  # name and itemsize of all that are: not those of less than a byte, which torch itself can hardly copy
+    dtype: (name, dtype.itemsize) for name, dtype in DTYPES.items() if not re.fullmatch(r"u?int[1-7]|bits.*", name)
 }
 
 _known_pieces: WeakValueDictionary[tuple[Any, ...], Pieces] = WeakValueDictionary()
@@ -37,13 +37,22 @@ class Part(NamedTuple):
     tensor: Tensor
 
 
+class Whole(NamedTuple):
+    """What plain tensors of one shape have in common: all ranks hold all of it."""
+
+    layout: Layout
+    region: Region
+    is_held: bool
+
+
 @final
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)  # not frozen: that would cost as much as all else that is done for a small tensor
 class Leaf:
     """A tensor of the state: its dtype, its placing, and the parts that this rank has of it.
 
     `identity` is equal for leaves that are one memory, seen alike. Where this rank holds no elements of the tensor
-    (`is_held`), that they are not one is no more than a guess.
+    (`is_held`), that they are not one is no more than a guess. `is_straight` if the bytes of each part
+    lie in host memory one after the other, as they are stored.
     """
 
     dtype: str
@@ -52,6 +61,7 @@ class Leaf:
     parts: tuple[Part, ...]
     identity: tuple[Any, ...]
     is_held: bool
+    is_straight: bool
 
 
 def to_ours(value: Any) -> Any:
@@ -72,8 +82,8 @@ def is_nested(value: Any) -> bool:
     )
 
 
-def leaf_of(value: Any, path: str, group: comm.Group, known: dict[torch.Size, tuple[Layout, Region]]) -> Leaf:
-    """The leaf of a tensor of ours, of a plain one, or of an array; `known` is room for the layouts of plain ones."""
+def leaf_of(value: Any, path: str, group: comm.Group, known: dict[torch.Size, Whole]) -> Leaf:
+    """The leaf of a tensor of ours, of a plain one, or of an array; `known` is room for what plain ones share."""
     if type(value) not in PLAIN:
         if isinstance(value, DTensor):
             return _distributed(value, path)
@@ -82,14 +92,17 @@ def leaf_of(value: Any, path: str, group: comm.Group, known: dict[torch.Size, tu
         if not isinstance(value, np.ndarray):
             raise StateError(f"{path}: {type(value).__name__} is a tensor of a kind that is not known here")
         value = _from_numpy(value, path)
-    _check(value, path)
+    dtype, itemsize = _check(value, path)
     shape = value.shape
-    found = known.get(shape)
-    if found is None:
-        whole = Layout(Mesh((group.size,), ranks=group.ranks), [Replicate()], shape)
-        found = known[shape] = whole, Region.whole(shape)
-    layout, region = found
-    return _leaf(value, layout, (Part(region, value.detach()),))
+    whole = known.get(shape)
+    if whole is None:
+        layout = Layout(Mesh((group.size,), ranks=group.ranks), [Replicate()], shape)
+        whole = known[shape] = Whole(layout, Region.whole(shape), 0 not in shape)
+    layout, region, is_held = whole
+    tensor = value.detach()
+    is_straight = _is_straight(tensor)
+    identity = (id(layout), _seen(tensor, is_straight))
+    return Leaf(dtype, itemsize, layout, (Part(region, tensor),), identity, is_held, is_straight)
 
 
 def _distributed(value: DTensor, path: str) -> Leaf:
@@ -116,21 +129,29 @@ def _sharded(value: ShardedTensor, path: str) -> Leaf:
     parts = tuple(Part(shard.metadata.region, shard.tensor.detach()) for shard in shards)
     for part in parts:
         _check(part.tensor, path)
-    _check_dtype(value.dtype, path)
+    if value.dtype not in _STORED:
+        _refuse(value.dtype, path)
     return _leaf(value, pieces, parts)
 
 
 def _leaf(value: Tensor, placing: Placing, parts: tuple[Part, ...]) -> Leaf:
-    seen = (id(placing), *(_seen(tensor) for _, tensor in parts)) if parts else (id(placing), id(value))
+    straight = [_is_straight(tensor) for _, tensor in parts]
+    seen = [_seen(part.tensor, is_straight) for part, is_straight in zip(parts, straight, strict=True)]
     held = any(tensor.numel() > 0 for _, tensor in parts)
-    return Leaf(_NAMES[value.dtype], value.dtype.itemsize, placing, parts, seen, held)
+    identity = (id(placing), *seen) if parts else (id(placing), id(value))
+    return Leaf(*_STORED[value.dtype], placing, parts, identity, held, all(straight))
 
 
-def _seen(tensor: Tensor) -> tuple[Any, ...]:
-    """A tensor's memory and how it is seen."""
-    flags = tensor.is_neg(), tensor.is_conj()
+def _is_straight(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def _seen(tensor: Tensor, is_straight: bool) -> tuple[Any, ...]:
+    """A tensor's memory and how it is seen; the placing has its shape, which says the rest of one that is straight."""
     where = tensor.data_ptr() or tensor.untyped_storage()._cdata  # an empty one lies nowhere, but has a storage
-    return where, tensor.device, tensor.shape, tensor.stride(), tensor.dtype, flags
+    if is_straight:
+        return where, tensor.dtype
+    return where, tensor.device, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg(), tensor.is_conj()
 
 
 def _from_numpy(array: np.ndarray[Any, Any], path: str) -> Tensor:
@@ -147,19 +168,18 @@ def _from_numpy(array: np.ndarray[Any, Any], path: str) -> Tensor:
         ) from None
 
 
-def _check(tensor: Tensor, path: str) -> None:
-    if tensor.is_quantized:
-        raise StateError(
-            f"{path}: a quantised tensor ({tensor.dtype}) is not stored: dequantise it, or store int_repr() and its "
-            "parameters"
-        )
+def _check(tensor: Tensor, path: str) -> tuple[str, int]:
+    """The name of its dtype and its itemsize, if it can be stored."""
     if tensor.layout != torch.strided:
         raise StateError(f"{path}: a tensor of layout {tensor.layout} is not stored: call to_dense()")
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise StateError(f"{path}: a tensor on the meta device has no memory: materialise it first, with to_empty()")
-    _check_dtype(tensor.dtype, path)
+    return _STORED.get(tensor.dtype) or _refuse(tensor.dtype, path)
 
 
-def _check_dtype(dtype: torch.dtype, path: str) -> None:
-    if dtype not in _NAMES:
-        raise StateError(f"{path}: {dtype} is not stored: view it as torch.uint8, and keep its dtype beside it")
+def _refuse(dtype: torch.dtype, path: str) -> NoReturn:
+    if str(dtype).startswith("torch.q"):
+        raise StateError(
+            f"{path}: a quantised tensor ({dtype}) is not stored: dequantise it, or store int_repr() and its parameters"
+        )
+    raise StateError(f"{path}: {dtype} is not stored: view it as torch.uint8, and keep its dtype beside it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["joined"]
+__all__ = ["joined", "prefix"]
 
 
 def joined(name: str, key: Any) -> str:
@@ -13,4 +13,13 @@ def joined(name: str, key: Any) -> str:
     >>> joined("layers", 0), joined("", "weight")
     ('layers.0', 'weight')
     """
-    return f"{name}.{key}" if name else str(key)
+    return f"{prefix(name)}{key}"
+
+
+def prefix(name: str) -> str:
+    """What the names of all that lies under a name begin with.
+
+    >>> prefix("layers"), prefix("")
+    ('layers.', '')
+    """
+    return f"{name}." if name else ""

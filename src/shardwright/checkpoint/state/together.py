@@ -62,7 +62,7 @@ def unite(flat: Flat, group: comm.Group) -> United:
     """The state of all ranks of the group. They talk; whatever is wrong is raised on all of them alike."""
     own, heads = _compare(flat, group)
     if any(head.is_nested for head in heads):
-        _flatten_nested(flat, group)
+        make_explicit(flat, group)
         own, heads = _compare(flat, group)
     parts, place = [(group.ranks, own)], 0
     if any(head.digest != heads[0].digest for head in heads):
@@ -116,13 +116,10 @@ def _by_number(leaves: Sequence[Leaf], numbers: Sequence[int]) -> dict[int, Leaf
 
 
 def make_explicit(flat: Flat, group: comm.Group) -> None:
-    """Has ShardedTensors whose shards are sharded again hold their innermost boxes. All ranks of the group call it."""
-    said = comm.gather_bytes(b"1" if flat.is_nested else b"", group, what="load: nested ShardedTensors")
-    if any(said):
-        _flatten_nested(flat, group)
+    """Has ShardedTensors whose shards are sharded again hold their innermost boxes.
 
-
-def _flatten_nested(flat: Flat, group: comm.Group) -> None:
+    All ranks of the group call it, once any of them knows of one: the others may hold nothing of it.
+    """
     by_name: dict[str, int] = {}
     for number in flat.sharded:
         name = flat.names[number]

@@ -25,33 +25,39 @@ class Stop:
         return bool(self.errors)
 
 
-def in_threads(work: Callable[[int, int, Stop], None], parts: Sequence[tuple[int, int]]) -> None:
-    """Calls `work(first, last, stop)` for every part, each in a thread of its own, the first in this one.
+def in_threads(
+    work: Callable[[int, int, Stop], None], parts: Sequence[tuple[int, int]], threads: int | None = None
+) -> None:
+    """Calls `work(first, last, stop)` for every part: the first in this thread, others in as many as there are parts.
+
+    Or in fewer `threads`: whoever is done takes the next part, so one whose core is busy does not hold up the rest.
 
     >>> done = []
-    >>> in_threads(lambda first, last, stop: done.append(last - first), [(0, 3), (3, 5)])
+    >>> in_threads(lambda first, last, stop: done.append(last - first), [(0, 3), (3, 5), (5, 9)], threads=2)
     >>> sorted(done)
-    [2, 3]
+    [2, 3, 4]
     """
     stop = Stop()
+    waiting = iter(list(parts))  # of a list: whoever asks, each part is given once
+    mine = next(waiting, None)
 
-    def guarded(first: int, last: int) -> None:
+    def take(part: tuple[int, int] | None) -> None:
         try:
-            work(first, last, stop)
+            while part is not None and not stop:
+                work(*part, stop)
+                part = next(waiting, None)
         except BaseException as error:  # noqa: BLE001  raised again below
             stop.errors.append(error)
 
-    here, others = list(parts[:1]), []
-    for part in parts[1:]:
-        thread = threading.Thread(target=guarded, args=part, daemon=True)
+    others = []
+    for _ in range(min(len(parts), threads or len(parts)) - 1):
+        thread = threading.Thread(target=lambda: take(next(waiting, None)), daemon=True)
         try:
             thread.start()
         except RuntimeError:  # no more threads are to be had, or none any more: the interpreter is ending
-            here.append(part)
-        else:
-            others.append(thread)
-    for part in here:
-        guarded(*part)
+            break
+        others.append(thread)
+    take(mine)
     for thread in others:
         while thread.is_alive():
             try:

@@ -30,6 +30,8 @@ __all__ = ["Buffer", "Buffers", "buffers", "release_buffers", "stage", "windows"
 _SMALL = 256 << 10  # bytes of a tensor on a GPU that is copied together with others
 _GROUP = 32 << 20  # bytes of those together
 _LEAST = 4 << 20  # bytes for which another thread is worth starting
+_TURN = 16 << 20  # bytes that a thread copies until it takes more: many huge pages, so that two rarely share one
+_PIECE = 512 << 10  # bytes of one call: as long as they fit the core's cache, libc uses the processor's own copy
 
 
 @final
@@ -173,27 +175,25 @@ def stage(file: DataFile, chunks: Sequence[Tensor], first: int, last: int, buffe
     straight = Blocks(*(column[inside] for column in straight))
     targets = places.addresses[straight.numbers - first]
     _copy_aside(file, chunks, np.flatnonzero(addresses < 0), places, first, last, buffer)
+    turns = max(threads, int(straight.nbytes.sum()) // _TURN)
     in_threads(
         lambda low, high, stop: _copy_straight(
             straight.addresses[low:high], targets[low:high], straight.nbytes[low:high], stop
         ),
-        split(straight.nbytes, threads, least=_LEAST),
+        split(straight.nbytes, turns, least=_LEAST),
+        threads,
     )
     _await_devices(chunks)
     return places
 
 
 def _copy_straight(sources: Integers, targets: Integers, nbytes: Integers, stop: Stop) -> None:
-    """Copies blocks, those that are neighbours on both sides at once; without the GIL."""
-    if not len(sources):
-        return
-    joined = (sources[1:] == sources[:-1] + nbytes[:-1]) & (targets[1:] == targets[:-1] + nbytes[:-1])
-    heads = np.concatenate([[0], np.flatnonzero(~joined) + 1])
-    sizes = np.add.reduceat(nbytes, heads)
-    for target, source, size in zip(targets[heads].tolist(), sources[heads].tolist(), sizes.tolist(), strict=True):
+    """Copies blocks in pieces, without the GIL."""
+    for target, source, size in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
         if stop:
             return
-        ctypes.memmove(target, source, size)
+        for at in range(0, size, _PIECE):
+            ctypes.memmove(target + at, source + at, min(_PIECE, size - at))
 
 
 def _copy_aside(

@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-import shardwright as sw
 from shardwright import comm
-from shardwright.layout import Layout, Mesh, Partial, Placement
+from shardwright.layout import Layout, Mesh, Partial, Placement, Replicate
+from shardwright.tensor import DTensor, manual_seed, trace
 from shardwright.testing.operators.cases import Case
 from shardwright.testing.operators.database import OpSample, samples_of
 from shardwright.testing.proof.sample import tensors_in
@@ -59,28 +59,28 @@ class Ours:
 
     def begin(self, mesh: tuple[int, ...]) -> Any:
         """A mesh of the world's ranks."""
-        sw.manual_seed(0)
+        manual_seed(0)
         return _mesh_of(mesh)
 
     def distribute(self, local: Tensor, whole: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:
         """The local part, tagged."""
-        tensor: Tensor = sw.DTensor.from_local(local, mesh, list(placements), shape=tuple(whole.shape))
+        tensor: Tensor = DTensor.from_local(local, mesh, list(placements), shape=tuple(whole.shape))
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All of it."""
-        return tensor.full_tensor() if isinstance(tensor, sw.DTensor) else tensor
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     @contextmanager
     def watch(self) -> Iterator[Callable[[], bool]]:
         """By the trace."""
-        with sw.trace() as seen:
+        with trace() as seen:
             yield lambda: any(operation.fell_back for operation in seen.operations)
 
 
 @lru_cache(maxsize=8)  # a mesh has groups of its own, with threads: one for each world
 def _mesh_of(shape: tuple[int, ...]) -> Any:
-    return sw.init_device_mesh("cpu", shape)
+    return comm.init_device_mesh("cpu", shape)
 
 
 comm.on_forget(_mesh_of.cache_clear)
@@ -102,7 +102,7 @@ def run_case(system: System, case: Case, gradients: bool = True) -> Outcome:
         shapes_only = case.operator in SHAPES_ONLY or (is_drawn and not system.draws_alike)
         try:
             if is_drawn and not shapes_only:  # what is drawn is to be what is drawn for whole tensors
-                uncut = case._replace(placements=tuple((sw.Replicate(),) * len(case.mesh) for _ in case.placements))
+                uncut = case._replace(placements=tuple((Replicate(),) * len(case.mesh) for _ in case.placements))
                 expected, expected_gradients = _distributed(system, sample, whole, mesh, uncut, gradients)
                 system.begin(case.mesh)
             with system.watch() as fell:
@@ -140,7 +140,7 @@ def _distributed(
     if gradients:
 
         def spread(weights: Tensor) -> Tensor:
-            return system.distribute(weights, weights, mesh, [sw.Replicate()] * len(case.mesh))
+            return system.distribute(weights, weights, mesh, [Replicate()] * len(case.mesh))
 
         found = _gradients(sample, result, leaves, spread)
         if found is not None:

@@ -54,7 +54,7 @@ def prove(func: Any, *args: Any, ranks: int = 3, rule: Rule | None = None, value
     op = operator(name)
     asked = rule if rule is not None or op is None else op.rule
     if asked is None:
-        raise TensorError(f"{name} has no rule to prove: register one with shardwright.tensor.registry.rule")
+        raise TensorError(f"{name} has no rule to prove: register one with shardwright.register_rule")
     sample = Sample(func, args, kwargs, inplace)
     tensors = sample.tensors
     if not tensors:

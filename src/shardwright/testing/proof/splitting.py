@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
     "product": lambda stacked: stacked.prod(0),
     "bor": lambda stacked: stacked.bool().any(0),
     "band": lambda stacked: stacked.bool().all(0),
-    "bxor": lambda stacked: stacked.sum(0) % 2,
+    "bxor": lambda stacked: reduce(torch.bitwise_xor, stacked),
 }
 
 

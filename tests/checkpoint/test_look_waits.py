@@ -1,0 +1,67 @@
+"""Who looks at a place to which this process still saves in the background sees what is being saved there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright import checkpoint
+from shardwright.storage import Calls, LocalStorage
+
+
+class Gate(Calls):
+    """Writes wait until the gate is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        assert self.opened.wait(60)
+        return super().pwritev(fd, buffers, offset)
+
+
+def first_element(path: Path) -> Any:
+    with checkpoint.open(path) as saved:
+        return saved["w"][0].item()
+
+
+def verified_save(path: Path) -> Any:
+    report = checkpoint.verify(path)
+    assert report
+    with checkpoint.open(path) as saved:
+        assert saved.save_id == report.save_id
+        return saved["w"][0].item()
+
+
+def loaded(path: Path) -> Any:
+    return checkpoint.load(path)["w"][0].item()
+
+
+@pytest.mark.parametrize("look", [first_element, verified_save, loaded])
+def test_they_see_the_save_that_was_running(tmp_path: Path, look: Callable[[Path], Any]) -> None:
+    folder, link = tmp_path / "saved", tmp_path / "link"
+    checkpoint.save({"w": torch.zeros(5)}, folder)
+    link.symlink_to(folder)
+    gate = Gate()
+    saving = checkpoint.async_save({"w": torch.ones(5)}, LocalStorage(folder, gate))
+    opening = threading.Timer(0.2, gate.opened.set)
+    opening.start()
+    assert look(link) == 1
+    opening.join()
+    saving.wait()
+
+
+@pytest.mark.parametrize("look", [first_element, verified_save, loaded])
+def test_a_save_elsewhere_is_not_waited_for(tmp_path: Path, look: Callable[[Path], Any]) -> None:
+    checkpoint.save({"w": torch.zeros(5)}, tmp_path / "here")
+    gate = Gate()
+    saving = checkpoint.async_save({"w": torch.ones(5)}, LocalStorage(tmp_path / "there", gate))
+    assert look(tmp_path / "here") == 0
+    assert not saving.done()
+    gate.opened.set()
+    saving.wait()
