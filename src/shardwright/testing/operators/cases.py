@@ -16,7 +16,11 @@ __all__ = ["Case", "cases_of"]
 
 
 class Case(NamedTuple):
-    """One sample of an operator, and how each of its tensors is laid out over the mesh."""
+    """One sample of an operator, and how each of its tensors is laid out over the mesh.
+
+    >>> print(Case("mul", 0, (4,), ((Shard(0),), (Replicate(),))))
+    mul[0] on 4: S(0); R
+    """
 
     operator: str
     sample: int
@@ -32,6 +36,9 @@ def cases_of(operator: str, mesh: tuple[int, ...], least: int = 8, most: int = 2
     """Cases of an operator: every sample at least once where there are at most `most`, and at least `least` in all.
 
     An operator whose inputs can be laid out in fewer manners has fewer.
+
+    >>> len(cases_of("mul", (2, 2))) >= 8
+    True
     """
     generator = random.Random(f"{operator}/{mesh}/{seed}")
     samples = samples_of(operator)

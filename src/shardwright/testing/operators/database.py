@@ -93,13 +93,21 @@ def _by_name() -> dict[str, Entry]:
 
 
 def entry(name: str) -> Entry:
-    """The entry of a name."""
+    """The entry of a name.
+
+    >>> entry("add").dtype
+    torch.float64
+    """
     return _by_name()[name]
 
 
 @lru_cache(maxsize=8)
 def samples_of(name: str) -> tuple[OpSample, ...]:
-    """One sample of each pattern of an entry, the same in every process."""
+    """One sample of each pattern of an entry, the same in every process.
+
+    >>> [tuple(tensor.shape) for tensor in samples_of("mm")[0].tensors]
+    [(5, 10), (10, 5)]
+    """
     return tuple(_samples(entry(name)))
 
 

@@ -27,7 +27,11 @@ SHAPES_ONLY = frozenset(("empty", "empty_like", "empty_strided", "empty_permuted
 
 
 class Outcome(NamedTuple):
-    """What became of a case on a rank."""
+    """What became of a case on a rank.
+
+    >>> Outcome("refused", "InPlaceError: ...").kind
+    'refused'
+    """
 
     kind: Kind
     text: str = ""
@@ -35,7 +39,12 @@ class Outcome(NamedTuple):
 
 
 class System(Protocol):
-    """A library of distributed tensors, as a case needs it."""
+    """A library of distributed tensors, as a case needs it.
+
+    >>> system: System = Ours()
+    >>> system.draws_alike
+    True
+    """
 
     draws_alike: bool  # whether numbers that are drawn are the same however the tensors are laid out
 
@@ -53,7 +62,11 @@ class System(Protocol):
 
 
 class Ours:
-    """shardwright."""
+    """shardwright.
+
+    >>> Ours().begin((1,)).shape
+    (1,)
+    """
 
     draws_alike = True
 
@@ -87,7 +100,11 @@ comm.on_forget(_mesh_of.cache_clear)
 
 
 def run_case(system: System, case: Case, gradients: bool = True) -> Outcome:
-    """What became of a case on this rank; every rank of the world calls it."""
+    """What became of a case on this rank; every rank of the world calls it.
+
+    >>> run_case(Ours(), Case("mul", 0, (1,), ((Replicate(),), (Replicate(),)))).kind
+    'right'
+    """
     sample = samples_of(case.operator)[case.sample]
     whole = [tensor.detach() for tensor in sample.tensors]
     with warnings.catch_warnings():
