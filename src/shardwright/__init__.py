@@ -1,6 +1,6 @@
 """Sharded tensors you can compute with, and checkpoints you can trust, on PyTorch."""
 
-from shardwright import checkpoint, sharded
+from shardwright import checkpoint, rules, sharded
 from shardwright.comm import DeviceMesh, init_device_mesh
 from shardwright.layout import Layout, Mesh, Partial, Placement, Ragged, Region, Replicate, Shard
 from shardwright.tensor import (
@@ -10,6 +10,7 @@ from shardwright.tensor import (
     TensorMeta,
     Trace,
     communication,
+    compile,
     defer_gradient_reduction,
     distribute_module,
     distribute_tensor,
@@ -17,6 +18,7 @@ from shardwright.tensor import (
     explain,
     full,
     implicit_replication,
+    local_map,
     manual_seed,
     normal,
     ones,
@@ -24,6 +26,7 @@ from shardwright.tensor import (
     randint,
     randn,
     randperm,
+    register_rule,
     trace,
     verify_ranks,
     visualize,
@@ -47,6 +50,7 @@ __all__ = [
     "Trace",
     "checkpoint",
     "communication",
+    "compile",
     "defer_gradient_reduction",
     "distribute_module",
     "distribute_tensor",
@@ -55,6 +59,7 @@ __all__ = [
     "full",
     "implicit_replication",
     "init_device_mesh",
+    "local_map",
     "manual_seed",
     "normal",
     "ones",
@@ -62,6 +67,8 @@ __all__ = [
     "randint",
     "randn",
     "randperm",
+    "register_rule",
+    "rules",
     "sharded",
     "trace",
     "verify_ranks",

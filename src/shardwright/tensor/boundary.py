@@ -20,7 +20,15 @@ from shardwright.tensor.movement import move
 from shardwright.tensor.types import ENTERED, REPLICATE
 from shardwright.tensor.waiting import start_moving
 
-__all__ = ["distribute_module", "distribute_tensor", "from_local", "rebuild", "redistribute", "to_local"]
+__all__ = [
+    "distribute_module",
+    "distribute_tensor",
+    "for_gradient",
+    "from_local",
+    "rebuild",
+    "redistribute",
+    "to_local",
+]
 
 
 def distribute_tensor(
@@ -183,12 +191,12 @@ def to_local(tensor: DTensor, grad_placements: Sequence[object] | None) -> Tenso
     with no_torch_function():
         if grad_placements is None:
             return tensor.view_as(tensor)
-        target = _for_gradient(layout, grad_placements)
+        target = for_gradient(layout, grad_placements)
         moved = move(tensor, layout, target)
         return tensor.view_as(tensor) if moved is tensor else moved
 
 
-def _for_gradient(layout: Layout, grad_placements: Sequence[object]) -> Layout:
+def for_gradient(layout: Layout, grad_placements: Sequence[object]) -> Layout:
     """The layout whose gradient has these placements: a replicate with a partial gradient has entered."""
     given = [as_placement(placement) for placement in grad_placements]
     if len(given) != layout.mesh.ndim:

@@ -12,6 +12,7 @@ from shardwright.errors import MeshMismatchError, MixedTensorsError
 from shardwright.layout import Layout
 from shardwright.tensor import policy
 from shardwright.tensor.local import DTensorBase, alias, disabled, tag
+from shardwright.tensor.reenter import made_by_torch
 from shardwright.tensor.refusals import refuse_functional
 from shardwright.tensor.registry import takes_numbers_by_type
 from shardwright.tensor.types import REPLICATE
@@ -110,7 +111,8 @@ def _numbers_to_one_mesh(
 def admit(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     """The arguments, with plain tensors made DTensors where that cannot be wrong, and refused with the fix elsewhere.
 
-    It cannot be wrong for 0-dimensional tensors without gradient, and where `implicit_replication` is on.
+    It cannot be wrong for 0-dimensional tensors without gradient, for those that torch's own code made on its way, and
+    where `implicit_replication` is on.
     """
     everything = [*tensors_in(args), *tensors_in(kwargs.values())]
     ours = [tensor for tensor in everything if isinstance(tensor, DTensorBase)]
@@ -132,7 +134,7 @@ def admit(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Seque
     def visit(value: Any, where: str) -> Any:
         if isinstance(value, Tensor) and not isinstance(value, DTensorBase):
             refuse_functional(value, f"{name}: {where}")
-            if (value.ndim == 0 and not value.requires_grad) or policy.replicates_implicitly():
+            if (value.ndim == 0 and not value.requires_grad) or policy.replicates_implicitly() or made_by_torch():
                 return tag(alias(value), Layout(beside.mesh, [REPLICATE] * beside.mesh.ndim, value.shape))
             raise MixedTensorsError(
                 f"{name}: {where} is a plain tensor of shape {tuple(value.shape)} beside a DTensor {beside}: say how "

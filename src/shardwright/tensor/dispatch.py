@@ -32,11 +32,13 @@ from shardwright.tensor.local import (
     tag_results,
 )
 from shardwright.tensor.movement import differs
+from shardwright.tensor.recording import unrecorded
 from shardwright.tensor.registry import FAST, Op
 from shardwright.tensor.rules.foreach import LIST_FUNCTIONS
 from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation
 from shardwright.tensor.strides import global_stride
 from shardwright.tensor.types import settled
+from shardwright.tensor.write_through import has_origin, remember_origin
 
 __all__ = ["CallPlan", "call_by_rule", "call_known", "call_uniform", "meta_of"]
 
@@ -92,7 +94,9 @@ def call_known(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if call.key is None or not call.tensors:
         return NotImplemented
     plan = call.tensors[0]._layout.plans.get(call.key)
-    return NotImplemented if plan is None else _execute(plan, func, args, kwargs, call)
+    if plan is None or (plan.inplace and has_origin(call.tensors[0])):
+        return NotImplemented
+    return _execute(plan, func, args, kwargs, call)
 
 
 def call_by_rule(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -128,8 +132,10 @@ def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call:
     tagged = tag_results(result, plan.outs, call.tensors)
     if plan.copied:
         mark_copied(tagged, plan.name)
+        remember_origin(tagged, plan.name, call.tensors[0], args)
     elif plan.view and "_copied" in call.tensors[0].__dict__:  # a view of a copy is no view of the original either
         mark_copied(tagged, call.tensors[0]._copied, sharing=call.tensors[0])
+        remember_origin(tagged, plan.name, call.tensors[0], args)
     return tagged
 
 
@@ -214,7 +220,7 @@ def _output_shapes(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[
     """The outputs' global shapes, by a call on meta tensors: torch's own checks come with it, alike on all ranks."""
     meta_args, meta_kwargs = map_tensors(args, kwargs, meta_of)  # type: ignore[arg-type]  # only DTensors are mapped
     meta_kwargs = {k: torch.device("meta") if k == "device" and v is not None else v for k, v in meta_kwargs.items()}
-    with torch.no_grad():
+    with torch.no_grad(), unrecorded():
         result = func(*meta_args, **meta_kwargs)
     flat = result if isinstance(result, list | tuple) else [result]
     return tuple(tuple(value.shape) for value in flat if isinstance(value, torch.Tensor))

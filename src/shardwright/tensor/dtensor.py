@@ -438,7 +438,7 @@ class DTensor(DTensorBase):
         gradient = self.grad
         if gradient is not None:
             result.grad = copy.deepcopy(gradient, memo)
-        others = {k: v for k, v in self.__dict__.items() if k not in ("_layout", "_copied", "_untracked")}
+        others = {k: v for k, v in self.__dict__.items() if k not in ("_layout", "_copied", "_origin", "_untracked")}
         result.__dict__.update(copy.deepcopy(others, memo))
         return result
 

@@ -18,6 +18,7 @@ from shardwright.layout import Layout, Partial
 from shardwright.tensor.enter import forget_entered, reducing_now
 from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.movement import move
+from shardwright.tensor.recording import refuse_to_record
 from shardwright.tensor.types import dual, settled
 
 __all__ = ["backward", "grad", "gradient_layout", "register_hook"]
@@ -91,6 +92,7 @@ def grad(
 
 
 def _roots(tensors: Any, seeds: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    refuse_to_record("the program takes gradients itself: return what is to be differentiated, and do so outside")
     roots = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
     given: Sequence[Any] = (seeds,) if seeds is None or isinstance(seeds, Tensor) else tuple(seeds)
     if len(given) == 1 and given[0] is None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from shardwright.layout import Layout
 from shardwright.tensor.local import DTensorBase, no_torch_function, tag
 from shardwright.tensor.movement import differs, move
+from shardwright.tensor.recording import as_step, is_recording
 from shardwright.tensor.types import ENTERED, dual, settled
 
 __all__ = ["defer_gradient_reduction", "forget_entered", "move_operand", "reducing_now"]
@@ -48,6 +49,8 @@ def move_operand(tensor: DTensorBase, source: Layout, target: Layout) -> Tensor:
     """An operand brought to where its operator wants it; shared where it is a parameter that enters."""
     if not (tensor.requires_grad and torch.is_grad_enabled() and tensor.is_leaf and ENTERED in target.placements):
         return move(tensor, source, target)
+    if is_recording():
+        return as_step(move_operand, tensor, source, target)  # type: ignore[no-any-return]  # it is this function's
     key = (id(tensor), target)
     known = _shared.get(key)
     version = tensor._version

@@ -29,6 +29,8 @@ def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     policy.check(name, [(tensor._layout, target) for tensor, target in zip(call.tensors, targets, strict=True)])
     with no_torch_function():
         whole = [move(tensor, tensor._layout, target) for tensor, target in zip(call.tensors, targets, strict=True)]
+        if "::" in name:
+            whole = [tensor.view_as(tensor) for tensor in whole]  # a user's operator may save them for its backward
         versions = [_version(tensor) for tensor in whole]
         each = iter(whole)
         plain_args, plain_kwargs = map_tensors(args, kwargs, lambda _: next(each))

@@ -27,6 +27,7 @@ from shardwright.tensor.registry import canonical_name, operator
 from shardwright.tensor.reshape_in_place import RESHAPES, reshape_in_place
 from shardwright.tensor.rules.foreach import LISTS, call_on_lists
 from shardwright.tensor.types import REPLICATE
+from shardwright.tensor.write_through import has_origin, write_through
 
 __all__ = ["PASS_FUNCTIONS", "intercept", "listen"]
 
@@ -135,6 +136,8 @@ def _call(name: str, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]
     with trace.operation(name) as record:
         if inplace and name in RESHAPES:
             return reshape_in_place(name, func, args[0], args[1:], kwargs)
+        if inplace and args and has_origin(args[0]) and name != "detach":
+            return write_through(func, *args, **kwargs)
         if op is not None and not _is_spelled_otherwise(func, kwargs):
             if op.composite is not None and not inplace:
                 result = op.composite(*args, **kwargs)

@@ -20,7 +20,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as clipped
 from shardwright.tensor import refusals
 from shardwright.tensor.local import DTensorBase
 
-__all__ = ["introduce"]
+__all__ = ["introduce", "leave_eager"]
 
 
 def introduce(kind: type[DTensorBase], rebuild: Callable[..., Any]) -> None:
@@ -33,7 +33,7 @@ def introduce(kind: type[DTensorBase], rebuild: Callable[..., Any]) -> None:
             known.append(kind)
     serialization.add_safe_globals([rebuild])
     for function in _functions_of(kind):
-        _leave_eager(function)
+        leave_eager(function)
     refusals.install()
 
 
@@ -44,10 +44,10 @@ def _functions_of(kind: type) -> Iterator[FunctionType]:
         yield from (function for function in found if isinstance(function, FunctionType))
 
 
-def _leave_eager(function: FunctionType) -> None:
+def leave_eager(function: Any) -> None:
     """Has torch.compile call this function as it is, and look into nothing that runs below it.
 
     `torch.compiler.disable` would do the same by a wrapper, which costs every eager call half a microsecond.
     """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compiler.disable sets
+    function._torchdynamo_disable = True  # what torch.compiler.disable sets
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

@@ -41,6 +41,7 @@ class DTensorBase(Tensor):
 
     _layout: Layout
     _copied: str  # set where the tensor looks like a view but is a copy: which operator made it
+    _origin: tuple[DTensorBase, Any] | None  # what it was picked of, and by which index; None: nothing to write back
     _untracked: bool  # set where its memory may be written to behind autograd's back
     concrete: ClassVar[type[DTensorBase]]
 

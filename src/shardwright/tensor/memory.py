@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwright.errors import UnsupportedError
+from shardwright.errors import InPlaceError, UnsupportedError
+from shardwright.layout import Placement, Ragged, Shard
 from shardwright.tensor.enter import forget_entered
 from shardwright.tensor.local import DTensorBase, disabled
+from shardwright.tensor.types import REPLICATE
 
 __all__ = ["is_same_size", "resize_", "resize_as_", "set_"]
 
@@ -28,15 +31,33 @@ def set_(target: DTensorBase, source: Any = None, *where: Any, **named: Any) -> 
 
 
 def resize_(target: DTensorBase, *size: Any, **options: Any) -> DTensorBase:
-    """`resize_`: to the shape it has."""
+    """`resize_`: the same elements in another shape, as many as there is room for; new ones are arbitrary.
+
+    It stays cut along the dimensions that there still are.
+    """
     del options
     wanted = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
-    if wanted != target._layout.shape:
-        raise UnsupportedError(
-            f"resize_ of a DTensor {target._layout} to {wanted}: which rank would hold what is not known. Make a new "
-            "tensor, with sw.empty or DTensor.new_empty"
-        )
-    return target
+    if wanted == target._layout.shape:
+        return target
+    if target.requires_grad:
+        raise InPlaceError(f"resize_ of a DTensor {target._layout}: its gradient is asked for, as of this shape")
+    flat: Any = target.flatten()
+    count = torch.Size(wanted).numel()
+    if count > flat.numel():
+        flat = torch.cat([flat, flat.new_zeros(count - flat.numel())])
+    resized = flat[:count].reshape(wanted).redistribute(placements=_kept(target._layout.placements, wanted))
+    return set_(target, resized.clone())
+
+
+def _kept(placements: Sequence[Placement], shape: tuple[int, ...]) -> list[Placement]:
+    """Placements for another shape: even where they were uneven, whole where the dimension is gone."""
+    kept: list[Placement] = []
+    for placement in placements:
+        if isinstance(placement, Shard | Ragged):
+            kept.append(Shard(placement.dim) if placement.dim < len(shape) else REPLICATE)
+        else:
+            kept.append(placement)
+    return kept
 
 
 def resize_as_(target: DTensorBase, like: Tensor, **options: Any) -> DTensorBase:

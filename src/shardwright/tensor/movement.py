@@ -15,6 +15,8 @@ from shardwright import comm
 from shardwright.errors import CommError, PartialGradientError
 from shardwright.layout import Layout, Partial
 from shardwright.tensor import divergence, trace
+from shardwright.tensor.opaque import define_move, is_traced, move_as_operator
+from shardwright.tensor.recording import as_step, is_recording
 from shardwright.tensor.redistribute import execute, local_shape, plan
 from shardwright.tensor.types import dual
 
@@ -37,6 +39,8 @@ def move(local: Tensor, source: Layout, target: Layout) -> Tensor:
     """The local tensor under `target`, differentiably. Call it where torch functions are not intercepted."""
     if not differs(source, target):
         return local
+    if is_recording():
+        return as_step(move, local, source, target)  # type: ignore[no-any-return]  # it is this function's
     if not (local.requires_grad and torch.is_grad_enabled()):
         return _move(local, source, target)
     scaled, summed = unaveraged(local, source)
@@ -86,6 +90,10 @@ class Move(torch.autograd.Function):
 
 
 def _move(local: Tensor, source: Layout, target: Layout) -> Tensor:
+    return move_as_operator(local, source, target) if is_traced() else _move_now(local, source, target)
+
+
+def _move_now(local: Tensor, source: Layout, target: Layout) -> Tensor:
     steps = plan(source, target, local.element_size())
     if trace.current() is not None:
         received = steps.received_bytes(comm.rank())
@@ -94,6 +102,7 @@ def _move(local: Tensor, source: Layout, target: Layout) -> Tensor:
         return torch.empty(local_shape(target, comm.rank()), dtype=local.dtype, device="meta")
     divergence.compare_notes(source, target)
     with torch.no_grad():
+        local = local.clone() if local._is_zerotensor() else local  # zeros that autograd has not made yet
         try:
             moved = execute(steps, local)
         except CommError as error:
@@ -101,3 +110,6 @@ def _move(local: Tensor, source: Layout, target: Layout) -> Tensor:
     # An alias, never the input itself: autograd takes a returned input for "unchanged", and nobody may tag it.
     # Otherwise memory of its own; a view of the buffer it came in would refuse to be written to in place.
     return moved.view_as(moved) if moved is local else moved.data
+
+
+_library = define_move(_move_now)

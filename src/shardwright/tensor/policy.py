@@ -11,7 +11,7 @@ from typing import Literal
 from shardwright.errors import CommunicationError
 from shardwright.layout import Layout, Partial
 
-__all__ = ["CommunicationWarning", "check", "communication", "implicit_replication", "replicates_implicitly"]
+__all__ = ["CommunicationWarning", "check", "communication", "current", "implicit_replication", "replicates_implicitly"]
 
 Policy = Literal["implicit", "warn", "explicit"]
 
@@ -59,6 +59,11 @@ def implicit_replication() -> Iterator[None]:
         yield
     finally:
         _replicating.reset(token)
+
+
+def current() -> Policy:
+    """What an operator that needs to move data does now."""
+    return _policy.get()
 
 
 def replicates_implicitly() -> bool:

@@ -15,6 +15,7 @@ from shardwright.errors import UnsupportedError
 from shardwright.layout import Layout, Mesh, Region
 from shardwright.tensor.local import local_region
 from shardwright.tensor.random import Key, tracker
+from shardwright.tensor.recording import as_step, is_recording, refuse_to_record
 
 comm.on_forget(tracker.reset)  # another world has another past, which all its ranks share
 
@@ -27,6 +28,7 @@ def next_key(mesh: Mesh) -> Key:
     Ranks communicate only at the first operator on the mesh after `torch.manual_seed` gave them a new seed: the seed of
     the mesh's first rank then counts. After `shardwright.manual_seed` they never do.
     """
+    refuse_to_record("this operator draws its numbers in a manner that a captured program cannot repeat")
     return tracker.next_offset(agree_seed=partial(_agree, mesh), among=mesh)
 
 
@@ -47,6 +49,8 @@ def fill_local(
     """
     if out.is_meta:
         return out
+    if is_recording():
+        return as_step(fill_local, out, layout, fill, features=features, **how)  # type: ignore[no-any-return]  # likewise a tensor
     key = next_key(layout.mesh)
     region, shape = local_region(layout), layout.shape
     if features:

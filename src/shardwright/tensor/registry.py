@@ -21,6 +21,7 @@ __all__ = [
     "Op",
     "canonical_name",
     "composite",
+    "forget_types",
     "mark_fast",
     "mark_uniform",
     "operator",
@@ -84,8 +85,12 @@ def canonical_name(func: Any) -> tuple[str, bool]:
 def _canonical_name(func: Any) -> tuple[str, bool]:
     if func in _OWN_NAMES:
         return _OWN_NAMES[func], False
-    packet = getattr(func, "_overloadpacket", None)  # torch.ops.aten.add.Tensor
-    name: str = (packet or func).__name__
+    func = getattr(func, "_opoverload", func)  # what torch.library.custom_op makes
+    packet = getattr(func, "_overloadpacket", func)  # torch.ops.aten.add.Tensor
+    whole: str = getattr(packet, "_qualified_op_name", "aten::")
+    if not whole.startswith("aten::"):
+        return whole, False  # an operator of somebody's own: no spelling of one of torch's
+    name: str = packet.__name__
     if name.startswith("__") and name.endswith("__"):
         name = name[2:-2]
         name = _DUNDER.get(name, name)
@@ -110,6 +115,11 @@ def takes_numbers_by_type(func: Any) -> bool:
     return known
 
 
+def forget_types() -> None:
+    """Has `takes_numbers_by_type` ask again: operators have changed."""
+    _by_type.clear()
+
+
 def rule(*names: str, numbers_by_type: bool = False) -> Callable[[Rule], Rule]:
     """Registers a rule: a function with the operator's own signature, called with `Operand`s for tensors.
 
@@ -120,7 +130,7 @@ def rule(*names: str, numbers_by_type: bool = False) -> Callable[[Rule], Rule]:
         for name in names:
             known = OPERATORS.get(name, Op(name))  # a composition is asked first, whichever came first
             OPERATORS[name] = Op(name, function, known.composite, numbers_by_type)
-        _by_type.clear()
+        forget_types()
         return function
 
     return register

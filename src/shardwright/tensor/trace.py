@@ -23,6 +23,7 @@ __all__ = [
     "asked",
     "current",
     "doing",
+    "is_of_the_user",
     "note_movement",
     "on_trace",
     "operation",
@@ -205,12 +206,17 @@ def doing() -> str:
     return record.name if record is not None else ""
 
 
+def is_of_the_user(frame: Any) -> bool:
+    """Whether a frame is neither ours nor torch's."""
+    module = frame.f_globals.get("__name__", "")
+    return not module.startswith(("shardwright.", "torch.", "contextlib")) and module not in ("torch", "shardwright")
+
+
 def source_line() -> str:
     """The line of the user's program that is being run: the nearest frame that is neither ours nor torch's."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("shardwright.", "torch.", "contextlib")) and module not in ("torch", "shardwright"):
+        if is_of_the_user(frame):
             return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"

@@ -196,8 +196,9 @@ def test_writes_to_partial_sums_are_right_or_refused() -> None:
         whole = sw.DTensor.from_local(addend, mesh, [sw.Partial()]).full_tensor()
         value = torch.tensor([[5.0, 6.0]])
         x = sw.DTensor.from_local(addend.clone(), mesh, [sw.Partial()])
-        with pytest.raises(InPlaceError, match="fill_ would change the layout"):
-            x[1:3] = 5
+        x[1:3] = 5
+        whole[1:3] = 5
+        torch.testing.assert_close(x.full_tensor(), whole)
         x[1:3] = 0
         x[3] = sw.distribute_tensor(value[0], mesh, [sw.Shard(0)])
         whole[1:3], whole[3] = 0, value[0]
@@ -248,17 +249,11 @@ def test_a_write_to_a_copy_that_looks_like_a_view_is_refused_not_lost() -> None:
         mesh = sw.init_device_mesh("cpu", (3,))
         x = sw.distribute_tensor(torch.arange(12.0).reshape(6, 2), mesh, [sw.Shard(0)])
         writes: list[Callable[[], Any]] = [
-            lambda: x[1].mul_(2),
-            lambda: x[1].copy_(x[0]),
-            lambda: x[1][0:1].mul_(2),
-            lambda: x[1].__setitem__(0, 5),
-            lambda: x[1].__setitem__([0], 5),
-            lambda: x.select(0, 1).zero_(),
             lambda: x.unbind(0)[1].mul_(2),
             lambda: next(iter(x)).mul_(2),
-            lambda: x.diagonal().mul_(2),
+            lambda: x.unfold(0, 2, 1).mul_(2),
             lambda: x.as_strided((2,), (1,)).mul_(2),
-            lambda: x[1].put_(x[0].long(), x[0]),
+            lambda: torch.add(x[0], x[0], out=x[1]),
         ]
         for write in writes:
             with pytest.raises(InPlaceError, match="looks like a view but is a copy"):

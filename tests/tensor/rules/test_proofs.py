@@ -462,6 +462,7 @@ OTHERS: dict[str, list[Sample]] = {
 SHAPES_ALONE = {
     "empty_like": [S(torch.empty_like, r(4, 2)), S(torch.empty_like, r(4), dtype=torch.int64)],
     "new_empty": [S(T.new_empty, r(4), (2, 3)), S(T.new_empty, r(4), 2)],
+    "new_empty_strided": [S(T.new_empty_strided, r(4), (2, 3), (1, 2))],
 }
 # Proved elsewhere, each with the reason.
 ELSEWHERE = {

@@ -1,4 +1,4 @@
-"""Elements moved about within dimensions: repeated, padded, rolled, flipped, unfolded, sorted.
+"""Elements moved about within dimensions: repeated, padded, unfolded.
 
 The dimensions an operator works along stay whole, the others may be cut; padding and repeating elements need nothing
 from a neighbour, so there a cut dimension stays cut too, unevenly.
@@ -7,15 +7,22 @@ from a neighbour, so there a cut dimension stays cut too, unevenly.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from shardwright.layout import Ragged, Shard
-from shardwright.tensor.registry import composite, rule
+from shardwright.layout import Layout, Placement, Ragged, Shard
+from shardwright.tensor import dispatch  # by name: it imports the rules, and is there by the time they are asked
+from shardwright.tensor.halo import widen
+from shardwright.tensor.local import DTensorBase, layout_of, local_region, mark_copied, no_torch_function, tag
+from shardwright.tensor.registry import Op, composite, rule
 from shardwright.tensor.rules.notation import Label, Local, Operand, Situation, Way, Ways, index_ways
 from shardwright.tensor.rules.pick import cutting, first_tensor
+from shardwright.tensor.rules.pieces import brought
 from shardwright.tensor.rules.shape import evenly, piece_sizes
+from shardwright.tensor.rules.spatial import Sliding, halo_of, nothing_of, or_nothing, where_cut, with_halo
+from shardwright.tensor.types import REPLICATE
 
 __all__: list[str] = []
 
@@ -32,44 +39,6 @@ def _numbers(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _all_dims(input: Operand, dims: Any) -> list[int]:
-    named = (dims,) if isinstance(dims, int) else dims
-    return [input.dim(d) for d in named] if named else list(range(input.ndim))
-
-
-def _rearranged(input: Operand, dims: Sequence[int]) -> Ways:
-    labels = _beside(input, dims)
-    return Ways(index_ways([input], [labels], [labels], terms=[[0]], reduction=None))
-
-
-@rule("roll")
-def _roll(input: Operand, shifts: Any, dims: Any = None) -> Ways:
-    del shifts
-    return _rearranged(input, _all_dims(input, dims))
-
-
-@rule("flip")
-def _flip(input: Operand, *dims: Any, **named: Any) -> Ways:
-    over = _numbers(dims) if dims else _numbers((named["dims"],))
-    return _rearranged(input, [input.dim(d) for d in over])
-
-
-@rule("fliplr")
-def _fliplr(input: Operand) -> Ways:
-    return _rearranged(input, [1])
-
-
-@rule("flipud")
-def _flipud(input: Operand) -> Ways:
-    return _rearranged(input, [0])
-
-
-@rule("rot90")
-def _rot90(input: Operand, k: int = 1, dims: Sequence[int] = (0, 1)) -> Ways:
-    del k
-    return _rearranged(input, [input.dim(d) for d in dims])
-
-
 @rule("repeat")
 def _repeat(input: Operand, *repeats: Any, **named: Any) -> Ways | None:
     times = _numbers(repeats) if repeats else _numbers((named["repeats"],))
@@ -78,6 +47,19 @@ def _repeat(input: Operand, *repeats: Any, **named: Any) -> Ways | None:
         return None
     labels: list[Label] = [d if times[new + d] == 1 else None for d in range(input.ndim)]
     return Ways(index_ways([input], [labels], [[*[None] * new, *labels]], terms=[[0]], reduction=None))
+
+
+@composite("repeat")
+def _repeat_cut(input: Any, *repeats: Any, **named: Any) -> Any:
+    """Along a cut dimension, repeating is joining: every rank gets what its share of the result is made of."""
+    times = list(_numbers(repeats) if repeats else _numbers((named["repeats"],)))
+    new = len(times) - input.ndim
+    for d in range(input.ndim):
+        if new >= 0 and times[new + d] > 1 and cutting(layout_of(input), d):
+            times[new + d], count = 1, times[new + d]
+            repeated = input.repeat(times)
+            return torch.cat([repeated] * count, new + d)
+    return NotImplemented
 
 
 @composite("tile")
@@ -123,8 +105,48 @@ def _repeat_interleave(
 
 
 @composite("repeat_interleave")
-def _repeat_interleave_flat(input: Any, repeats: Any = None, dim: int | None = None, **_: Any) -> Any:
-    return input.flatten().repeat_interleave(repeats, 0) if type(repeats) is int and dim is None else NotImplemented
+def _repeat_interleave_each(input: Any, repeats: Any = None, dim: int | None = None, **_: Any) -> Any:
+    if repeats is None or not input.ndim:
+        return NotImplemented
+    if dim is None:
+        return input.flatten().repeat_interleave(repeats, 0)
+    if not isinstance(repeats, DTensorBase) or repeats.ndim > 1 or not -input.ndim <= dim < input.ndim:
+        return NotImplemented
+    place = dim % input.ndim
+    counts = [1] * repeats.numel() if repeats.is_meta else repeats.reshape(-1).tolist()
+    if len(counts) == 1:
+        return input.repeat_interleave(counts[0], place)
+    return _repeated(input, counts, place) if len(counts) == input.shape[place] else NotImplemented
+
+
+def _repeated(input: Any, counts: Sequence[int], place: int) -> Any:
+    """Every row as often as it is said to be; where the rows are cut, so are their copies, unevenly."""
+    layout = layout_of(input)
+    cuts = cutting(layout, place)
+    placements = [REPLICATE if m in cuts[1:] else p for m, p in enumerate(layout.placements)]
+    source = layout.replace(placements=placements, order=layout.order) if cuts[1:] else layout
+    outs = list(source.placements)
+    if cuts:
+        outs[cuts[0]] = _grown(source, cuts[0], counts)
+    region = local_region(source)
+    own = counts[region.offset[place] : region.offset[place] + region.size[place]]
+    input = brought("repeat_interleave", input, source)
+    with no_torch_function():
+        often = torch.tensor(own, dtype=torch.long, device=input.device)
+        repeated = input.repeat_interleave(often, place, output_size=sum(own))
+        shape = (*layout.shape[:place], sum(counts), *layout.shape[place + 1 :])
+        return tag(repeated, Layout(source.mesh, outs, shape, source.order))
+
+
+def _grown(source: Layout, mesh_dim: int, counts: Sequence[int]) -> Placement:
+    """How copies of rows are cut where the rows are cut by this mesh dimension alone."""
+    placement, ranks = source.placements[mesh_dim], source.mesh.shape[mesh_dim]
+    assert isinstance(placement, Shard | Ragged)
+    sizes, start = [], 0
+    for size in piece_sizes(source.shape[placement.dim], placement, ranks).tolist():
+        sizes.append(sum(counts[start : start + size]))
+        start += size
+    return evenly(placement.dim, tuple(sizes), sum(sizes), ranks)
 
 
 @rule("pad", "constant_pad_nd")
@@ -133,10 +155,6 @@ def _pad(input: Operand, pad: Any, mode: Any = "constant", value: Any = None) ->
         mode, value = "constant", mode
     widths = {input.ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
     padded = [dim for dim, width in widths.items() if width != (0, 0)]
-    if mode != "constant":
-        # Torch's own other modes want channels and places to be there: only the batch may be empty.
-        labels = [d if d == 0 and input.ndim == len(widths) + 2 else None for d in range(input.ndim)]
-        return Ways(index_ways([input], [labels], [labels], terms=[[0]], reduction=None))
     at = index_ways(
         [input], [_beside(input, padded)], [_beside(input, padded)], terms=None if value else [[0]], reduction=None
     )
@@ -145,9 +163,14 @@ def _pad(input: Operand, pad: Any, mode: Any = "constant", value: Any = None) ->
         before, after = widths.get(dim, (0, 0))
         if dim not in padded or before < 0 or after < 0:
             return None  # cut off: what is left over may end anywhere
-        return [sizes[0] + before, *sizes[1:-1], sizes[-1] + after]
+        # What the ends are padded with must lie on the ranks at the ends.
+        there = {"constant": True, "replicate": sizes[0] > 0 < sizes[-1]}
+        there["reflect"] = sizes[0] > before and sizes[-1] > after
+        return [sizes[0] + before, *sizes[1:-1], sizes[-1] + after] if there.get(mode) else None
 
-    def run(situation: Situation) -> Local:
+    def run(situation: Situation) -> Local | None:
+        if mode != "constant" and 0 in situation.outs[0].local_shape(situation.rank):
+            return or_nothing(situation)
         here = situation.ins[0].mesh.coordinate(situation.rank)
         local: list[int] = []
         for dim in reversed(range(input.ndim - len(widths), input.ndim)):
@@ -156,13 +179,51 @@ def _pad(input: Operand, pad: Any, mode: Any = "constant", value: Any = None) ->
                 before = before if here[mesh_dim] == 0 else 0
                 after = after if here[mesh_dim] == situation.ins[0].mesh.shape[mesh_dim] - 1 else 0
             local += [before, after]
+        if mode != "constant":
+            return lambda _, args, kwargs: torch.nn.functional.pad(first_tensor(args, kwargs), local, mode)
         return lambda _, args, kwargs: torch.constant_pad_nd(first_tensor(args, kwargs), local, value or 0)
 
     return Ways(_kept_cut(input, at, grown), run=run)
 
 
-@rule("unfold")
-def _unfold(input: Operand, dimension: int, size: int, step: int) -> Ways:
-    del size, step
-    labels = _beside(input, [input.dim(dimension)] if input.ndim else [])
-    return Ways(index_ways([input], [labels], [[*labels, None]], terms=[[0]], reduction=None), fresh=False)
+def _unfold(halo: bool, input: Operand, dimension: int, size: int, step: int) -> Ways:
+    """Windows that slide along a dimension: `halo`: it stays cut, and ranks borrow the rows they lack."""
+    if not input.ndim:
+        return Ways(index_ways([input], [[]], [[None]], terms=[[0]], reduction=None), fresh=False)
+    dim = input.dim(dimension)
+    labels = _beside(input, [dim])
+    at = index_ways([input], [labels], [[*labels, None]], terms=[[0]], reduction=None)
+    if not halo:
+        return Ways(at, fresh=False)
+    reaches = {dim: Sliding(input.shape[dim], (input.shape[dim] - size) // step + 1, size, step, 0)}
+
+    def run(situation: Situation) -> Local | None:
+        ins, outs = situation.ins[0], situation.outs[0]
+        if not where_cut(ins, reaches):
+            return None
+        windows, shape = halo_of(ins, outs, reaches), outs.local_shape(situation.rank)
+
+        def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            widened = widen(first_tensor(args, kwargs), windows, "unfold")
+            return widened.unfold(dim, size, step) if shape[dim] else widened.new_zeros(shape) + nothing_of(widened)
+
+        return local
+
+    return Ways(with_halo(at, input, reaches, 0, 1), run=run)
+
+
+rule("unfold")(partial(_unfold, False))
+_WINDOWS = Op("unfold", partial(_unfold, True))
+
+
+@composite("unfold")
+def _unfold_cut(input: Any, dimension: int, size: int, step: int) -> Any:
+    layout = layout_of(input)
+    if not layout.ndim or not -layout.ndim <= dimension < layout.ndim:
+        return NotImplemented
+    dim = dimension % layout.ndim
+    if not cutting(layout, dim) or not 0 < size <= layout.shape[dim] or step < 1:
+        return NotImplemented
+    result = dispatch.call_by_rule(_WINDOWS, False, torch.Tensor.unfold, (input, dimension, size, step), {})
+    mark_copied(result, "unfold")
+    return result

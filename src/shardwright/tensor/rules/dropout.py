@@ -30,8 +30,9 @@ def _register(name: str, *, features: bool, alpha: bool) -> None:
         labels: Labels = list(range(input.ndim))
         if not 0 <= p <= 1:
             raise ValueError(f"{name}: p = {p} is not in [0, 1], where probabilities are")
-        at = index_ways([input], [labels], [labels], terms=None if alpha else [[0]])
-        if not training or p == 0:
+        off = not training or p == 0
+        at = index_ways([input], [labels], [labels], terms=None if alpha and not off else [[0]])
+        if off:
             return Ways(at, fresh=False, shapes=(input.shape,))
 
         def run(situation: Situation) -> Local:

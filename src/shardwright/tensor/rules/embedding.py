@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UnsupportedError
-from shardwright.tensor.fallback import call_replicated
+from shardwright.tensor.recording import as_step
 from shardwright.tensor.registry import composite, rule
 from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
 
-__all__ = ["check_range"]
+__all__ = ["check_range", "refuse_sparse"]
 
 
 @rule("embedding")
@@ -26,7 +26,7 @@ def _embedding(
 ) -> Ways | None:
     if functional:
         return None  # nn.functional's has more arguments, and its body calls torch's, which names the table first
-    _refuse_sparse("embedding", sparse)
+    refuse_sparse("embedding", sparse)
     batch = list(range(indices.ndim))
     rows, columns = "rows", "columns"
     # Frequencies are those of the whole batch, and a rank counts what it sees.
@@ -35,7 +35,8 @@ def _embedding(
     return Ways(at, run=lambda situation: _rows(situation, weight.shape[0], padding_idx))
 
 
-def _refuse_sparse(name: str, sparse: bool) -> None:
+def refuse_sparse(name: str, sparse: bool) -> None:
+    """Refuses a gradient that only names the rows that were looked up."""
     if sparse:
         raise UnsupportedError(
             f"{name}: sparse=True asks for a sparse gradient, which a DTensor cannot hold: leave it out; the gradient "
@@ -66,6 +67,10 @@ def _rows(situation: Situation, count: int, padding_idx: int) -> Local | None:
 
 def check_range(name: str, indices: Tensor, count: int, ignored: int | None = None) -> None:
     """Refuses indices that no rank holds, as torch does; on other devices than the CPU, torch's way: by assertion."""
+    as_step(_check_range, name, indices, count, ignored)
+
+
+def _check_range(name: str, indices: Tensor, count: int, ignored: int | None) -> None:
     fits = (indices >= 0) & (indices < count)
     fits = fits if ignored is None else fits | (indices == ignored)
     if indices.device.type != "cpu":
@@ -75,7 +80,9 @@ def check_range(name: str, indices: Tensor, count: int, ignored: int | None = No
 
 
 @rule("one_hot")
-def _one_hot(input: Operand, num_classes: int = -1) -> Ways:
+def _one_hot(input: Operand, num_classes: int = -1) -> Ways | None:
+    if num_classes == -1:
+        return None
     labels: Labels = list(range(input.ndim))
     return Ways(index_ways([input], [labels], [[*labels, None]]), shapes=((*input.shape, num_classes),))
 
@@ -83,15 +90,6 @@ def _one_hot(input: Operand, num_classes: int = -1) -> Ways:
 @composite("one_hot")
 def _one_hot_classes(input: Any, num_classes: int = -1) -> Any:
     """Without a number of classes, it is the largest index that counts, wherever it is."""
-    if num_classes != -1:
+    if num_classes != -1 or 0 in input.shape:
         return NotImplemented
     return torch.nn.functional.one_hot(input, int(input.max().item()) + 1)
-
-
-@composite("embedding_bag")
-def _embedding_bag(*args: Any, **kwargs: Any) -> Any:
-    """On whole tensors, and nn.functional's in one piece: it makes plain offsets on its way."""
-    if not isinstance(kwargs.get("mode"), str):
-        return NotImplemented
-    _refuse_sparse("embedding_bag", kwargs.get("sparse", False))
-    return call_replicated("embedding_bag", torch.nn.functional.embedding_bag, args, kwargs)

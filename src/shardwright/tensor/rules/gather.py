@@ -1,6 +1,7 @@
-"""Elements chosen by tensors of numbers: read (`gather`), written (`scatter`) and added up (`index_add`).
+"""Elements read by tensors of numbers: `gather`, `index_select`, `x[i, j]`.
 
-The dimension that the numbers run over stays whole; all others are independent of each other, and may be cut.
+A rank that holds some of a dimension that the numbers run over looks up those, and the sum over ranks is the result.
+All other dimensions are independent of each other, and may be cut.
 """
 
 from __future__ import annotations
@@ -9,20 +10,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from shardwright.layout import Region
+from shardwright.tensor.call import tensors_in
+from shardwright.tensor.local import layout_of
 from shardwright.tensor.registry import composite, rule
-from shardwright.tensor.rules.notation import Label, Labels, Operand, Ways, index_ways
+from shardwright.tensor.rules.embedding import check_range
+from shardwright.tensor.rules.notation import Label, Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.rules.pick import cutting
+from shardwright.tensor.rules.spatial import nothing_of
 
-__all__ = ["advanced_ways", "written_ways"]
+__all__ = ["advanced_labels", "advanced_ways", "located"]
 
 
-def _advanced_labels(input: Operand, indices: Sequence[Operand | None]) -> tuple[list[Labels], Labels]:
+def advanced_labels(input: Operand, indices: Sequence[Operand | None]) -> tuple[list[Labels], Labels]:
     """Labels of the input and the tensors of numbers, and of the result, as torch arranges its dimensions."""
     numbers = [index for index in indices if index is not None]
     shape = torch.broadcast_shapes(*(i.shape for i in numbers))  # type: ignore[no-untyped-call]  # torch leaves it out
     new: list[Label] = [("chosen", d) for d in range(len(shape))]
     chosen = [dim for dim, index in enumerate(indices) if index is not None]
-    ins: list[Labels] = [[None if d in chosen else d for d in range(input.ndim)]]
+    ins: list[Labels] = [list(range(input.ndim))]
     for index in numbers:
         first = len(shape) - index.ndim
         ins.append([new[first + d] if size == shape[first + d] else None for d, size in enumerate(index.shape)])
@@ -33,44 +41,92 @@ def _advanced_labels(input: Operand, indices: Sequence[Operand | None]) -> tuple
     return ins, [*rest[:place], *new, *rest[place:]]
 
 
+def located(
+    name: str, numbers: Sequence[Tensor], dims: Sequence[int], region: Region, shape: Sequence[int]
+) -> tuple[Tensor, list[Tensor]]:
+    """Which numbers lie in a region, along all these dimensions, and what they are there (0 for the others)."""
+    inside = torch.ones((), dtype=torch.bool, device=numbers[0].device)
+    places = []
+    for number, dim in zip(numbers, dims, strict=True):
+        number = torch.where(number < 0, number + shape[dim], number)
+        check_range(name, number, shape[dim])
+        here = (number >= region.offset[dim]) & (number < region.offset[dim] + region.size[dim])
+        places.append(torch.where(here, number - region.offset[dim], 0))
+        inside = inside & here
+    return inside, places
+
+
+def _ways(operands: Sequence[Operand], ins: Sequence[Labels], out: Labels, dims: Sequence[int]) -> Callable[..., Any]:
+    """Ways of a lookup along these dimensions, in which lookups of which all but one give nothing add up."""
+    truths = operands[0].dtype == torch.bool
+    whole: set[Label] = {dim for dim in dims if not operands[0].shape[dim]}  # nothing to look up in
+    terms, reduction = (None, "bor") if truths else ([[0]], "sum")
+    return index_ways(operands, ins, [out], terms=terms, reduction=reduction, whole=whole)
+
+
+def _nothing(situation: Situation, source: Tensor) -> Tensor:
+    """What a rank finds that has nothing to look up in: zeros, and a function of the source all the same."""
+    zeros = source.new_zeros(situation.outs[0].local_shape(situation.rank))
+    return _addend(zeros + nothing_of(source) if source.requires_grad else zeros)
+
+
+def _addend(found: Tensor) -> Tensor:
+    """What a rank has found, marked: it may be written to, as what torch has looked up."""
+    found._origin = None  # type: ignore[attr-defined]  # it is about to become a DTensor
+    return found
+
+
 def advanced_ways(input: Operand, indices: Sequence[Operand | None]) -> Ways | None:
     """`x[:, i, j]` with tensors of whole numbers; None stands for a dimension that is taken whole."""
-    if len(indices) > input.ndim or all(index is None for index in indices):
-        return None
-    ins, out = _advanced_labels(input, indices)
+    if len(indices) > input.ndim or not any(index is not None and index.ndim for index in indices):
+        return None  # numbers without dimensions pick a view
+    ins, out = advanced_labels(input, indices)
     operands = [input, *(index for index in indices if index is not None)]
-    return Ways(index_ways(operands, ins, [out], terms=[[0]], reduction=None))
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    behind = next((place for place, label in enumerate(reversed(out)) if isinstance(label, tuple)), 0)
 
-
-def written_ways(input: Operand, indices: Sequence[Operand | None], values: Operand | None) -> Ways | None:
-    """`x[:, i, j] = values`, or one number where that is None, into `input` where it is."""
-    numbers = [index for index in indices if index is not None]
-    ins, out = _advanced_labels(input, indices)
-    operands, terms = [input, *numbers], None
-    if values is not None:
-        shape = _chosen_shape(input, indices)
-        first = len(shape) - values.ndim
-        if first < 0:
+    def run(situation: Situation) -> Local | None:
+        layout = situation.ins[0]
+        if not any(layout.cut_by(dim) for dim in dims):
             return None
-        torch.empty(values.shape, device="meta").expand(shape)  # torch's own check, with global sizes, on every rank
-        ins.append([out[first + d] if size == shape[first + d] else None for d, size in enumerate(values.shape)])
-        operands.append(values)
-        terms = [[0], [len(operands) - 1]]
-    at = index_ways(operands, ins, [ins[0]], terms=terms, reduction=None)
-    return Ways(at, written_back=True)
+        region = layout.region(situation.rank)
+
+        def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            source, *numbers = tensors_in((*args, *kwargs.values()))
+            inside, places = located("x[...]", numbers, dims, region, input.shape)
+            if any(not region.size[dim] for dim in dims):
+                return _nothing(situation, source)
+            each = iter(places)
+            found = source[tuple(slice(None) if index is None else next(each) for index in indices)]
+            return _addend(found.masked_fill(~inside.reshape(*inside.shape, *[1] * behind), 0))
+
+        return local
+
+    return Ways(_ways(operands, ins, out, dims), run=run)
 
 
-def _chosen_shape(input: Operand, indices: Sequence[Operand | None]) -> tuple[int, ...]:
-    whole = torch.empty(input.shape, device="meta")
-    places = (slice(None) if i is None else torch.empty(i.shape, dtype=torch.long, device="meta") for i in indices)
-    return tuple(whole[tuple(places)].shape)
+def _looked_up(
+    name: str, input: Operand, place: int, find: Callable[..., Tensor]
+) -> Callable[[Situation], Local | None]:
+    """The local call of a lookup along one dimension, where that is cut: `find(source, index, inside)`."""
 
+    def run(situation: Situation) -> Local | None:
+        layout = situation.ins[0]
+        if not layout.cut_by(place):
+            return None
+        region = layout.region(situation.rank)
 
-@rule("index_put")
-def _index_put(input: Operand, indices: Any, values: Operand, accumulate: bool = False) -> Ways | None:
-    del accumulate
-    masks = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
-    return None if masks or len(indices) > input.ndim else written_ways(input, indices, values)
+        def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            source, index = tensors_in((*args, *kwargs.values()))
+            check_range(name, index, input.shape[place])
+            if not region.size[place]:
+                return _nothing(situation, source)
+            inside, (found,) = located(name, [index], [place], region, input.shape)
+            return _addend(find(source, found, inside))
+
+        return local
+
+    return run
 
 
 @rule("index_select")
@@ -78,97 +134,55 @@ def _index_select(input: Operand, dim: int, index: Operand) -> Ways | None:
     if not input.ndim:
         return None
     place = input.dim(dim)
-    labels: list[Label] = [None if d == place else d for d in range(input.ndim)]
-    out = ["i" if d == place and index.ndim else label for d, label in enumerate(labels)]
-    return Ways(index_ways([input, index], [labels, ["i"] * index.ndim], [out], terms=[[0]], reduction=None))
+
+    def find(source: Tensor, index: Tensor, inside: Tensor) -> Tensor:
+        there = inside.reshape(-1, *[1] * (input.ndim - place - 1))
+        return source.index_select(place, index).masked_fill(~there, 0)
+
+    labels: list[Label] = list(range(input.ndim))
+    out = [("i" if index.ndim else None) if d == place else d for d in range(input.ndim)]
+    ins: list[Labels] = [labels, ["i"] * index.ndim]
+    at = _ways([input, index], ins, out, [place])
+    return Ways(at, run=_looked_up("index_select", input, place, find))
 
 
 @rule("gather")
 def _gather(input: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -> Ways | None:
     del sparse_grad
-    if input.ndim != index.ndim or not input.ndim:
+    if input.ndim != index.ndim and max(input.ndim, index.ndim) > 1:
         return None
     place = input.dim(dim)
-    shared = [d if d != place and input.shape[d] == index.shape[d] else None for d in range(input.ndim)]
-    chosen: list[Label] = ["i" if d == place else label for d, label in enumerate(shared)]
-    return Ways(index_ways([input, index], [shared, chosen], [chosen], terms=[[0]], reduction=None))
+
+    def find(source: Tensor, index: Tensor, inside: Tensor) -> Tensor:
+        return source.gather(place, index).masked_fill(~inside, 0)
+
+    shared: list[Label] = [d if d == place or input.shape[d] == index.shape[d] else None for d in range(input.ndim)]
+    chosen: list[Label] = ["i" if d == place else shared[d] for d in range(index.ndim)]
+    at = _ways([input, index], [shared, chosen], chosen, [place][: input.ndim])
+    return Ways(at, run=_looked_up("gather", input, place, find))
+
+
+@composite("gather")
+def _gather_of_part(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    """Of a cut dimension of which the numbers see the beginning only, that is taken first."""
+    if input.ndim != index.ndim or not input.ndim:
+        return NotImplemented
+    layout, place = layout_of(input), dim % input.ndim
+    for d in range(input.ndim):
+        if d != place and index.shape[d] < input.shape[d] and cutting(layout, d):
+            return torch.gather(input.narrow(d, 0, index.shape[d]), dim, index, sparse_grad=sparse_grad)
+    return NotImplemented
 
 
 @composite("take_along_dim")
 def _take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
-    if dim is None or input.ndim != indices.ndim or not input.ndim:
+    if dim is None:
+        return input.flatten().gather(0, indices.flatten())
+    if input.ndim != indices.ndim or not input.ndim:
         return NotImplemented
     place = dim % input.ndim
     rest = [(*t.shape[:place], *t.shape[place + 1 :]) for t in (input, indices)]
     shape = torch.broadcast_shapes(*rest)  # type: ignore[no-untyped-call]  # torch leaves it out
     source, chosen = (t.expand(*shape[:place], t.shape[place], *shape[place:]) for t in (input, indices))
-    return source.gather(place, chosen)
-
-
-@rule("take")
-def _take(input: Operand, index: Operand) -> Ways:
-    labels = list(range(index.ndim))
-    return Ways(index_ways([input, index], [[None] * input.ndim, labels], [labels], terms=[[0]], reduction=None))
-
-
-def _scattered(adds: bool, linear: bool) -> Callable[..., Ways | None]:
-    """A rule for writes of `src` where `index` says, along one dimension."""
-
-    def answer(input: Operand, dim: int, index: Operand, src: Any = None, *args: Any, **kwargs: Any) -> Ways | None:
-        source = src if src is not None else kwargs.pop("value", None)
-        if input.ndim != index.ndim or not input.ndim:
-            return None
-        place = input.dim(dim)
-        operands = [input, index, *([source] if isinstance(source, Operand) else [])]
-        if any(operand.ndim not in (0, input.ndim) for operand in operands):
-            return None
-        full = [operand for operand in operands if operand.ndim]
-        # Along the dimension written to, only index and source go together.
-        sizes = [{operand.shape[d] for operand in full[d == place :]} for d in range(input.ndim)]
-        alike = [len(found) == 1 for found in sizes]
-        target: list[Label] = [d if alike[d] and d != place else None for d in range(input.ndim)]
-        chosen: list[Label] = ["i" if d == place and alike[d] else label for d, label in enumerate(target)]
-        ins = [target, chosen, chosen if operands[-1].ndim else []][: len(operands)]
-        terms = [[0], [2]] if linear and len(full) == 3 and "reduce" not in kwargs and not args else None
-        sums = adds and terms is not None
-        whole: set[Label] = set() if sums else {"i"}
-        at = index_ways(operands, ins, [target], terms=terms, reduction="sum" if sums else None, whole=whole)
-        return Ways(at, written_back=True)
-
-    return answer
-
-
-rule("scatter")(_scattered(adds=False, linear=True))
-rule("scatter_add")(_scattered(adds=True, linear=True))
-rule("scatter_reduce")(_scattered(adds=False, linear=False))
-
-
-def _along_index(adds: bool, linear: bool) -> Callable[..., Ways | None]:
-    """A rule for writes of slices of `source` to the places of one dimension that `index` lists."""
-
-    def answer(input: Operand, dim: int, index: Operand, source: Any = None, *_: Any, **named: Any) -> Ways | None:
-        source = named.get("value") if source is None else source
-        if not input.ndim:
-            return None
-        place = input.dim(dim)
-        target: list[Label] = [None if d == place else d for d in range(input.ndim)]
-        operands: list[Operand] = [input, index]
-        ins: list[Labels] = [target, ["i"] * index.ndim]
-        if isinstance(source, Operand):
-            if source.ndim not in (0, input.ndim):
-                return None
-            operands.append(source)
-            ins.append(["i" if d == place and index.ndim else label for d, label in enumerate(target)][: source.ndim])
-        terms = [[0], [2]] if linear and len(operands) == 3 and operands[2].ndim else None
-        sums = adds and terms is not None
-        whole: set[Label] = set() if sums else {"i"}
-        at = index_ways(operands, ins, [target], terms=terms, reduction="sum" if sums else None, whole=whole)
-        return Ways(at, written_back=True)
-
-    return answer
-
-
-rule("index_add")(_along_index(adds=True, linear=True))
-rule("index_copy")(_along_index(adds=False, linear=True))
-rule("index_fill")(_along_index(adds=False, linear=False))
-rule("index_reduce")(_along_index(adds=False, linear=False))
+    # Unlike gather, it counts from the end, too.
+    return source.gather(place, torch.where(chosen < 0, chosen + input.shape[place], chosen))

@@ -14,10 +14,13 @@ from torch import Tensor
 from shardwright.layout import Layout
 from shardwright.tensor.local import DTensorBase, layout_of, refuse_copied, tag
 from shardwright.tensor.registry import composite, rule
-from shardwright.tensor.rules.gather import advanced_ways, written_ways
+from shardwright.tensor.rules.gather import advanced_ways
+from shardwright.tensor.rules.masked import pick_masked
 from shardwright.tensor.rules.notation import Decided, Operand, Ways
 from shardwright.tensor.rules.pick import Item, cutting, moves, pick, resolved
+from shardwright.tensor.rules.scatter import written_ways
 from shardwright.tensor.types import REPLICATE
+from shardwright.tensor.write_through import has_origin, write_through
 
 __all__: list[str] = []
 
@@ -55,6 +58,11 @@ def _getitem_in_steps(input: Any, index: Any) -> Any:
     if all(_is_basic(item) for item in given):
         return NotImplemented
     items = tuple(_settled(item, input) for item in given)
+    masks = [item for item in items if _is_mask(item)]
+    if len(masks) == 1 and all(_is_basic(item) or item is masks[0] for item in items):
+        basic, advanced = _in_two(items, input.ndim)
+        picked = input if _is_everything(basic) else input[basic]
+        return pick_masked(picked, masks[0], next(place for place, item in enumerate(advanced) if item is masks[0]))
     if any(_chooses(item) for item in items):
         return NotImplemented
     if all(_is_basic(item) for item in items):
@@ -87,6 +95,10 @@ def _settled(item: Any, beside: Any) -> Any:
     return item
 
 
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, DTensorBase) and item.dtype == torch.bool
+
+
 def _chooses(item: Any) -> bool:
     """Whether an item is a mask, or nothing that an index is made of."""
     if isinstance(item, DTensorBase):
@@ -95,8 +107,8 @@ def _chooses(item: Any) -> bool:
 
 
 def _in_two(items: tuple[Any, ...], ndim: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """An index as two: what slices and numbers pick, and what tensors of numbers pick of that."""
-    used = sum(item is not None and item is not Ellipsis for item in items)
+    """An index as two: what slices and numbers pick, and what tensors pick of that."""
+    used = sum(item.ndim if _is_mask(item) else item is not None and item is not Ellipsis for item in items)
     basic: list[Any] = []
     advanced: list[Any] = []
     for item in items:
@@ -104,7 +116,7 @@ def _in_two(items: tuple[Any, ...], ndim: int) -> tuple[tuple[Any, ...], tuple[A
             basic += [slice(None)] * (ndim - used)
             advanced += [slice(None)] * (ndim - used)
         elif isinstance(item, DTensorBase):
-            basic.append(slice(None))
+            basic += [slice(None)] * (item.ndim if _is_mask(item) else 1)
             advanced.append(item)
         else:
             basic.append(item)
@@ -127,6 +139,9 @@ def _setitem(input: Operand, index: Any, value: Any) -> Ways | None:
 @composite("__setitem__")
 def _setitem_in_steps(input: Any, index: Any, value: Any) -> Any:
     """A write to the view that the index is: to the overlap of every shard, and nowhere else."""
+    if has_origin(input):
+        write_through(torch.Tensor.__setitem__, input, index, value)
+        return None
     refuse_copied("x[...] = value", input)
     if type(value) not in (int, float, bool, complex) and not isinstance(value, DTensorBase):
         return NotImplemented
@@ -197,17 +212,40 @@ def _beside(value: Any, ndim: int, spots: list[int]) -> Any:
 
 
 def _write_masked(input: Any, mask: Any, value: Any) -> Any:
-    """One value wherever a mask over the leading dimensions is true."""
+    """Values wherever a mask over the leading dimensions is true: one, one row for all, or one after another."""
     if tuple(mask.shape) != tuple(input.shape[: mask.ndim]) or not mask.ndim:
         return NotImplemented
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            return NotImplemented
-        value = value.reshape(()).to(input.dtype)
-    for _ in range(input.ndim - mask.ndim):
+    rows, count = mask, mask.ndim
+    for _ in range(input.ndim - count):
         mask = mask.unsqueeze(-1)
-    input.masked_fill_(mask, value)
+    if not isinstance(value, Tensor):
+        input.masked_fill_(mask, value)
+    elif value.numel() == 1:
+        input.masked_fill_(mask, value.reshape(()).to(input.dtype))
+    elif layout_of(input).is_partial:
+        return NotImplemented
+    elif value.ndim <= input.ndim - count:
+        input.copy_(torch.where(mask, value.to(input.dtype), input))
+    elif mask.is_meta or tuple(value.shape) == (int(rows.sum().item()), *input.shape[count:]):
+        input.copy_(input.masked_scatter(mask, value.to(input.dtype)))
+    else:
+        return NotImplemented
     return None
+
+
+@rule("slice")
+def _slice(input: Operand, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Decided | None:
+    if not all(type(part) is int or part is None for part in (start, end, step)) or not input.ndim:
+        return None
+    return pick(input, resolved((*[slice(None)] * input.dim(dim), slice(start, end, step)), input.shape))
+
+
+@composite("narrow")
+def _narrow_from(input: Any, dim: int, start: Any, length: int) -> Any:
+    """From where a tensor says; where there are no values, the shape is the same anywhere."""
+    if not isinstance(start, DTensorBase):
+        return NotImplemented
+    return input.narrow(dim, 0 if start.is_meta else int(start.item()), length)
 
 
 @rule("narrow")

@@ -12,6 +12,7 @@ from shardwright.tensor.registry import composite, rule
 from shardwright.tensor.rules.notation import Label, Operand, Way, Ways, index_ways
 from shardwright.tensor.rules.pick import cutting
 from shardwright.tensor.rules.shape import evenly, piece_sizes
+from shardwright.tensor.rules.spatial import or_nothing
 
 __all__: list[str] = []
 
@@ -73,6 +74,21 @@ def _at_least(tensor: Any, ndim: int) -> Any:
     return tensor.reshape(wanted if shape else (1,) * ndim)
 
 
+def _raised(ndim: int) -> Callable[..., Any]:
+    def compose(*tensors: Any) -> Any:
+        if len(tensors) == 1 and isinstance(tensors[0], list | tuple):
+            tensors = tuple(tensors[0])
+        elif len(tensors) == 1:
+            return _at_least(tensors[0], ndim)
+        return tuple(_at_least(tensor, ndim) for tensor in tensors)
+
+    return compose
+
+
+for _ndim in (1, 2, 3):
+    composite(f"atleast_{_ndim}d")(_raised(_ndim))
+
+
 @composite("hstack")
 def _hstack(tensors: Any) -> Any:
     raised = [_at_least(tensor, 1) for tensor in tensors]
@@ -93,6 +109,19 @@ def _dstack(tensors: Any) -> Any:
 def _column_stack(tensors: Any) -> Any:
     columns = [tensor if tensor.ndim > 1 else tensor.reshape(tensor.numel(), 1) for tensor in tensors]
     return torch.cat(columns, 1)
+
+
+@rule("_chunk_cat")
+def _chunk_cat(tensors: Sequence[Operand], dim: int, num_chunks: int) -> Ways | None:
+    """What comes before the dimension that is cut into chunks is independent."""
+    del num_chunks
+    if not tensors or not all(isinstance(tensor, Operand) for tensor in tensors):
+        return None
+    lead: list[Label] = list(range(dim))
+    ins = [[*lead, *[None] * (tensor.ndim - dim)] for tensor in tensors]
+    terms = [[i] for i in range(len(tensors))]
+    at = index_ways(tensors, ins, [[*lead, None, None]], terms=terms, reduction=None)
+    return Ways(at, run=or_nothing)
 
 
 @composite("meshgrid")

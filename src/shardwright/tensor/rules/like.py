@@ -24,6 +24,13 @@ def _ones_like(input: Operand, *_: Any, **__: Any) -> Decided:
     return Decided((input.layout,), (input.layout.replace(placements=placements, order=input.layout.order),))
 
 
+@rule("new_empty_strided")
+def _new_strided(input: Operand, size: Any, stride: Any, **_: Any) -> Decided:
+    del stride
+    mesh = input.layout.mesh
+    return Decided((input.layout,), (Layout(mesh, [REPLICATE] * mesh.ndim, size),))
+
+
 @rule("new_zeros", "new_ones", "new_empty", "new_full")
 def _new(input: Operand, *size: Any, **kwargs: Any) -> Decided:
     shape = kwargs.get("size", size[0] if size and isinstance(size[0], list | tuple) else None)

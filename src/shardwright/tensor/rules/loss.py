@@ -8,20 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.layout import Layout
+from shardwright.tensor.call import map_tensors, tensors_in
 from shardwright.tensor.dispatch import call_by_rule
-from shardwright.tensor.local import DTensorBase
+from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.registry import Op, composite, rule
 from shardwright.tensor.rules.embedding import check_range
 from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.rules.pointwise import broadcast_labels, operands_in, pointwise
+from shardwright.tensor.types import REPLICATE
 
 __all__: list[str] = []
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for `reduction`
 
 
-def _elementwise(name: str, function: Callable[..., Any], place: int) -> None:
-    """A loss of each element, and its reduction, which torch's function takes as argument number `place`.
+def _reducing(name: str, function: Callable[..., Any], place: int, each_one: Callable[..., Ways | None]) -> None:
+    """A loss of each element or sample, and its reduction, which torch's function takes as argument number `place`.
 
     nn.functional's function of the same name says the reduction in words: its body calls this one.
     """
@@ -42,10 +45,14 @@ def _elementwise(name: str, function: Callable[..., Any], place: int) -> None:
         return each.mean() if reduction == MEAN else each.sum()
 
     def answer(*args: Any, **kwargs: Any) -> Ways | None:
-        return pointwise()(*args, **kwargs) if reduction_of(args, kwargs) == NONE else None
+        return each_one(*args, **kwargs) if reduction_of(args, kwargs) == NONE else None
 
     rule(name)(answer)
     composite(name)(compose)
+
+
+def _elementwise(name: str, function: Callable[..., Any], place: int) -> None:
+    _reducing(name, function, place, pointwise())
 
 
 _elementwise("mse_loss", torch._C._nn.mse_loss, 2)
@@ -59,6 +66,55 @@ _elementwise("binary_cross_entropy_with_logits", torch.binary_cross_entropy_with
 _elementwise("poisson_nll_loss", torch.poisson_nll_loss, 5)
 _elementwise("hinge_embedding_loss", torch.hinge_embedding_loss, 3)
 _elementwise("margin_ranking_loss", torch.margin_ranking_loss, 4)
+
+
+def _by_sample(input: Operand, target: Operand, *args: Any, weight: Operand | None = None, **_: Any) -> Ways | None:
+    """A loss of each sample, along whose classes everything is whole."""
+    weights = operands_in(*args, weight)
+    batch: Labels = ["batch"] if input.ndim == 2 else []
+    ins: list[Labels] = [[*batch, None], [*batch, None][: target.ndim], *([None] * other.ndim for other in weights)]
+    return Ways(index_ways([input, target, *weights], ins, [batch]), shapes=(input.shape[:1] if batch else (),))
+
+
+_reducing("multi_margin_loss", torch._C._nn.multi_margin_loss, 5, _by_sample)
+_reducing("multilabel_margin_loss", torch._C._nn.multilabel_margin_loss, 2, _by_sample)
+
+
+def _mean_or_sum(each: Any, reduction: int) -> Any:
+    return each if reduction == NONE else each.mean() if reduction == MEAN else each.sum()
+
+
+@composite("triplet_margin_loss")
+def _triplet_margin_loss(
+    anchor: Any,
+    positive: Any,
+    negative: Any,
+    margin: float = 1.0,
+    p: float = 2.0,
+    eps: float = 1e-6,
+    swap: bool = False,
+    reduction: Any = MEAN,
+    **_: Any,
+) -> Any:
+    if isinstance(reduction, str) or not anchor.ndim == positive.ndim == negative.ndim:
+        return NotImplemented  # nn.functional's: its body calls torch's, which says what is wrong
+    far = torch.pairwise_distance(anchor, negative, p, eps)
+    if swap:
+        far = torch.minimum(far, torch.pairwise_distance(positive, negative, p, eps))
+    return _mean_or_sum((torch.pairwise_distance(anchor, positive, p, eps) - far + margin).clamp_min(0), reduction)
+
+
+@composite("cosine_embedding_loss")
+def _cosine_embedding_loss(
+    input1: Any, input2: Any, target: Any, margin: float = 0.0, reduction: Any = MEAN, **_: Any
+) -> Any:
+    if isinstance(reduction, str) or not input1.ndim == input2.ndim == target.ndim + 1:
+        return NotImplemented  # likewise
+    squares = [(x * x).sum(-1) + 1e-12 for x in (input1, input2)]
+    cosine = (input1 * input2).sum(-1) / (squares[0] * squares[1]).sqrt()
+    alike = (1 - cosine).masked_fill(target != 1, 0.0)
+    unlike = (cosine - margin).clamp_min(0).masked_fill(target != -1, 0.0)
+    return _mean_or_sum(alike + unlike, reduction)
 
 
 def _pick(input: Tensor, target: Tensor, dim: int, ignore_index: int) -> Tensor:
@@ -149,7 +205,7 @@ def _of_probabilities(logs: Any, target: Any, weight: Any, reduction: int, smoot
     classes = logs.shape[dim]
     wanted = target * (1 - smoothing) + smoothing / classes if smoothing else target
     loss = -(logs * wanted * _spread(weight, logs, dim) if weight is not None else logs * wanted).sum(dim)
-    return loss if reduction == NONE else loss.mean() if reduction == MEAN else loss.sum()
+    return _mean_or_sum(loss, reduction)
 
 
 def _of_classes(
@@ -180,7 +236,7 @@ def _nll_loss(
 
 
 def _cut_along(first: Any, second: Any, dim: int) -> bool:
-    ndim = max(first.ndim, second.ndim)
+    ndim = max(first.ndim, second.ndim, 1)
     for tensor in (first, second):
         own = dim % ndim - (ndim - tensor.ndim)
         if own >= 0 and any(tensor._layout.mesh.shape[m] > 1 for m in tensor._layout.cut_by(own)):
@@ -201,7 +257,7 @@ def _cosine_cut(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
 def _cosine(x1: Operand, x2: Operand, dim: int = 1, eps: float = 1e-8) -> Ways:
     del eps
     ins, out = broadcast_labels([x1, x2])
-    along = dim % len(out)
+    along = dim % max(len(out), 1)
     kept = [label for label in out if label != along]
     return Ways(index_ways([x1, x2], ins, [kept], whole={along}, reduction=None))
 
@@ -209,3 +265,18 @@ def _cosine(x1: Operand, x2: Operand, dim: int = 1, eps: float = 1e-8) -> Ways:
 @composite("pairwise_distance")
 def _pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
     return torch.linalg.vector_norm(x1 - x2 + eps, p, dim=-1, keepdim=keepdim)
+
+
+@composite("linear_cross_entropy")
+def _linear_cross_entropy(*args: Any, **kwargs: Any) -> Any:
+    """In chunks, if asked for, where nothing is cut: what is cut is smaller already."""
+    if kwargs.get("options") is None:
+        return NotImplemented
+    tensors = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if isinstance(tensor, DTensorBase)]
+    if not _is_plain(*tensors):
+        return torch.nn.functional.linear_cross_entropy(*args, **{**kwargs, "options": None})
+    mesh = tensors[0]._layout.mesh
+    with no_torch_function():  # what it saves for its backward pass must be plain, too
+        given, named = map_tensors(args, kwargs, alias)
+        loss = torch.nn.functional.linear_cross_entropy(*given, **named)
+        return tag(loss, Layout(mesh, [REPLICATE] * mesh.ndim, loss.shape))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 
+from shardwright.layout import Layout
 from shardwright.tensor import policy
 from shardwright.tensor.local import DTensorBase, no_torch_function, tag
 from shardwright.tensor.movement import move
 from shardwright.tensor.registry import composite, rule
-from shardwright.tensor.rules.notation import Labels, Operand, Ways, index_ways
+from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.types import REPLICATE
 
 __all__: list[str] = []
@@ -58,12 +60,15 @@ def _standardised(input: Any, dims: Any, eps: float) -> Any:
     return centred * torch.rsqrt(var + eps)
 
 
-def _leading(input: Operand, whole: int, *others: Operand | None) -> Ways:
-    """The last `whole` dimensions, and the other operands, are whole; what is before them may be cut."""
+def _leading(input: Operand, whole: int, *others: Operand | None, statistics: bool = False) -> Ways:
+    """The last `whole` dimensions, and the other operands, are whole; what is before them may be cut.
+
+    With `statistics`, mean and spread are results, too, and are cut as what is before.
+    """
     labels: Labels = [*range(input.ndim - whole), *[None] * whole]
     rest = [other for other in others if other is not None]
     ins: list[Labels] = [labels, *([None] * other.ndim for other in rest)]
-    return Ways(index_ways([input, *rest], ins, [labels]))
+    return Ways(index_ways([input, *rest], ins, [labels] * (3 if statistics else 1)))
 
 
 @rule("layer_norm")
@@ -93,6 +98,24 @@ def _layer_norm_cut(
 def _rms_norm(input: Operand, normalized_shape: Any, weight: Operand | None = None, eps: float | None = None) -> Ways:
     del eps
     return _leading(input, len(normalized_shape), weight)
+
+
+@rule("native_layer_norm")
+def _native_layer_norm(
+    input: Operand, normalized_shape: Any, weight: Operand | None, bias: Operand | None, eps: float
+) -> Ways:
+    del eps
+    return _leading(input, len(normalized_shape), weight, bias, statistics=True)
+
+
+@composite("native_layer_norm")
+def _native_layer_norm_cut(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+    dims = _normalized_dims(input, normalized_shape)
+    if dims is None:
+        return NotImplemented
+    centred, mean, var = _moments(_wide(input), dims)
+    spread = torch.rsqrt(var + eps)
+    return _scaled(centred * spread, weight, bias, input.dtype), mean.detach(), spread.detach()
 
 
 @composite("rms_norm")
@@ -133,9 +156,37 @@ def _group_norm_cut(
 ) -> Any:
     if input.ndim < 2 or not _cuts(input, range(1, input.ndim)) or input.shape[1] % num_groups:
         return NotImplemented
+    return _by_groups(input, num_groups, weight, bias, eps)[0]
+
+
+def _by_groups(input: Any, num_groups: int, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
+    """The result, and the mean and the spread of every group."""
     groups = _wide(input).unflatten(1, (num_groups, input.shape[1] // num_groups))
-    normal = _standardised(groups, list(range(2, groups.ndim)), eps).flatten(1, 2)
-    return _scaled(normal, _along_channels(weight, input), _along_channels(bias, input), input.dtype)
+    dims = list(range(2, groups.ndim))
+    centred, mean, var = _moments(groups, dims)
+    spread = torch.rsqrt(var + eps)
+    normal = (centred * spread).flatten(1, 2)
+    result = _scaled(normal, _along_channels(weight, input), _along_channels(bias, input), input.dtype)
+    return result, mean.squeeze(dims), spread.squeeze(dims)
+
+
+@rule("native_group_norm")
+def _native_group_norm(input: Operand, weight: Operand | None, bias: Operand | None, *_: Any) -> Ways:
+    def images(situation: Situation) -> Local:
+        count = situation.ins[0].local_shape(situation.rank)[0]
+        return lambda func, args, _: func(*args[:3], count, *args[4:])
+
+    return replace(_leading(input, input.ndim - 1, weight, bias, statistics=True), run=images)
+
+
+@composite("native_group_norm")
+def _native_group_norm_cut(
+    input: Any, weight: Any, bias: Any, images: int, channels: int, area: int, group: int, eps: float
+) -> Any:
+    del images, area
+    if input.ndim < 2 or not _cuts(input, range(1, input.ndim)) or channels % group:
+        return NotImplemented
+    return _by_groups(input, group, weight, bias, eps)
 
 
 def _along_channels(value: Any, input: Any) -> Any:
@@ -147,7 +198,47 @@ def _along_channels(value: Any, input: Any) -> Any:
 def _batch_norm(*args: Any, **kwargs: Any) -> Any:
     if len(args) + len(kwargs) != 9:
         return NotImplemented  # nn.functional's: its body calls torch's, which has nine arguments in another order
-    return _batch_norm_everywhere(*args, **kwargs)
+    return _batch_norm_everywhere(*args, **kwargs)[0]
+
+
+@composite("native_batch_norm")
+def _native_batch_norm(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    given = (input, weight, bias, running_mean, running_var, training, momentum, eps, True)
+    result, mean, spread = _batch_norm_everywhere(*given)
+    if not training:
+        return result, _nothing(input, input.dtype), _nothing(input, input.dtype)
+    return result, mean.detach().reshape(-1), spread.detach().reshape(-1)
+
+
+@composite("_native_batch_norm_legit")
+def _legit_batch_norm(input: Any, weight: Any, bias: Any, *rest: Any, **named: Any) -> Any:
+    """Another name of it, which may leave out the running statistics."""
+    without = not named and len(rest) == 3
+    return _native_batch_norm(input, weight, bias, *((None, None) if without else ()), *rest, **named)
+
+
+@composite("_batch_norm_with_update")
+def _updating_batch_norm(
+    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
+) -> Any:
+    """In training; the fourth result is what some devices keep for the backward pass."""
+    results = _native_batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps)
+    return (*results, _nothing(input, torch.uint8))
+
+
+def _nothing(input: Any, dtype: torch.dtype) -> Any:
+    mesh = input._layout.mesh
+    empty = torch.empty(0, dtype=dtype, device=input.device)
+    return tag(empty, Layout(mesh, [REPLICATE] * mesh.ndim, (0,)))
 
 
 def _batch_norm_everywhere(
@@ -160,10 +251,17 @@ def _batch_norm_everywhere(
     momentum: float,
     eps: float,
     cudnn_enabled: bool,
-) -> Any:
-    """Statistics of the whole batch, however it is cut. Composed, always: no schema tells what batch_norm writes to."""
+) -> tuple[Any, Any, Any]:
+    """The result, and mean and spread of the whole batch, however it is cut.
+
+    Composed, always: no schema tells what batch_norm writes to.
+    """
     del cudnn_enabled
     wide, dims = _wide(input), [0, *range(2, input.ndim)]
+    if 0 in input.shape:  # nothing has no statistics: the running ones stay what they are
+        nothing = wide.sum(dim=dims, keepdim=True)
+        scale, shift = (None, None) if input.ndim < 2 else (_along_channels(x, input) for x in (weight, bias))
+        return _scaled(input.clone(), scale, shift, input.dtype), nothing, nothing
     if training or running_mean is None:
         centred, mean, var = _moments(wide, dims)
         if training:
@@ -173,8 +271,9 @@ def _batch_norm_everywhere(
     else:
         mean, var = _along_channels(running_mean, input), _along_channels(running_var, input)
         centred = wide - mean
-    normal = centred * torch.rsqrt(var + eps)
-    return _scaled(normal, _along_channels(weight, input), _along_channels(bias, input), input.dtype)
+    spread = torch.rsqrt(var + eps)
+    scale, shift = _along_channels(weight, input), _along_channels(bias, input)
+    return _scaled(centred * spread, scale, shift, input.dtype), mean, spread
 
 
 def _track(running: Any, now: Any, momentum: float, correction: float) -> None:
@@ -208,7 +307,7 @@ def _instance_norm_everywhere(
     """Statistics of every image and channel; the running ones are their means over the whole batch."""
     if not use_input_stats:
         arguments = (input, weight, bias, running_mean, running_var, False, momentum, eps, cudnn_enabled)
-        return _batch_norm_everywhere(*arguments)
+        return _batch_norm_everywhere(*arguments)[0]
     wide, dims = _wide(input), list(range(2, input.ndim))
     centred, mean, var = _moments(wide, dims)
     count = prod(input.shape[d] for d in dims)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from shardwright.tensor.registry import mark_fast, mark_uniform, rule
-from shardwright.tensor.rules.notation import Decided, Labels, Operand, Ways, index_ways
+from shardwright.tensor.rules.notation import Decided, Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.rules.overwrite import as_addend, overwriting
 
 __all__ = ["broadcast_labels", "operands_in", "pointwise"]
 
@@ -16,14 +17,24 @@ NONLINEAR = """
 abs acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
 bitwise_xor ceil celu clamp clamp_max clamp_min copysign cos cosh deg2rad digamma elu eq erf erfc erfinv exp exp2 expm1
 float_power floor floor_divide fmax fmin fmod frac gcd ge gelu gt hardshrink hardsigmoid hardswish hardtanh heaviside
-hypot i0 igamma igammac isclose isfinite isinf isnan isneginf isposinf isreal lcm ldexp le leaky_relu lgamma log
+hypot i0 igamma igammac isclose isfinite isinf isnan isneginf isposinf isreal lcm le leaky_relu lgamma log
 log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit log_sigmoid lt
 maximum minimum mish mvlgamma nan_to_num ne nextafter polygamma pow rad2deg rdiv reciprocal relu relu6
 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square tan
 tanh tanhshrink threshold trunc xlogy special_xlog1py special_entr special_erfcx special_i0e special_i1 special_i1e
-special_ndtr special_ndtri special_log_ndtr special_zeta special_xlogy angle polar complex masked_fill
+special_ndtr special_ndtri special_log_ndtr special_zeta special_xlogy angle polar masked_fill special_airy_ai
+special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t
+special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_gammainc
+special_gammaincc special_gammaln special_hermite_polynomial_h special_hermite_polynomial_he special_i0
+special_laguerre_polynomial_l special_legendre_polynomial_p special_modified_bessel_i0 special_modified_bessel_i1
+special_modified_bessel_k0 special_modified_bessel_k1 special_multigammaln special_polygamma special_psi
+special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t
+special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
+special_spherical_bessel_j0
 """.split()
-LINEAR_UNARY = "neg positive real imag conj resolve_conj resolve_neg clone contiguous detach alias view_as_real".split()
+LINEAR_UNARY = """
+neg positive real imag conj conj_physical resolve_conj resolve_neg clone contiguous detach alias view_as_real
+""".split()
 COPIES = "cpu cuda half float double bfloat16 cfloat cdouble type to".split()
 TO_WHOLE_NUMBERS = "int long short char byte bool".split()
 
@@ -87,9 +98,13 @@ def _choice(condition: Any, input: Any, other: Any) -> Sequence[Sequence[int]] |
     return [[1], [2]]
 
 
-def _blend(input: Any, end: Any, weight: Any, **_: Any) -> Sequence[Sequence[int]] | None:
-    del input, end
-    return None if isinstance(weight, Operand) else [[0], [1]]
+def _blend(*values: Any, weight: Any = None, **_: Any) -> Sequence[Sequence[int]] | None:
+    """Of both ends together, whatever the weight; tensors that all came by name may be in any order."""
+    return [[0], [1]] if len(values) > 1 or not isinstance(weight, Operand) else None
+
+
+def _first(*values: Any, **_: Any) -> Sequence[Sequence[int]] | None:
+    return [[0]] if values else None
 
 
 def _itself(*_: Any, **__: Any) -> Sequence[Sequence[int]]:
@@ -113,6 +128,8 @@ rule("add", "sub", numbers_by_type=True)(pointwise(_sum))
 rule("mul", numbers_by_type=True)(pointwise(_product))
 rule("div", numbers_by_type=True)(pointwise(_quotient))
 rule("lerp", numbers_by_type=True)(pointwise(_blend))
+rule("complex", numbers_by_type=True)(pointwise(lambda *_, **__: [[0], [1]]))
+rule("ldexp", numbers_by_type=True)(pointwise(_first))
 rule("addcmul", numbers_by_type=True)(pointwise(lambda *a, **_: [[0], [1, 2]]))
 rule("addcdiv", numbers_by_type=True)(pointwise(lambda *_, **named: None if "tensor1" in named else [[0], [1]]))
 
@@ -146,6 +163,7 @@ def _same(linear: Terms) -> Callable[..., Ways | Decided]:
 
 rule(*LINEAR_UNARY)(_same(_itself))
 rule(*COPIES)(_same(_rounding))
+rule("chalf")(_same(lambda *_, **__: None))  # torch does not add complex halves up
 
 
 @rule("view_as_real")
@@ -158,6 +176,12 @@ def _view_as_real(source: Operand) -> Ways:
 def _view_as_complex(source: Operand) -> Ways:
     labels = list(range(source.ndim - 1))
     return Ways(index_ways([source], [[*labels, None]], [labels], terms=[[0]]), fresh=False)
+
+
+@rule("frexp")
+def _frexp(input: Operand) -> Ways:
+    labels = list(range(input.ndim))
+    return Ways(index_ways([input], [labels], [labels, labels]))
 
 
 @rule("type_as")
@@ -179,10 +203,33 @@ def _copy(target: Operand, source: Any, non_blocking: bool = False) -> Ways:
 def _fill(target: Operand, value: Any) -> Ways:
     operands = operands_in(target, value)
     ins, out = broadcast_labels(operands)
-    return Ways(index_ways(operands, ins, [out], terms=None))
+
+    def run(situation: Situation) -> Local | None:
+        layout = situation.outs[0]
+        if not layout.is_partial:
+            return None
+        return lambda func, args, kwargs: as_addend(func(*args, **kwargs), layout, situation.rank)
+
+    return Ways(overwriting(index_ways(operands, ins, [out]), target, len(operands)), run=run)
 
 
 rule("zero")(pointwise(_itself))  # addends that are all zero add up to zero
 
-mark_fast(*NONLINEAR, "add", "sub", "mul", "div", "neg", "clone", "detach")
-mark_uniform(*NONLINEAR, "add", "sub", "mul", "div", "neg", "lerp", "addcmul", "addcdiv", "copy", "zero", "fill")
+mark_fast(*NONLINEAR, "complex", "ldexp", "add", "sub", "mul", "div", "neg", "clone", "detach")
+mark_uniform(
+    *NONLINEAR,
+    "complex",
+    "ldexp",
+    "polar",
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "lerp",
+    "addcmul",
+    "addcdiv",
+    "copy",
+    "zero",
+    "fill",
+)

@@ -22,6 +22,7 @@ from shardwright.tensor.random import (
 from shardwright.tensor.randomness import fill_local, refuse_generator
 from shardwright.tensor.registry import composite, rule
 from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.rules.overwrite import as_addend, overwriting
 from shardwright.tensor.rules.pointwise import broadcast_labels
 from shardwright.tensor.types import REPLICATE, settled
 
@@ -79,11 +80,12 @@ def _in_place(draw: Draw) -> None:
         def run(situation: Situation) -> Local:
             def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
                 target, how = read(args, kwargs)
-                return fill_local(target, situation.outs[0], fill, **how)
+                return as_addend(fill_local(target, situation.outs[0], fill, **how), situation.outs[0], situation.rank)
 
             return local
 
-        return Ways(index_ways(operands, ins, [out]), run=run, shapes=(target.shape,))
+        at = overwriting(index_ways(operands, ins, [out]), target, len(operands))
+        return Ways(at, run=run, shapes=(target.shape,))
 
     rule(name, numbers_by_type=True)(answer)
     composite(name)(lambda input, *args, **kwargs: getattr(_blank(input.detach()), f"{name}_")(*args, **kwargs))

@@ -7,13 +7,20 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwright.errors import TensorError
+from shardwright.layout import Layout
+from shardwright.tensor.local import alias, no_torch_function, tag
+from shardwright.tensor.movement import move
+from shardwright.tensor.redistribute.neutral import neutral
 from shardwright.tensor.registry import composite, mark_fast, rule
 from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.rules.pieces import completed
 from shardwright.tensor.rules.pointwise import pointwise
+from shardwright.tensor.types import ENTERED
 
-__all__ = ["along", "reduced_dims"]
+__all__ = ["along", "is_cut", "reduced_dims", "reduction_labels"]
 
 Dims = int | Sequence[int] | None
 
@@ -26,7 +33,8 @@ def reduced_dims(input: Operand, dim: Dims) -> tuple[int, ...]:
     return tuple(input.dim(d) for d in dims) if input.ndim else ()
 
 
-def _labels(input: Operand, dims: tuple[int, ...], keepdim: bool) -> tuple[Labels, Labels]:
+def reduction_labels(input: Operand, dims: Sequence[int], keepdim: bool) -> tuple[Labels, Labels]:
+    """Labels of what is reduced along these dimensions, and of the result."""
     ins: list[int] = list(range(input.ndim))
     out: list[Any] = [None if d in dims else d for d in ins] if keepdim else [d for d in ins if d not in dims]
     return ins, out
@@ -36,14 +44,14 @@ def _labels(input: Operand, dims: tuple[int, ...], keepdim: bool) -> tuple[Label
 def _nansum(input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Ways:
     """Not linear: an addend is left out only where it is itself not a number."""
     del dtype
-    ins, out = _labels(input, reduced_dims(input, dim), keepdim)
+    ins, out = reduction_labels(input, reduced_dims(input, dim), keepdim)
     return Ways(index_ways([input], [ins], [out]))
 
 
 @rule("sum")
 def _sum(input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Ways:
     del dtype
-    ins, out = _labels(input, reduced_dims(input, dim), keepdim)
+    ins, out = reduction_labels(input, reduced_dims(input, dim), keepdim)
     return Ways(index_ways([input], [ins], [out], terms=[[0]]))
 
 
@@ -51,7 +59,7 @@ def _sum(input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any =
 def _mean(input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Ways:
     """A local sum over the global count: exact for uneven and for empty shards."""
     dims = reduced_dims(input, dim)
-    ins, out = _labels(input, dims, keepdim)
+    ins, out = reduction_labels(input, dims, keepdim)
     count = prod(input.shape[d] for d in dims)
 
     def run(situation: Situation) -> Local | None:
@@ -72,45 +80,81 @@ def _mean(input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any 
 
 def _extreme(op: str) -> Callable[..., Ways]:
     def answer(input: Operand, dim: Any = (), keepdim: bool = False) -> Ways:
-        ins, out = _labels(input, reduced_dims(input, dim), keepdim)
+        dims = reduced_dims(input, dim)
+        ins, out = reduction_labels(input, dims, keepdim)
         # A partial maximum has no gradient: where one is asked for, the reduced dimensions are not cut.
         reduction = None if input.grad or 0 in input.shape or input.dtype.is_complex else op
-        at = index_ways([input], [ins], [out], reduction=reduction)
-        return Ways(_without_empty_shards(at, input, reduced_dims(input, dim)))
+        return Ways(index_ways([input], [ins], [out], reduction=reduction), run=lambda s: _extreme_of_nothing(s, op))
 
     return answer
 
 
-def _without_empty_shards(at: Any, input: Operand, dims: tuple[int, ...]) -> Any:
-    """Only ways in which every rank has something to reduce: the maximum of nothing is an error."""
-
-    def filtered(mesh_dim: int) -> Any:
-        ranks = input.layout.mesh.size
-        kept = []
-        for way in at(mesh_dim):
-            placement = way.ins[0]
-            cut = placement.is_shard() and placement.dim in dims
-            if not cut or (_least(input.shape[placement.dim], ranks) > 0 and not hasattr(placement, "sizes")):
-                kept.append(way)
-        return kept
-
-    return filtered
-
-
-def _least(size: int, ranks: int) -> int:
-    """The smallest shard, were the dimension cut over all ranks of the mesh."""
-    chunk = -(-size // ranks)
-    return max(0, min(chunk, size - chunk * (ranks - 1)))
+def _extreme_of_nothing(situation: Situation, op: str) -> Local | None:
+    """The maximum of nothing is an error: a rank that has nothing says the least there is."""
+    mine, result = (layout.local_shape(situation.rank) for layout in (situation.ins[0], situation.outs[0]))
+    if all(mine) or not all(result):
+        return None
+    return lambda _, args, __: args[0].new_full(result, neutral(args[0].dtype, op))
 
 
 rule("amax")(_extreme("max"))
 rule("amin")(_extreme("min"))
 
 
+def is_cut(input: Any, dims: Sequence[int]) -> bool:
+    """Whether any of these dimensions of a DTensor is spread over several ranks."""
+    layout = input._layout
+    return any(layout.mesh.shape[mesh_dim] > 1 for dim in dims for mesh_dim in layout.cut_by(dim))
+
+
+class _Chosen(torch.autograd.Function):
+    """An extreme that is known: its gradient goes to the elements that are as great, in equal shares."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, extreme: Tensor, shares: Tensor, layout: Layout, reduced: Any) -> Tensor:
+        del local
+        ctx.save_for_backward(shares)
+        placements = [ENTERED if mesh_dim in reduced else p for mesh_dim, p in enumerate(layout.placements)]
+        ctx.known = layout, layout.replace(placements=placements, order=layout.order)
+        return extreme.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (shares,) = ctx.saved_tensors
+        return move(gradient, *ctx.known) * shares, None, None, None, None
+
+
+def _extreme_cut(op: str) -> Callable[..., Any]:
+    def compose(input: Any, dim: Any = (), keepdim: bool = False) -> Any:
+        """With a gradient, along cut dimensions: the extremes and their counts are exchanged, never the elements."""
+        layout = input._layout
+        if not (input.requires_grad and torch.is_grad_enabled()) or layout.is_partial or 0 in layout.shape:
+            return NotImplemented
+        named = range(layout.ndim) if dim in ((), []) else [dim] if isinstance(dim, int) else dim
+        dims = [d % max(layout.ndim, 1) for d in named]
+        if not is_cut(input, dims):
+            return NotImplemented
+        values = input.detach()
+        extreme = completed(op, getattr(values, op)(dim=dims, keepdim=True))
+        equal = (values == extreme).to(values.dtype)
+        shares = equal / completed(op, equal.sum(dim=dims, keepdim=True))
+        reduced = {mesh_dim for d in dims for mesh_dim in layout.cut_by(d)}
+        with no_torch_function():
+            value = _Chosen.apply(input, extreme, alias(shares), extreme._layout, reduced)  # type: ignore[no-untyped-call]  # torch's apply is untyped
+        result = tag(value, extreme._layout)
+        return result if keepdim else result.squeeze(dims)
+
+    return compose
+
+
+composite("amax")(_extreme_cut("amax"))
+composite("amin")(_extreme_cut("amin"))
+
+
 @rule("prod")
 def _prod(input: Operand, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Ways:
     del dtype
-    ins, out = _labels(input, reduced_dims(input, dim), keepdim)
+    ins, out = reduction_labels(input, reduced_dims(input, dim), keepdim)
     return Ways(index_ways([input], [ins], [out], reduction=None if input.grad else "product"))
 
 
@@ -118,7 +162,7 @@ def _prod(input: Operand, dim: int | None = None, keepdim: bool = False, *, dtyp
 def _any(input: Operand, dim: Any = None, keepdim: bool = False) -> Ways:
     if dim in ((), []):  # over no dimension: element by element
         return pointwise()(input)
-    ins, out = _labels(input, reduced_dims(input, dim), keepdim)
+    ins, out = reduction_labels(input, reduced_dims(input, dim), keepdim)
     return Ways(index_ways([input], [ins], [out], reduction="bor"))
 
 
@@ -126,13 +170,13 @@ def _any(input: Operand, dim: Any = None, keepdim: bool = False) -> Ways:
 def _all(input: Operand, dim: Any = None, keepdim: bool = False) -> Ways:
     if dim in ((), []):
         return pointwise()(input)
-    ins, out = _labels(input, reduced_dims(input, dim), keepdim)
+    ins, out = reduction_labels(input, reduced_dims(input, dim), keepdim)
     return Ways(index_ways([input], [ins], [out], reduction="band"))
 
 
 @rule("count_nonzero")
 def _count_nonzero(input: Operand, dim: Any = None) -> Ways:
-    ins, out = _labels(input, reduced_dims(input, dim), False)
+    ins, out = reduction_labels(input, reduced_dims(input, dim), False)
     return Ways(index_ways([input], [ins], [out]))
 
 
@@ -146,7 +190,7 @@ def along(results: int, keeps: bool) -> Callable[..., Ways | None]:
         if dim is None:
             return None
         dims = reduced_dims(input, dim)
-        ins, out = _labels(input, dims, keepdim)
+        ins, out = reduction_labels(input, dims, keepdim)
         return Ways(index_ways([input], [ins], [ins if keeps else out] * results, whole=set(dims), reduction=None))
 
     return answer
@@ -217,7 +261,7 @@ composite("var_mean")(_variance(root=False, with_mean=True))
 composite("std_mean")(_variance(root=True, with_mean=True))
 
 
-@composite("logsumexp")
+@composite("logsumexp", "special_logsumexp")
 def _logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
     dims = dim if isinstance(dim, list | tuple) else [dim]
     if not input.dtype.is_floating_point or 0 in input.shape:
@@ -226,43 +270,6 @@ def _logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
     peak = torch.where(peak.isfinite(), peak, torch.zeros_like(peak))
     total = (input - peak).exp().sum(dim=dims, keepdim=keepdim).log()
     return total + (peak if keepdim else peak.sum(dim=dims))
-
-
-@composite("linalg_vector_norm")
-def _vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """Norms of any order: a sum of powers, or an extreme, each of which a cut dimension gives in part."""
-    if x.dtype in (torch.float16, torch.bfloat16) and dtype in (None, x.dtype):  # powers would overflow
-        return _vector_norm(x.float(), ord, dim, keepdim).to(x.dtype)
-    x = x if dtype is None else x.to(dtype)
-    dims = list(range(x.ndim)) if dim is None else dim if isinstance(dim, list | tuple) else [dim]
-    size = x.abs()
-    if ord == 2:
-        return _euclid(size if x.is_complex() else x, dims, keepdim)
-    if ord == 1:
-        return size.sum(dim=dims, keepdim=keepdim)
-    if ord == 0:
-        return (x != 0).to(size.dtype).sum(dim=dims, keepdim=keepdim)
-    if ord in (float("inf"), float("-inf")):
-        return size.amax(dim=dims, keepdim=keepdim) if ord > 0 else size.amin(dim=dims, keepdim=keepdim)
-    return size.pow(ord).sum(dim=dims, keepdim=keepdim).pow(1.0 / ord)
-
-
-def _euclid(x: Any, dims: Any, keepdim: bool) -> Any:
-    squares = (x * x).sum(dim=dims, keepdim=keepdim)
-    root = squares.sqrt()
-    if not root.requires_grad:
-        return root
-    # The gradient of a norm at zero is zero, as torch has it, where that of a root is not a number.
-    zero = squares == 0
-    return torch.where(zero, torch.zeros_like(root), torch.where(zero, torch.ones_like(root), squares).sqrt())
-
-
-@composite("norm")
-def _norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    order = 2 if p in ("fro", None) else p
-    if isinstance(order, str):
-        return NotImplemented
-    return torch.linalg.vector_norm(input, order, dim, keepdim, dtype=dtype)
 
 
 mark_fast("sum", "mean")

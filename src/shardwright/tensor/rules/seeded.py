@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from shardwright.layout import Layout
+from shardwright.layout import Layout, Mesh
 from shardwright.tensor.call import tensors_in
 from shardwright.tensor.fallback import call_replicated
 from shardwright.tensor.local import DTensorBase, tag
@@ -16,7 +17,7 @@ from shardwright.tensor.reenter import body_of
 from shardwright.tensor.registry import composite
 from shardwright.tensor.types import REPLICATE
 
-__all__: list[str] = []
+__all__ = ["call_seeded"]
 
 SEEDED = (
     "_efficient_attention_forward",
@@ -30,31 +31,48 @@ SEEDED = (
     "_scaled_dot_product_fused_attention_overrideable",
     "_standard_gamma",
     "binomial",
-    "gru",
-    "lstm",
     "multinomial",
     "native_dropout",
     "poisson",
-    "rnn_relu",
-    "rnn_tanh",
     "rrelu_with_noise",
 )
 
 
-def _seeded(name: str) -> None:
+def _mesh_of(args: Any, kwargs: dict[str, Any]) -> Mesh:
+    tensors = tensors_in([*args, *kwargs.values()])
+    return next(tensor._layout.mesh for tensor in tensors if isinstance(tensor, DTensorBase))
+
+
+def call_seeded(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operator of torch's on whole tensors, whose numbers every rank draws alike."""
+    refuse_generator(name, kwargs.get("generator"))
     function = getattr(torch, name, None) or getattr(torch.ops.aten, name)
+    with scratch_seed(_mesh_of(args, kwargs)):
+        return call_replicated(name, function, args, kwargs)
+
+
+def _seeded(name: str, *args: Any, **kwargs: Any) -> Any:
+    return call_seeded(name, args, kwargs)
+
+
+for _name in SEEDED:
+    composite(_name)(partial(_seeded, _name))
+
+
+def _seeded_body(name: str) -> None:
+    """A function in Python that draws plain numbers on its way: every rank draws the same."""
+    body = body_of(getattr(torch, name))
+    assert body is not None
 
     def compose(*args: Any, **kwargs: Any) -> Any:
-        refuse_generator(name, kwargs.get("generator"))
-        tensors = tensors_in([*args, *kwargs.values()])
-        with scratch_seed(next(tensor._layout.mesh for tensor in tensors if isinstance(tensor, DTensorBase))):
-            return call_replicated(name, function, args, kwargs)
+        with scratch_seed(_mesh_of(args, kwargs)):
+            return body(*args, **kwargs)
 
     composite(name)(compose)
 
 
-for _name in SEEDED:
-    _seeded(_name)
+for _name in ("svd_lowrank", "pca_lowrank", "lobpcg"):
+    _seeded_body(_name)
 
 
 def _fractional(name: str, dims: int) -> None:

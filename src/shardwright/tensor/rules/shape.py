@@ -97,6 +97,19 @@ def _expand_as(input: Any, other: Any) -> Any:
     return input.expand(other.shape if isinstance(other, torch.Tensor) else other)
 
 
+@composite("sum_to_size")
+def _sum_to_size(input: Any, *size: Any) -> Any:
+    """The inverse of expanding."""
+    wanted = _ints(size)
+    new = input.ndim - len(wanted)
+    if new < 0:
+        return NotImplemented
+    dims = [d for d, n in enumerate(input.shape) if d < new or (wanted[d - new] == 1 and n != 1)]
+    if not dims:
+        return input if tuple(input.shape) == wanted else NotImplemented
+    return input.sum(dims, keepdim=True).reshape(wanted)
+
+
 @composite("broadcast_tensors")
 def _broadcast_tensors(*tensors: Any) -> Any:
     given = list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], list | tuple) else list(tensors)
@@ -104,7 +117,7 @@ def _broadcast_tensors(*tensors: Any) -> Any:
     return tuple(tensor.expand(shape) for tensor in given)
 
 
-@rule("view", "reshape", "_unsafe_view", "view_copy")
+@rule("view", "reshape", "_unsafe_view")
 def _view(input: Operand, *sizes: Any, shape: Any = None, size: Any = None, dtype: Any = None) -> Decided | Ways | None:
     if dtype is not None or (len(sizes) == 1 and isinstance(sizes[0], torch.dtype)):
         return _view_dtype(input, dtype or sizes[0])
@@ -146,8 +159,10 @@ def _view_as(input: Any, other: Any) -> Any:
 
 
 @rule("view_as", "reshape_as")
-def _alias(input: Operand, other: Operand) -> Decided:
+def _alias(input: Operand, other: Operand) -> Decided | None:
     """Of the same shape: an alias, wherever the other is."""
+    if input.shape != other.shape:
+        return None
     return Decided(
         (input.layout, other.layout),
         (input.layout,),
@@ -166,17 +181,26 @@ def _resolve(shape: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def regroup(input: Operand, shape: tuple[int, ...]) -> Decided:
-    """A view: within a group of dimensions that are joined or split, the leading one may be cut."""
+    """A view: within a group of dimensions that are joined or split, the leading one may be cut.
+
+    Where another one is, its pieces are exchanged for pieces of a leading one, if one is free.
+    """
     torch.empty(input.shape, device="meta").view(shape)  # torch's own check, with global sizes, on every rank
     leading = _leading_dims(input.shape, shape)
     source = input.layout
     placements_in: list[Placement] = list(source.placements)
     placements_out: list[Placement] = list(source.placements)
+    taken = {dim for dim in range(input.ndim) if source.cut_by(dim)}
     for mesh_dim in source.order:
         placement = source.placements[mesh_dim]
         if not isinstance(placement, Shard | Ragged):
             continue
-        fitted = _fit(source, mesh_dim, placement, leading, shape)
+        alone = source.cut_by(placement.dim) == (mesh_dim,)
+        if placement.dim not in leading:
+            free = [d for d in leading if d < placement.dim and d not in taken]
+            placement, alone = Shard(max(free, default=placement.dim)), True
+            taken.add(placement.dim)
+        fitted = _fit(source, mesh_dim, placement, alone, leading, shape)
         placements_in[mesh_dim], placements_out[mesh_dim] = fitted
     ins = source.replace(placements=placements_in, order=source.order)
     outs = Layout(source.mesh, placements_out, shape, source.order)
@@ -217,6 +241,7 @@ def _fit(
     source: Layout,
     mesh_dim: int,
     placement: Shard | Ragged,
+    alone: bool,
     leading: dict[int, tuple[int, int, int]],
     shape: tuple[int, ...],
 ) -> tuple[Placement, Placement]:
@@ -224,8 +249,7 @@ def _fit(
     if placement.dim not in leading:
         return REPLICATE, REPLICATE
     dim, old_step, new_step = leading[placement.dim]
-    # Elements per piece along the group, as it is cut now.
-    alone = source.cut_by(placement.dim) == (mesh_dim,)
+    # Elements per piece along the group, as it is cut.
     ranks = source.mesh.shape[mesh_dim]
     pieces = piece_sizes(source.shape[placement.dim], placement, ranks) * old_step
     if not alone:

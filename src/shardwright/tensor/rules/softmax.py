@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from shardwright.tensor.rules.notation import Operand, Ways, index_ways
 __all__: list[str] = []
 
 
-@rule("softmax", "log_softmax", "softmin")
+@rule("softmax", "log_softmax", "softmin", "_safe_softmax")
 def _softmax(input: Operand, dim: int | None = None, *_: Any, **__: Any) -> Ways | None:
     if dim is None:
         return None
@@ -60,6 +61,16 @@ def _log_softmax_cut(input: Any, dim: Any = None, dtype: Any = None, **_: Any) -
 @composite("softmin")
 def _softmin_cut(input: Any, dim: Any = None, dtype: Any = None, **_: Any) -> Any:
     return torch.softmax(-input, dim, dtype) if _is_cut(input, dim, dtype) else NotImplemented
+
+
+@composite("_safe_softmax")
+def _safe_softmax_cut(input: Any, dim: Any = None, dtype: Any = None) -> Any:
+    """Where there is nothing but minus infinity, zeros."""
+    if not _is_cut(input, dim, dtype):
+        return NotImplemented
+    input = input if dtype is None else input.to(dtype)
+    blind = (input.detach() == -inf).all(dim=dim, keepdim=True)
+    return torch.softmax(input.masked_fill(blind, 0.0), dim).masked_fill(blind, 0.0)
 
 
 mark_fast("softmax", "log_softmax")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwright.tensor.local import DTensorBase
 from shardwright.tensor.registry import composite, rule
 from shardwright.tensor.rules.notation import Decided, Label, Operand, Ways, index_ways
 from shardwright.tensor.rules.pick import pick_each, resolved
@@ -48,6 +49,15 @@ def _tensor_split(input: Operand, indices_or_sections: Any = None, dim: int = 0,
     torch.empty(input.shape, device="meta").tensor_split(tuple(given), dim)  # torch's own checks, on every rank
     bounds = [0, *given, input.shape[input.dim(dim)]]
     return _pieces(input, dim, list(pairwise(bounds)))
+
+
+@composite("tensor_split")
+def _split_where(input: Any, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
+    """Where a tensor says; where there are no values, as many pieces as it says, if it is more than a number."""
+    given = next(iter(named.values())) if indices_or_sections is None else indices_or_sections
+    if not isinstance(given, DTensorBase):
+        return NotImplemented
+    return input.tensor_split([0] * given.numel() if given.is_meta else given.tolist(), dim)
 
 
 def _split_along(dim: Callable[[int], int], least: int) -> Callable[..., Any]:

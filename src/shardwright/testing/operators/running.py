@@ -111,7 +111,10 @@ def run_case(system: System, case: Case, gradients: bool = True) -> Outcome:
         warnings.simplefilter("ignore")
         try:
             expected, expected_gradients = _reference(sample, whole, gradients, seed=1)
-            is_drawn = _difference(_reference(sample, whole, False, seed=2)[0], expected, False, "") is not None
+            is_drawn = any(  # two draws may be the same by chance
+                _difference(_reference(sample, whole, False, seed)[0], expected, False, "") is not None
+                for seed in range(2, 6)
+            )
         except Exception as error:  # noqa: BLE001  # the database has samples that torch itself refuses
             return Outcome("right", f"torch refuses it: {type(error).__name__}")
         fell_back = False

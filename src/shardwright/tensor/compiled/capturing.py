@@ -1,0 +1,164 @@
+"""Capturing a program: it runs once, for real, and everything it does to local tensors is recorded.
+
+The recording is made above autograd, so that a replay is differentiated as the program itself is: natively. What was
+run to capture the program is also the result of that first call.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from shardwright import comm
+from shardwright.errors import CaptureError
+from shardwright.tensor.call import tensors_in
+from shardwright.tensor.compiled.cleaning import clean
+from shardwright.tensor.compiled.program import Program
+from shardwright.tensor.enter import forget_entered
+from shardwright.tensor.recording import as_step, foreign, is_recording, recording, refuse_to_record
+from shardwright.tensor.trace import is_of_the_user, source_line
+
+__all__ = ["capture"]
+
+# What gives values, or text made of them, to Python: a program cannot depend on those.
+VALUES = frozenset(
+    """item tolist numpy __array__ __bool__ __float__ __int__ __index__ __complex__ __repr__ __str__ __format__
+    __contains__ is_nonzero equal allclose __dlpack__ __reduce_ex__""".split()
+)
+GRADIENTS = frozenset(("backward", "grad"))
+
+
+def capture(call: Callable[[], Any], tensors: Sequence[Tensor]) -> tuple[Any, Program]:
+    """What `call` returns, and the program that it is, of these tensors."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx  # slow to import
+
+    results: list[Any] = []
+
+    def traced(*_: Tensor) -> list[Tensor]:
+        mode = get_proxy_mode()
+        assert mode is not None
+        _note_where(mode.tracer)
+        with _watching(mode.tracer):
+            results.append(call())
+        return [value for value in pytree.tree_leaves(results[0]) if isinstance(value, Tensor)]
+
+    forget_entered()  # what operators share would be none of the program's
+    try:
+        with recording(False):
+            module = make_fx(traced, pre_dispatch=True)(*tensors)
+    except CaptureError:
+        raise
+    except RuntimeError as error:
+        if "get value out of a tracing tensor" in str(error):
+            _refuse_values(_line_of(error), "item", error)
+        raise
+    finally:
+        forget_entered()
+    clean(module.graph, torch.is_grad_enabled())
+    _check(module)
+    module.recompile()
+    return results[0], Program(module, results[0])
+
+
+@contextmanager
+def _watching(tracer: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(recording())
+        stack.enter_context(comm.listen(_refuse_transfer))
+        stack.enter_context(_functions_as_steps())
+        stack.enter_context(_Watch(tracer))
+        yield
+
+
+def _refuse_transfer(_: comm.Transfer) -> None:
+    refuse_to_record("the program communicates by other means than movements of DTensors")
+
+
+@contextmanager
+def _functions_as_steps() -> Iterator[None]:
+    """Autograd functions are recorded as one step each: what they do inside is not differentiated, they are."""
+    apply = Function.__dict__["apply"]
+
+    def stepped(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return as_step(apply.__get__(None, cls), *args, **kwargs)
+
+    Function.apply = classmethod(stepped)  # type: ignore[method-assign, assignment]  # put back below
+    try:
+        yield
+    finally:
+        Function.apply = apply  # type: ignore[method-assign]  # likewise
+
+
+class _Watch(TorchFunctionMode):
+    """Sees every function the program calls, and refuses what a replay could not repeat."""
+
+    def __init__(self, tracer: Any) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch.fx.experimental.proxy_tensor import has_proxy_slot  # slow to import
+
+        kwargs = kwargs or {}
+        if is_recording():
+            name = getattr(func, "__name__", "")
+            if name in VALUES:
+                _refuse_values(source_line(), name)
+            if name in GRADIENTS:
+                refuse_to_record("the program takes gradients itself: return what is to be differentiated instead")
+            for tensor in (*tensors_in(args), *tensors_in(kwargs.values())):
+                if not has_proxy_slot(tensor, self.tracer):
+                    with recording(False):  # a description may look at the tensor
+                        raise CaptureError(f"{source_line()}: {foreign(tensor)}")
+        return func(*args, **kwargs)
+
+
+def _refuse_values(line: str, name: str, cause: Exception | None = None) -> NoReturn:
+    raise CaptureError(
+        f"{line}: the program looks at a value ({name.strip('_')}), which a replay could not do again: compute with "
+        "the tensor instead (torch.where for a choice), or leave this line out of what is compiled"
+    ) from cause
+
+
+def _line_of(error: BaseException) -> str:
+    """The innermost line of the user's program that an error came through."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if is_of_the_user(frame):
+            return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{line}"
+    return "?"
+
+
+def _note_where(tracer: Any) -> None:
+    """Has every recorded call remember its line, and whether gradients were recorded: torch tells of neither."""
+    create = tracer.create_node
+
+    def create_node(*args: Any, **kwargs: Any) -> fx.Node:
+        node: fx.Node = create(*args, **kwargs)
+        node.meta["line"], node.meta["grad_mode"] = source_line(), torch.is_grad_enabled()
+        return node
+
+    tracer.create_node = create_node
+
+
+def _check(module: fx.GraphModule) -> None:
+    """Refuses what was recorded but would not be the same program again."""
+    for node in module.graph.nodes:
+        target, line = node.target, node.meta.get("line", "?")
+        if isinstance(target, torch._ops.OpOverload):
+            if torch.Tag.dynamic_output_shape in target.tags:
+                raise CaptureError(
+                    f"{line}: the size of what {target.overloadpacket.__name__} returns depends on values: a captured "
+                    "program has fixed sizes; leave this line out of what is compiled"
+                )
+            if target.namespace == "c10d":
+                raise CaptureError(
+                    f"{line}: the program calls a collective of torch.distributed: move DTensors instead"
+                )

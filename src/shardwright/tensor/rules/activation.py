@@ -1,0 +1,41 @@
+"""Activations that are not element by element alone: halves of a dimension, and slopes per channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwright.tensor.registry import rule
+from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
+
+__all__: list[str] = []
+
+
+@rule("glu")
+def _glu(input: Operand, dim: int = -1) -> Ways:
+    """One half of a dimension opens and shuts the other: that dimension is whole."""
+    labels = list(range(input.ndim))
+    return Ways(index_ways([input], [labels], [labels], whole={input.dim(dim)}, reduction=None))
+
+
+@rule("prelu")
+def _prelu(input: Operand, weight: Operand) -> Ways:
+    """A slope for everything, or one for each channel, which is cut as the channels are."""
+    labels = list(range(input.ndim))
+    channel = min(1, input.ndim - 1)
+    slopes: Labels = [channel if size > 1 else None for size in weight.shape]
+    return Ways(index_ways([input, weight], [labels, slopes], [labels]), run=_slope_by_slope)
+
+
+def _slope_by_slope(situation: Situation) -> Local | None:
+    """Torch counts the slopes, and a rank that has none of the channels has none of them."""
+    if not any(situation.ins[1].placements[m].is_shard() for m in range(situation.ins[1].mesh.ndim)):
+        return None
+
+    def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given: list[Any] = [*args, *kwargs.values()]
+        input, weight = given
+        return torch._prelu_kernel(input, weight.reshape(-1, *[1] * max(0, input.ndim - 2)))
+
+    return local

@@ -1,0 +1,36 @@
+"""What overwrites a tensor overwrites partial sums too: one addend becomes the new value, the others nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from shardwright.layout import Layout, Partial
+from shardwright.tensor.redistribute.neutral import IDEMPOTENT, neutral
+from shardwright.tensor.rules.notation import Operand, Way
+from shardwright.tensor.types import REPLICATE
+
+__all__ = ["as_addend", "overwriting"]
+
+
+def overwriting(at: Callable[[int], list[Way]], target: Operand, inputs: int) -> Callable[[int], list[Way]]:
+    """The ways of an operator, and where its target, the first of so many inputs, is partial: to leave it so."""
+
+    def ways(mesh_dim: int) -> list[Way]:
+        here = target.layout.placements[mesh_dim]
+        if not isinstance(here, Partial):
+            return at(mesh_dim)
+        kept = Way((here, *[REPLICATE] * (inputs - 1)), (here,))
+        return [kept, *(way for way in at(mesh_dim) if way != kept)]
+
+    return ways
+
+
+def as_addend(local: Tensor, layout: Layout, rank: int) -> Tensor:
+    """The new value, the same on every rank, as a rank's addend of it: in place, where it must be nothing."""
+    here = layout.mesh.coordinate(rank)
+    for place, placement in zip(here, layout.placements, strict=True):
+        if isinstance(placement, Partial) and placement.op not in IDEMPOTENT and place:
+            return local.fill_(neutral(local.dtype, placement.op))
+    return local

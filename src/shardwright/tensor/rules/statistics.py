@@ -1,0 +1,117 @@
+"""Statistics of two tensors or of all variables at once, composed: means, products and comparisons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwright.layout import Layout, Shard
+from shardwright.tensor.local import DTensorBase, no_torch_function, tag
+from shardwright.tensor.registry import composite
+from shardwright.tensor.rules.pieces import brought, completed, pieces_of_all, replicated
+from shardwright.tensor.types import REPLICATE
+
+__all__: list[str] = []
+
+
+@composite("nanmean")
+def _nanmean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if not input.is_floating_point():
+        return NotImplemented
+    count = input.detach().isnan().logical_not().sum(dim=dim, keepdim=keepdim)
+    return input.nansum(dim=dim, keepdim=keepdim, dtype=dtype) / count
+
+
+@composite("cov")
+def _cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+    weights = [weight for weight in (fweights, aweights) if weight is not None]
+    weights = [completed("cov", weight) for weight in weights]
+    if input.ndim not in (1, 2) or not (input.is_floating_point() or input.is_complex()) or not input.numel():
+        return NotImplemented
+    count = input.shape[-1]
+    if any(weight.ndim != 1 or weight.shape[0] != count or not _is_positive(weight) for weight in weights):
+        return NotImplemented  # torch says what is wrong with them
+    rows = input.reshape(1, -1) if input.ndim == 1 else input
+    freedom: Any = count - correction
+    if not weights:
+        centred = weighted = rows - rows.mean(1, keepdim=True)
+    else:
+        weight = weights[0] if len(weights) == 1 else weights[0] * weights[1]
+        total = replicated("cov", weight.sum())
+        wide = _in_type_of(rows, weight)
+        centred = rows - (rows * wide).sum(1, keepdim=True) / total
+        weighted = centred * wide
+        lost = 1 if aweights is None else replicated("cov", (weight * weights[-1]).sum()) / total
+        freedom = total - correction * lost
+    products = replicated("cov", centred @ weighted.t().conj())
+    if isinstance(freedom, int):
+        return (products / max(freedom, 0)).squeeze()
+    return (products / freedom.clamp(min=0)).squeeze()
+
+
+def _in_type_of(rows: Any, weight: Any) -> Any:
+    """Weights in the precision of what they weigh; torch adds them up in their own."""
+    with no_torch_function():
+        wide = weight.to(rows.real.dtype if rows.is_complex() else rows.dtype)
+        return tag(wide.view_as(wide), weight._layout)
+
+
+def _is_positive(weight: Any) -> bool:
+    return weight.is_meta or not bool((weight < 0).any().item())
+
+
+@composite("corrcoef")
+def _corrcoef(input: Any) -> Any:
+    products = torch.cov(input)
+    if not isinstance(products, DTensorBase):
+        return NotImplemented
+    if products.ndim == 0:
+        return products / products
+    variance = products.diagonal()
+    spread = (variance.real if products.is_complex() else variance).sqrt()
+    found = products / spread.unsqueeze(1) / spread.unsqueeze(0)
+    if products.is_complex():
+        return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
+    return found.clamp(-1, 1)
+
+
+def _is_true(name: str, value: Any) -> bool:
+    """Whether it is so everywhere; where there are no values, it is."""
+    agreed = replicated(name, value.all())
+    return bool(agreed.is_meta or agreed.item())
+
+
+@composite("equal")
+def _equal(input: Any, other: Any) -> Any:
+    if not isinstance(other, DTensorBase) or input.dtype != other.dtype:
+        return NotImplemented
+    return tuple(input.shape) == tuple(other.shape) and _is_true("equal", input == other)
+
+
+@composite("allclose")
+def _allclose(input: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> Any:
+    return _is_true("allclose", torch.isclose(input, other, rtol=rtol, atol=atol, equal_nan=equal_nan))
+
+
+@composite("combinations")
+def _combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
+    """Every rank makes its share of the result, which is the larger by far."""
+    pieces = pieces_of_all(input._layout)
+    if pieces is None or input.ndim != 1 or r < 1 or input._layout.is_partial:
+        return NotImplemented
+    places = torch.arange(input.shape[0])
+    chosen = torch.combinations(places, r, with_replacement).reshape(-1, r).to(input.device)
+    mesh = input._layout.mesh
+    everywhere = tag(chosen, Layout(mesh, [REPLICATE] * mesh.ndim, chosen.shape))
+    placements = [Shard(0) if p.is_shard() else REPLICATE for p in input._layout.placements]
+    return input[brought("combinations", everywhere, everywhere._layout.replace(placements=placements))]
+
+
+@composite("cartesian_prod")
+def _cartesian_prod(*tensors: Any) -> Any:
+    if any(tensor.ndim != 1 for tensor in tensors):
+        return NotImplemented
+    if len(tensors) == 1:
+        return tensors[0].view_as(tensors[0])
+    return torch.stack([grid.reshape(-1) for grid in torch.meshgrid(*tensors, indexing="ij")], dim=1)

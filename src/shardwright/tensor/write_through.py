@@ -1,0 +1,47 @@
+"""Writes to what was picked of a sharded dimension, of which every rank has an addend: `x[i] += 1`.
+
+The sum is completed, written to, and kept as addends again. `x[i]` looks like a view but is a copy: what is written to
+it goes on to the original.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwright.tensor.local import DTensorBase, no_torch_function, tag
+from shardwright.tensor.movement import move
+from shardwright.tensor.types import REPLICATE
+
+__all__ = ["has_origin", "remember_origin", "write_through"]
+
+
+def remember_origin(picked: Any, name: str, base: DTensorBase, args: Any) -> None:
+    """Notes what was picked of which tensor, where one index says it."""
+    if not isinstance(picked, DTensorBase):
+        return
+    if name == "__getitem__" and len(args) == 2:
+        picked._origin = (base, args[1])
+    elif name == "select" and len(args) == 3:
+        picked._origin = (base, (*[slice(None)] * (args[1] % len(base._layout.shape)), args[2]))
+
+
+def has_origin(tensor: Any) -> bool:
+    """Whether this tensor was picked of another, so that `write_through` knows what a write to it means."""
+    return isinstance(tensor, DTensorBase) and "_origin" in tensor.__dict__
+
+
+def write_through(func: Any, target: DTensorBase, *args: Any, **kwargs: Any) -> DTensorBase:
+    """The picked tensor, written to; so is what it was picked of. Every rank takes part."""
+    layout = target._layout
+    placements = [REPLICATE if placement.is_partial() else placement for placement in layout.placements]
+    whole = layout.replace(placements=placements, order=layout.order)
+    with no_torch_function():
+        moved = move(target, layout, whole)
+        fresh = tag(moved.clone() if moved is target else moved, whole)
+    func(fresh, *args, **kwargs)
+    if target._origin is not None:
+        base, index = target._origin
+        base[index] = fresh
+    with no_torch_function():
+        target.copy_(move(fresh, whole, layout))
+    return target

@@ -1,0 +1,166 @@
+"""Norms, distances, extremes and transforms along cut dimensions, and linear algebra on cut batches, on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # torch's own short name
+from torch import Tensor
+
+import shardwright as sw
+from shardwright.testing import on_ranks
+
+INF = float("inf")
+ORDERS = (0.5, 1, 2, 3, -1, INF, -INF)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def asking(*values: Tensor) -> list[Tensor]:
+    return [value.clone().requires_grad_() for value in values]
+
+
+def test_norms_of_every_order_along_cut_dimensions(against_torch: Callable[..., None]) -> None:
+    x = randn(5, 3)
+    cases: list[Any] = [
+        (f"vector {order} {dim}", lambda x, o=order, d=dim: torch.linalg.vector_norm(x, o, d), asking(x))
+        for order, dim in product(ORDERS, (None, 0, (0, 1)))
+    ]
+    cases += [
+        (f"matrix {order}", lambda x, o=order: torch.linalg.matrix_norm(x, o, keepdim=True), asking(x))
+        for order in ("fro", "nuc", 1, -1, 2, -2, INF, -INF)
+    ]
+    cases += [
+        ("norm", lambda x: torch.norm(x), asking(x)),
+        ("norm nuc", lambda x: torch.norm(x, "nuc"), asking(x)),
+        ("linalg.norm", lambda x: torch.linalg.norm(x, 1, dim=(1, 0)), asking(x)),
+        ("linalg.norm of all", lambda x: torch.linalg.norm(x), asking(x)),
+        ("normalize", lambda x: F.normalize(x, dim=0), asking(x)),
+        ("half", lambda x: torch.linalg.vector_norm((x * 300).half(), 2), [x]),
+    ]
+    against_torch((4,), cases)
+    against_torch((2, 2), cases, most=12)
+
+
+def compare(call: Callable[[Any], Any], whole: Tensor, mesh_shape: tuple[int, ...]) -> None:
+    """Values and gradients, however the tensor is cut; sums are left out: their rounding tells equals apart."""
+    mesh = sw.init_device_mesh("cpu", mesh_shape)
+    plain = whole.clone().requires_grad_()
+    expected = call(plain)
+    (theirs,) = torch.autograd.grad(expected.sum(), plain, allow_unused=True)
+    for placements in product((sw.Replicate(), sw.Shard(0), sw.Shard(1)), repeat=len(mesh_shape)):
+        x = sw.distribute_tensor(whole, mesh, placements).requires_grad_()
+        result = call(x)
+        (ours,) = torch.autograd.grad(result.sum(), x, allow_unused=True)
+        torch.testing.assert_close(result.full_tensor(), expected, equal_nan=True)
+        if theirs is not None:  # of a count there is none
+            torch.testing.assert_close(ours.full_tensor(), theirs, equal_nan=True)  # type: ignore[attr-defined]  # a DTensor
+
+
+@pytest.mark.parametrize("order", [0, 0.5, 1, 1.5, 2, 3, INF, -INF])
+@on_ranks(4)
+def test_gradients_of_norms_at_zero_and_of_equals_are_torchs(order: float) -> None:
+    some = torch.tensor([[0.0, 1.0], [0.0, -1.0], [2.0, 0.0], [0.0, 0.0], [-2.0, 1.0]], dtype=torch.float64)
+    for whole in (torch.zeros(5, 2, dtype=torch.float64), some):
+        for dim in (0, 1, None):
+            compare(lambda x, d=dim: torch.linalg.vector_norm(x, order, d), whole, (4,))
+
+
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+@on_ranks(4)
+def test_extremes_share_their_gradient_among_equals(mesh_shape: tuple[int, ...]) -> None:
+    ties = torch.tensor([[3, 1], [3, 2], [-4, 2], [0, 2], [3, -4]], dtype=torch.float64)
+    endless = torch.tensor([[INF, 1], [3, -INF], [INF, 2]], dtype=torch.float64)
+    for function in (torch.amax, torch.amin):
+        for dim in (0, 1, (0, 1)):
+            for whole in (ties, endless):
+                compare(lambda x, f=function, d=dim: f(x, d), whole, mesh_shape)
+
+
+def test_distances_and_renorm(against_torch: Callable[..., None]) -> None:
+    x, y = randn(5, 3), randn(4, 3)
+    cases = [
+        ("cdist", lambda x, y: torch.cdist(x, y), asking(x, y)),
+        ("cdist of many", lambda x, y: torch.cdist(x, y), asking(randn(30, 2), randn(28, 2))),
+        ("pdist", lambda x: F.pdist(x, 1.0), asking(x)),
+        ("dist", lambda x, y: torch.dist(x, y, 3), asking(x, randn(5, 3, seed=1))),
+        ("renorm", lambda x: torch.renorm(x, 2, 0, 1.0), asking(x)),
+        ("renorm of columns", lambda x: torch.renorm(x, 1, 1, 1.0), asking(x)),
+    ]
+    against_torch((4,), cases)
+
+
+def test_batches_of_matrices_where_some_ranks_have_none(against_torch: Callable[..., None]) -> None:
+    matrices = randn(2, 3, 3) + 4 * torch.eye(3, dtype=torch.float64)
+    cases = [
+        ("inv", torch.linalg.inv, asking(matrices)),
+        ("cond", torch.linalg.cond, asking(matrices)),
+        ("solve", torch.linalg.solve, asking(matrices, randn(2, 3, 2))),
+        ("solve one", torch.linalg.solve, asking(matrices, randn(2, 3))),
+        ("householder", torch.linalg.householder_product, asking(randn(2, 3, 2), randn(2, 2))),
+        ("ormqr", torch.ormqr, asking(randn(3, 3), randn(3), randn(3, 5))),
+        ("fft", lambda x: torch.view_as_real(torch.fft.fft(x)), asking(randn(2, 5))),
+        ("stft", lambda x, w: torch.stft(x, 4, window=w, return_complex=True).abs(), asking(randn(2, 16), randn(4))),
+        ("fftshift", lambda x: torch.fft.fftshift(x), asking(randn(2, 5))),
+        ("bilinear", F.bilinear, asking(randn(5, 2), randn(5, 3), randn(4, 2, 3), randn(4))),
+        ("baddbmm", torch.baddbmm, asking(randn(5), randn(2, 3, 4), randn(2, 4, 5))),
+    ]
+    against_torch((4,), cases, most=60)
+    against_torch((2, 2), cases, most=25)
+
+
+@on_ranks(4)
+def test_a_norm_along_a_cut_dimension_exchanges_numbers_not_elements() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    whole = torch.randn(400, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = sw.distribute_tensor(whole, mesh, [sw.Shard(0)]).requires_grad_()
+    for order in (1, 2, 3, INF):
+        with sw.trace() as seen:
+            torch.linalg.vector_norm(x, order, 0).redistribute(placements=[sw.Replicate()]).sum().backward()
+        assert 0 < seen.received <= 2 * 3 * 7 * 8, order  # twice 7 numbers of 8 bytes from each of the 3 others
+    with sw.trace() as seen:
+        torch.linalg.inv(x.detach().reshape(400, 7, 1)[:, :1] + 2)
+    assert seen.received == 0
+
+
+@on_ranks(4)
+def test_second_derivatives_of_an_extreme_go_through_every_rank() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    whole = torch.tensor([3.0, 1.0, 3.0, 2.0, 3.0], dtype=torch.float64)
+    plain = whole.clone().requires_grad_()
+    cut = sw.distribute_tensor(whole, mesh, [sw.Shard(0)]).requires_grad_()
+    found = []
+    for x in (plain, cut):
+        (first,) = torch.autograd.grad((torch.amax(x, 0) ** 3), x, create_graph=True)
+        (second,) = torch.autograd.grad((first * first).sum(), x)
+        found.append(second)
+    torch.testing.assert_close(found[1].full_tensor(), found[0])  # type: ignore[attr-defined]  # a DTensor
+
+
+@on_ranks(4)
+def test_gradients_that_autograd_has_not_allocated_are_zeros() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    x = sw.distribute_tensor(randn(5, 3), mesh, [sw.Shard(0)]).requires_grad_()
+    (gradient,) = torch.autograd.grad(torch.sgn(x).sum(), x)
+    assert torch.equal(gradient.full_tensor(), torch.zeros(5, 3, dtype=torch.float64))  # type: ignore[attr-defined]  # a DTensor
+
+
+@on_ranks(3)
+def test_results_that_are_empty_are_so_everywhere() -> None:
+    mesh = sw.init_device_mesh("cpu", (3,))
+    whole = randn(4, 3, 2)
+    x = sw.distribute_tensor(whole, mesh, [sw.Shard(0)])
+    q, r = torch.linalg.qr(x, mode="r")
+    assert tuple(q.shape) == (0,)
+    torch.testing.assert_close(r.full_tensor(), torch.linalg.qr(whole, mode="r").R)  # type: ignore[attr-defined]  # a DTensor
+    found = torch.linalg.lstsq(x, sw.distribute_tensor(randn(4, 3, 5), mesh, [sw.Shard(0)]))
+    expected = torch.linalg.lstsq(whole, randn(4, 3, 5))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs)
+    assert isinstance(found, torch.return_types.linalg_lstsq)

@@ -1,0 +1,476 @@
+"""Captured programs: replayed without dispatch, with the results and gradients of the program itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # torch's own short name
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import shardwright as sw
+from shardwright import comm
+from shardwright.errors import ArgumentTypeError, CaptureError, CommunicationError
+from shardwright.testing import run_ranks
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+Placer = Callable[[str], sw.Placement]
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(EXAMPLES))
+    spec.loader.exec_module(module)
+    return module
+
+
+def mesh_of_all(*shape: int) -> sw.DeviceMesh:
+    return sw.init_device_mesh("cpu", shape or (comm.world().size,))
+
+
+def distribute(model: nn.Module, mesh: sw.DeviceMesh, place: Placer) -> nn.Module:
+    def partition(module_name: str, module: nn.Module, mesh: sw.DeviceMesh) -> None:
+        for key, parameter in module.named_parameters(recurse=False):
+            module.register_parameter(key, sw.distribute_tensor(parameter, mesh, [place(f"{module_name}.{key}")]))
+
+    return sw.distribute_module(model, mesh, partition)
+
+
+def tensor_parallel(name: str) -> sw.Placement:
+    return {"0.weight": sw.Shard(0), "0.bias": sw.Shard(0), "2.weight": sw.Shard(1)}.get(name, sw.Replicate())
+
+
+def fully_sharded(_: str) -> sw.Placement:
+    return sw.Shard(0)
+
+
+def replicated(_: str) -> sw.Placement:
+    return sw.Replicate()
+
+
+def mlp(place: Placer, mesh: sw.DeviceMesh) -> nn.Module:
+    torch.manual_seed(3)
+    return distribute(nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 5)).double(), mesh, place)
+
+
+def transformer(place: Placer, mesh: sw.DeviceMesh, dropout: float = 0.0) -> nn.Module:
+    model = load("transformer").Transformer(vocabulary=12, width=8, heads=4, layers=1, length=6, dropout=dropout)
+    sw.manual_seed(4)
+    distribute(model.double(), mesh, place)
+    model.reset()
+    return model
+
+
+class Counted:
+    """Counts the torch functions that DTensor is asked about."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Counted:
+        self.original = sw.DTensor.__dict__["__torch_function__"]
+
+        def counting(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += 1
+            return self.original.__get__(None, cls)(func, types, args, kwargs)
+
+        sw.DTensor.__torch_function__ = classmethod(counting)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sw.DTensor.__torch_function__ = self.original
+
+
+def train(model: nn.Module, forward: Callable[..., Any], batches: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses of steps of AdamW, and the parameters after them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = forward(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.full_tensor().detach())
+    return losses, [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def the_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def train_mlp(place: Placer, batch_placement: sw.Placement) -> None:
+    mesh = mesh_of_all()
+    batches = [sw.distribute_tensor(torch.randn(7, 6, dtype=torch.float64), mesh, [batch_placement]) for _ in range(5)]
+    eager, captured = mlp(place, mesh), mlp(place, mesh)
+    expected = train(eager, lambda x: eager(x).square().mean(), batches)
+    loss = sw.compile(lambda x: captured(x).square().mean())
+    found = train(captured, loss, batches)
+    the_same(found[0] + found[1], expected[0] + expected[1])
+    assert len(loss.programs) == 1
+    with Counted() as seen:
+        result = loss(batches[0])
+    assert seen.count == 0
+    assert result._layout is eager(batches[0]).square().mean()._layout
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("place", "batch"),
+    [(tensor_parallel, sw.Replicate()), (fully_sharded, sw.Shard(0)), (replicated, sw.Shard(0))],
+    ids=["tensor parallel", "fully sharded", "data parallel"],
+)
+def test_training_is_that_of_the_program_itself(ranks: int, place: Placer, batch: sw.Placement) -> None:
+    run_ranks(ranks, train_mlp, place, batch)
+
+
+def train_transformer(place: Placer, batch: sw.Placement, dropout: float) -> None:
+    mesh = mesh_of_all()
+    batches = [
+        sw.distribute_tensor(torch.randint(0, 12, (4, 7), generator=torch.Generator().manual_seed(i)), mesh, [batch])
+        for i in range(5)
+    ]
+    eager = transformer(place, mesh, dropout)
+    expected = train(eager, eager, batches)
+    model = transformer(place, mesh, dropout)
+    compiled = sw.compile(model)
+    found = train(model, compiled, batches)
+    the_same(found[0] + found[1], expected[0] + expected[1])
+    with Counted() as seen:
+        compiled(batches[0])
+    assert seen.count == 0
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_transformer_trains_alike(ranks: int, dropout: float) -> None:
+    """With dropout on: every replay draws new numbers, the same that eager would."""
+    run_ranks(ranks, train_transformer, load("02_tensor_parallel").placement, sw.Replicate(), dropout)
+    run_ranks(ranks, train_transformer, fully_sharded, sw.Shard(0), dropout)
+
+
+def communicates_as_eager() -> None:
+    mesh = mesh_of_all()
+    model = mlp(fully_sharded, mesh)
+    x = sw.distribute_tensor(torch.randn(8, 6, dtype=torch.float64), mesh, [sw.Shard(0)])
+    compiled = sw.compile(model)
+    compiled(x).sum().backward()
+    traffic = []
+    for call in (model, compiled):
+        with comm.count() as seen:
+            call(x).sum().backward()
+        traffic.append((seen.bytes, dict(seen.calls)))
+    assert traffic[0] == traffic[1]
+    assert traffic[0][0] > 0
+
+
+def test_a_replay_communicates_what_the_program_does() -> None:
+    run_ranks(4, communicates_as_eager)
+
+
+def uses_twice() -> None:
+    mesh = mesh_of_all()
+    w = sw.distribute_tensor(torch.randn(6, 6, dtype=torch.float64), mesh, [sw.Shard(0)]).requires_grad_()
+    x = sw.distribute_tensor(torch.randn(5, 6, dtype=torch.float64), mesh, [sw.Shard(0)]).requires_grad_()
+
+    def program(x: Tensor) -> Tensor:
+        return torch.tanh(x @ w) @ w
+
+    compiled = sw.compile(program)
+    for _ in range(2):
+        grads = []
+        for call in (program, compiled):
+            first = torch.autograd.grad(call(x).square().sum(), (x, w), create_graph=True)
+            second = torch.autograd.grad(first[0].square().sum() + first[1].square().sum(), (x, w))
+            grads.append([*first, *second])
+        for one, other in zip(*grads, strict=True):
+            assert one._layout is other._layout
+            assert torch.equal(one.full_tensor(), other.full_tensor())
+    with sw.defer_gradient_reduction():
+        for call in (program, compiled):
+            call(x).sum().backward()
+    expected = torch.autograd.grad(program(x).sum(), w)[0].full_tensor()
+    torch.testing.assert_close(w.grad.full_tensor(), 2 * expected)
+
+
+def test_a_parameter_used_twice_gradients_of_gradients_and_deferral() -> None:
+    run_ranks(2, uses_twice)
+
+
+def one_rank(*placements: sw.Placement, shape: tuple[int, ...] = (4, 3)) -> sw.DTensor:
+    mesh = sw.init_device_mesh("cpu", (1,))
+    return sw.distribute_tensor(torch.arange(12.0).reshape(shape), mesh, placements or [sw.Shard(0)])
+
+
+def test_another_layout_dtype_value_or_mode_is_another_program() -> None:
+    compiled = sw.compile(lambda x, power=2: x**power)
+    x = one_rank()
+    calls: list[Callable[[], Any]] = [
+        lambda: compiled(x),
+        lambda: compiled(one_rank(sw.Replicate())),
+        lambda: compiled(x.double()),
+        lambda: compiled(x, 3),
+        lambda: compiled(x, power=3),
+        lambda: compiled(x, 3.0),
+        lambda: compiled(x.t()),
+        lambda: compiled(x.clone().requires_grad_()),
+    ]
+    for known, call in enumerate(calls, start=1):
+        for _ in range(2):
+            call()
+            assert len(compiled.programs) == known
+    assert compiled(x, 3)[1].tolist() == [27.0, 64.0, 125.0]
+    with torch.no_grad():
+        compiled(x)
+    assert len(compiled.programs) == len(calls) + 1
+    compiled.forget()
+    assert compiled.programs == []
+
+
+def test_arguments_and_results_nest() -> None:
+    def program(pair: tuple[Tensor, Tensor], options: dict[str, Any]) -> dict[str, Any]:
+        a, b = pair
+        return {"sum": [a + b, options["w"] * 2], "name": options["name"], "a": a, "twice": (b * 2,) * 2}
+
+    compiled = sw.compile(program)
+    a, b, w = one_rank(), one_rank(), one_rank(sw.Replicate())
+    for _ in range(3):
+        found = compiled((a, b), {"w": w, "name": "x"})
+        assert torch.equal(found["sum"][0].full_tensor(), (a + b).full_tensor())
+        assert found["sum"][1].placements == (sw.Replicate(),)
+        assert found["name"] == "x"
+        assert found["a"] is a
+        assert found["twice"][0] is found["twice"][1]
+    x = one_rank()
+    compiled((x, x), {"w": w, "name": "x"})  # one tensor twice is another program
+    assert len(compiled.programs) == 2
+
+
+def test_buffers_and_arguments_are_written_to_in_place() -> None:
+    mesh = sw.init_device_mesh("cpu", (1,))
+    norm = sw.distribute_module(nn.BatchNorm1d(3), mesh)
+    other = sw.distribute_module(nn.BatchNorm1d(3), mesh)
+    compiled = sw.compile(norm)
+    for seed in range(3):
+        x = sw.distribute_tensor(torch.randn(5, 3, generator=torch.Generator().manual_seed(seed)), mesh, [sw.Shard(0)])
+        assert torch.equal(compiled(x).full_tensor(), other(x).full_tensor())
+    assert torch.equal(norm.running_var.full_tensor(), other.running_var.full_tensor())
+    assert norm.num_batches_tracked.item() == 3
+    norm.eval()
+    other.eval()
+    assert torch.equal(compiled(x).full_tensor(), other(x).full_tensor())
+
+    def count(x: Tensor) -> Tensor:
+        x += 1
+        return x
+
+    counted, y = sw.compile(count), one_rank()
+    for _ in range(3):
+        assert counted(y) is y
+    assert y[0].tolist() == [3.0, 4.0, 5.0]
+
+
+def test_what_is_computed_without_gradients_stays_so() -> None:
+    def program(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = (x * 2).sum()
+        return (x / scale).sum() + torch.softmax(x, 0).square().sum()
+
+    compiled = sw.compile(program)
+    for _ in range(2):
+        gradients = []
+        for call in (program, compiled):
+            x = one_rank(sw.Replicate()).requires_grad_()
+            call(x).backward()
+            gradients.append(x.grad.full_tensor())
+        assert torch.equal(*gradients)
+
+
+class Cube(torch.autograd.Function):
+    """With a backward that is not the derivative: only then it shows whether it is called."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 100 * ctx.saved_tensors[0] * gradient
+
+
+def on_local(x: sw.DTensor) -> sw.DTensor:
+    return sw.DTensor.from_local(Cube.apply(x.to_local()), x.device_mesh, x.placements)
+
+
+@pytest.mark.parametrize("function", [on_local, sw.tensor.tagged_function(Cube)])
+def test_autograd_functions_keep_their_backward(function: Callable[..., Any]) -> None:
+    compiled = sw.compile(lambda x: function(x * 1).sum())
+    for _ in range(3):
+        x = one_rank().requires_grad_()
+        compiled(x).backward()
+        assert x.grad[1].tolist() == [300.0, 400.0, 500.0]
+
+
+def test_inside_other_tracers() -> None:
+    x = one_rank()
+    compiled = sw.compile(lambda x: (x * 2).sum(0).redistribute(placements=[sw.Replicate()]))
+    expected = compiled(x).full_tensor()
+    graph = make_fx(lambda local: compiled(sw.DTensor.from_local(local, x.device_mesh, [sw.Shard(0)])).to_local())
+    traced = graph(x.to_local())
+    assert torch.equal(traced(x.to_local()), expected)
+    assert any(node.target is torch.ops.aten.mul.Tensor for node in traced.graph.nodes)
+    outer = torch.compile(lambda x: compiled(x) + 1, backend="eager")
+    assert torch.equal(outer(x).full_tensor(), expected + 1)
+    nested = sw.compile(lambda x: compiled(x) + 1)
+    for _ in range(2):
+        assert torch.equal(nested(x).full_tensor(), expected + 1)
+
+
+def traced_movements() -> None:
+    mesh = mesh_of_all()
+    x = sw.distribute_tensor(torch.arange(10.0).reshape(5, 2), mesh, [sw.Shard(0)])
+    compiled = sw.compile(lambda x: (x * 2).redistribute(placements=[sw.Replicate()]))
+    local = x.to_local()
+    traced = make_fx(
+        lambda local: compiled(sw.DTensor.from_local(local, mesh, [sw.Shard(0)], shape=(5, 2))).to_local()
+    )(local)
+    assert torch.equal(traced(local + 1), 2 * (x + 1).full_tensor())
+    assert any(str(node.target).startswith("shardwright.move") for node in traced.graph.nodes)
+
+
+def test_a_movement_is_one_operator_to_make_fx() -> None:
+    run_ranks(2, traced_movements)
+
+
+def train_with_backend(backend: str) -> None:
+    mesh = mesh_of_all()
+    batches = [sw.distribute_tensor(torch.randn(8, 6, dtype=torch.float64), mesh, [sw.Shard(0)]) for _ in range(3)]
+    eager, captured = mlp(fully_sharded, mesh), mlp(fully_sharded, mesh)
+    expected = train(eager, lambda x: eager(x).square().mean(), batches)
+    found = train(captured, sw.compile(lambda x: captured(x).square().mean(), backend=backend), batches)
+    for one, other in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of its compiler
+def test_a_backend_of_torch_compiles_the_local_program() -> None:
+    run_ranks(2, train_with_backend, "aot_eager")
+
+
+class Sneaky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", one_rank())
+        self.plain = torch.ones(4, 3)
+
+    def forward(self, x: Tensor, how: str) -> Tensor:
+        if how == "rebinds":
+            self.seen = self.seen + x
+            return self.seen
+        with sw.implicit_replication():
+            return x + self.plain
+
+
+KEPT: list[Any] = []  # what is in a list is no name of a program's
+
+
+def branches(x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        (branches, r"test_compile.py:\d+: the program looks at a value \(item\)"),
+        (lambda x: x * x.sum().item(), r"test_compile.py:\d+: .*\(item\)"),
+        (lambda x: x + len(x.tolist()), r"test_compile.py:\d+: .*\(tolist\)"),
+        (lambda x: x + x.full_tensor().numpy().sum(), r"test_compile.py:\d+: .*\(numpy\)"),
+        (lambda x: str(x), r"test_compile.py:\d+: .*\(repr\)"),
+        (lambda x: torch.equal(x, x), r"test_compile.py:\d+: .*\(equal\)"),
+        (lambda x: x.nonzero(), r"test_compile.py:\d+: the size of what nonzero returns depends on values"),
+        (lambda x: x[x > 3], r"test_compile.py:\d+: the size of what"),
+        (lambda x: x.requires_grad_().sum().backward(), r"test_compile.py:\d+: the program takes gradients itself"),
+        (
+            lambda x: torch.autograd.grad(x.requires_grad_().sum(), x),
+            r"test_compile.py:\d+: the program takes gradients itself",
+        ),
+        (lambda x: torch.poisson(x), r"test_compile.py:\d+: this operator draws its numbers"),
+        (lambda x: KEPT[0](x, "plain"), r"test_compile.py:\d+: the program uses a .*pass it as an argument"),
+    ],
+)
+def test_what_cannot_be_captured_says_which_line_and_why(program: Callable[..., Any], why: str) -> None:
+    KEPT[:] = [Sneaky()]
+    with pytest.raises(CaptureError, match=why):
+        sw.compile(program)(one_rank())
+
+
+def test_more_that_cannot_be_captured() -> None:
+    module = Sneaky()
+    with pytest.raises(CaptureError, match="replaces a parameter or buffer"):
+        sw.compile(module)(one_rank(), "rebinds")
+    with pytest.raises(CaptureError, match="argument 1 is a set, which is neither a tensor nor hashable"):
+        sw.compile(lambda x, y: x)(one_rank(), {1, 2})
+    with pytest.raises(ArgumentTypeError, match="int is not callable"):
+        sw.compile(3)
+    # A failed capture leaves nothing behind.
+    assert (one_rank() * 2).sum().item() == 132.0
+    assert sw.compile(lambda x: Cube.apply(x))(one_rank())[1].tolist() == [27.0, 64.0, 125.0]
+
+
+def collective_outside() -> None:
+    x = sw.ones(4, mesh=mesh_of_all(), placements=[sw.Shard(0)])
+    with pytest.raises(CaptureError, match="communicates by other means"):
+        sw.compile(lambda x: comm.all_reduce(x.to_local()))(x)
+    with pytest.raises(CommunicationError), sw.communication("explicit"):
+        sw.compile(lambda x: torch.sort(x * 2)[0].cumsum(0) @ x.flip(0).outer(x))(x)
+
+
+def test_a_program_communicates_by_movements_alone() -> None:
+    run_ranks(2, collective_outside)
+
+
+def test_names_of_a_function_are_inputs() -> None:
+    mesh = sw.init_device_mesh("cpu", (1,))
+    layer = sw.distribute_module(nn.Linear(3, 3), mesh)
+    bias = sw.ones(3, mesh=mesh)
+
+    def inner(x: Tensor) -> Tensor:
+        return F.linear(x, layer.weight) + bias
+
+    def outer(x: Tensor, factor: sw.DTensor = sw.full((), 2.0, mesh=mesh)) -> Tensor:  # noqa: B008  # it is the point
+        return inner(x) * factor
+
+    compiled = sw.compile(outer)
+    x = one_rank()
+    compiled(x)
+    with torch.no_grad():
+        layer.weight.zero_()
+    assert compiled(x)[0].tolist() == [2.0, 2.0, 2.0]
+    bias = sw.full((3,), 5.0, mesh=mesh)
+    assert compiled(x)[0].tolist() == [10.0, 10.0, 10.0]
+    assert len(compiled.programs) == 1
+
+
+def test_the_decorator_and_its_programs() -> None:
+    @sw.compile(backend=None)
+    def twice(x: Tensor) -> Tensor:
+        """Doubles."""
+        return x * 2
+
+    assert twice.__doc__ == "Doubles."
+    twice(one_rank())
+    assert "torch.mul" in twice.programs[0].code
+    times = sw.compile(lambda x, n: x * n)
+    for number in range(70):
+        times(one_rank(), number)
+    assert len(times.programs) == 64

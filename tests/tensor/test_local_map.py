@@ -1,0 +1,160 @@
+"""Functions of local tensors on DTensors: values, gradients, sizes, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwright as sw
+from shardwright import comm
+from shardwright.errors import LocalTensorError, MeshMismatchError, TensorError
+from shardwright.testing import run_ranks
+
+ROWS, WHOLE, SUM = [sw.Shard(0)], [sw.Replicate()], [sw.Partial()]
+
+
+def mesh_of_all() -> sw.DeviceMesh:
+    return sw.init_device_mesh("cpu", (comm.world().size,))
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def product() -> None:
+    """Uneven rows, a replicate beside them, a partial sum over a cut inner dimension."""
+    mesh = mesh_of_all()
+    a, b = randn(7, 5).requires_grad_(), randn(5, 3).requires_grad_()
+    expected = torch.mm(a, b)
+    expected.square().sum().backward()
+    for ins, outs in (
+        ((ROWS, WHOLE), ROWS),
+        ((WHOLE, [sw.Shard(1)]), [sw.Shard(1)]),
+        (([sw.Shard(1)], ROWS), SUM),
+        ((WHOLE, WHOLE), WHOLE),
+    ):
+        x, w = (sw.distribute_tensor(v.detach(), mesh, p).requires_grad_() for v, p in zip((a, b), ins, strict=True))
+        mapped = sw.local_map(torch.mm, ins, outs)
+        for _ in range(2):
+            x.grad = w.grad = None
+            y = mapped(x, w)
+            assert y.placements == tuple(outs)
+            torch.testing.assert_close(y.full_tensor(), expected)
+            y.square().sum().backward()
+            torch.testing.assert_close(x.grad.full_tensor(), a.grad)
+            torch.testing.assert_close(w.grad.full_tensor(), b.grad)
+    with comm.count() as traffic:
+        mapped(x, w)
+    assert not traffic.calls  # sizes are known by now
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_values_and_gradients_are_those_of_the_whole(ranks: int) -> None:
+    run_ranks(ranks, product)
+
+
+def two_dimensional() -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    a, b = randn(5, 3).requires_grad_(), randn(3, 6).requires_grad_()
+    (a @ b).sin().sum().backward()
+    rows, columns = [sw.Shard(0), sw.Replicate()], [sw.Replicate(), sw.Shard(1)]
+    x, w = (sw.distribute_tensor(v.detach(), mesh, p).requires_grad_() for v, p in ((a, rows), (b, columns)))
+    y = sw.local_map(torch.mm, (rows, columns), [sw.Shard(0), sw.Shard(1)])(x, w)
+    assert y.shape == (5, 6)
+    y.sin().sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), a.grad)
+    torch.testing.assert_close(w.grad.full_tensor(), b.grad)
+
+
+def test_a_mesh_of_two_dimensions() -> None:
+    run_ranks(4, two_dimensional)
+
+
+def each_ranks_share() -> None:
+    """A replicate of which every rank takes its own part: its gradient is the sum of theirs."""
+    mesh, rank = mesh_of_all(), comm.rank()
+    x = sw.distribute_tensor(randn(4, 2), mesh, WHOLE).requires_grad_()
+    y = sw.local_map(lambda local: local[rank * 2 : rank * 2 + 2] * (rank + 1), (WHOLE,), ROWS)(x)
+    y.sum().backward()
+    assert x.grad.tolist() == [[1.0, 1.0], [1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
+    # Said otherwise: the function has made its gradient whole itself.
+    z = sw.local_map(lambda local: local * 2, (WHOLE,), SUM, in_grad_placements=(WHOLE,))(x)
+    x.grad = None
+    z.sum().backward()
+    assert x.grad.tolist() == [[2.0, 2.0]] * 4
+
+
+def test_gradients_of_replicates() -> None:
+    run_ranks(2, each_ranks_share)
+
+
+def nested() -> None:
+    mesh = mesh_of_all()
+    x = sw.distribute_tensor(randn(6, 2), mesh, ROWS)
+
+    def function(pair: dict[str, Any], factor: float, *, plain: Tensor) -> dict[str, Any]:
+        assert type(pair["x"]) is Tensor
+        return {"y": pair["x"] * factor + plain, "same": pair["x"], "name": "z", "plain": plain}
+
+    placements = (ROWS, WHOLE, None, None)
+    mapped = sw.local_map(function, placements, (ROWS, ROWS, None, None), redistribute_inputs=True)
+    found = mapped({"x": x, "w": x}, 2.0, plain=torch.ones(2))
+    torch.testing.assert_close(found["y"].full_tensor(), x.full_tensor() * 2 + 1)
+    assert found["same"].placements == x.placements
+    assert found["same"] is not x
+    assert found["name"] == "z"
+    assert type(found["plain"]) is Tensor
+    assert sw.local_map(lambda: torch.ones(2), None, ROWS, mesh=mesh)().shape == (2 * comm.world().size,)
+    assert sw.local_map(torch.neg, None, ROWS)(x).placements == x.placements
+
+
+def test_arguments_and_results_nest() -> None:
+    run_ranks(2, nested)
+
+
+def captured() -> None:
+    mesh = mesh_of_all()
+    x, w = sw.distribute_tensor(randn(7, 5), mesh, ROWS), sw.distribute_tensor(randn(5, 3), mesh, WHOLE)
+    mapped = sw.local_map(torch.mm, (ROWS, WHOLE), ROWS)
+    compiled = sw.compile(lambda x, w: mapped(x, w).relu())
+    for _ in range(2):
+        assert torch.equal(compiled(x, w).full_tensor(), mapped(x, w).relu().full_tensor())
+
+
+def test_it_can_be_captured() -> None:
+    run_ranks(2, captured)
+
+
+def refusals() -> None:
+    mesh = mesh_of_all()
+    x = sw.distribute_tensor(randn(6, 2), mesh, ROWS)
+    with pytest.raises(TensorError, match=r"neg: argument 0 is \[6, 2\] \(0: S\(0\)\), in_placements want .*R.*redist"):
+        sw.local_map(torch.neg, (WHOLE,), WHOLE)(x)
+    assert sw.local_map(torch.neg, (WHOLE,), WHOLE, redistribute_inputs=True)(x).placements == (sw.Replicate(),)
+    with pytest.raises(TensorError, match="neg: in_placements has 2 entries for 1 arguments"):
+        sw.local_map(torch.neg, (ROWS, ROWS), ROWS)(x)
+    with pytest.raises(TensorError, match=r"add: argument 1 is a DTensor .* in_placements have none for it"):
+        sw.local_map(torch.add, (ROWS, None), ROWS)(x, x)
+    with pytest.raises(TensorError, match="out_placements has 2 entries for 1 results"):
+        sw.local_map(torch.neg, (ROWS,), (ROWS, ROWS))(x)
+    with pytest.raises(TensorError, match=r"result 0 has placements .* give one per mesh dimension"):
+        sw.local_map(torch.neg, (ROWS,), [sw.Shard(0), sw.Shard(1)])(x)
+    with pytest.raises(TensorError, match="no DTensor among the arguments"):
+        sw.local_map(torch.neg, None, ROWS)(torch.ones(2))
+    with pytest.raises(TensorError, match="result 0 is a DTensor"):
+        sw.local_map(lambda local: x, (ROWS,), ROWS)(x)
+    other = sw.init_device_mesh("cpu", (1, comm.world().size))
+    with pytest.raises(MeshMismatchError, match="different meshes"):
+        sw.local_map(torch.neg, (ROWS,), ROWS, mesh=other)(x)
+    sizes = iter([3, 2])
+    shrinking = sw.local_map(lambda local: local[: next(sizes)], (ROWS,), ROWS)
+    shrinking(x)
+    with pytest.raises(LocalTensorError, match="sizes must not depend on values"):
+        shrinking(x)
+
+
+def test_what_does_not_fit_is_refused_with_the_fix() -> None:
+    run_ranks(2, refusals)
