@@ -147,6 +147,17 @@ def test_an_operator_without_gradient_is_proved_by_its_values() -> None:
     assert not any(verdict.gradient for verdict in proof.verdicts)
 
 
+def unattached_where_empty(situation: Situation) -> Local:
+    """What torch's own kernels do of nothing: a result that hangs on no input."""
+    return lambda func, args, kwargs: func(*args) if args[0].numel() else torch.empty(0, dtype=args[0].dtype)
+
+
+def test_a_rank_that_would_not_take_part_in_the_backward_pass_is_found() -> None:
+    rule = lambda x: replace(ways(way(Shard(0), Shard(0))), run=unattached_where_empty)  # noqa: E731  # short
+    (fault,) = {verdict.fault for verdict in prove(torch.exp, randn(2), rule=rule).wrong}
+    assert fault == "output 0 hangs on the inputs on some ranks, and not on others"
+
+
 def test_gradients_are_asked_for_what_requires_them() -> None:
     proof = prove(torch.mul, randn(4).requires_grad_(), randn(4))
     entered = [verdict.ins for verdict in proof.proved if verdict.gradient and verdict.ins[0] == P]
@@ -154,8 +165,11 @@ def test_gradients_are_asked_for_what_requires_them() -> None:
 
 
 def test_an_operator_without_a_rule_is_refused() -> None:
-    with pytest.raises(TensorError, match="svd has no rule to prove"):
-        prove(torch.svd, randn(2, 2))
+    def nobodys_operator(x: Tensor) -> Tensor:
+        return x
+
+    with pytest.raises(TensorError, match="nobodys_operator has no rule to prove"):
+        prove(nobodys_operator, randn(2, 2))
     with pytest.raises(TensorError, match="no tensor among the arguments"):
         prove(torch.add, 1, 2)
 

@@ -64,7 +64,7 @@ def test_new_tensors_like_a_partial_one_are_what_they_say() -> None:
 def test_a_partial_tensor_is_written_to_only_where_that_is_linear() -> None:
     """Trap 17: `P.add_(1)` would add one on every rank."""
     whole = randn(5)
-    for write in (lambda x: x.add_(1), lambda x: x.pow_(2), lambda x: x.clamp_(min=0), lambda x: x.fill_(1.0)):
+    for write in (lambda x: x.add_(1), lambda x: x.pow_(2), lambda x: x.clamp_(min=0)):
         with pytest.raises(InPlaceError, match="in-place operator keeps its target's layout"):
             write(addends(whole).detach())
     doubled = addends(whole).detach().mul_(2)
@@ -72,6 +72,9 @@ def test_a_partial_tensor_is_written_to_only_where_that_is_linear() -> None:
     close(doubled, whole * 2)
     close(addends(whole).detach().add_(addends(whole).detach()), whole * 2)
     close(addends(whole) + 1, whole + 1)
+    filled = addends(whole).detach().fill_(3.0)  # what overwrites may: one addend is the number, the others nothing
+    assert filled.placements == (P,)
+    close(filled, torch.full((5,), 3.0, dtype=torch.float64))
 
 
 @on_ranks(3)

@@ -99,7 +99,7 @@ RULES = sorted(set(PROOFS.RULES) - set(PROOFS.ELSEWHERE) - set(PROOFS.SHAPES_ALO
 SOME = RULES if FULL else sorted(random.Random(0).sample(RULES, len(RULES) // 10))
 
 
-@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.filterwarnings("ignore:index_reduce", "ignore:ComplexHalf")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("name", SOME)
 def test_a_mutant_dies(name: str, change: Change) -> None:

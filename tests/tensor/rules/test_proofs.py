@@ -540,7 +540,7 @@ def samples_of(name: str) -> list[Sample]:
     return [*(generated(name) if name in GENERATED else ()), *OTHERS.get(name, ()), *OF_OTHER_FILES.get(name, ())]
 
 
-@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.filterwarnings("ignore:index_reduce", "ignore:ComplexHalf")
 @pytest.mark.parametrize("name", [name for name in RULES if name not in SHAPES_ALONE and name not in ELSEWHERE])
 def test_a_rule_is_true(name: str) -> None:
     samples = samples_of(name)

@@ -61,6 +61,8 @@ def ask(
         return Answer(claims, _taken(answer, operands, sample, reference, given))
     except ShardwrightError as error:
         raise Mismatch(f"the rule's layouts cannot be: {error}") from error
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        raise Mismatch(f"the rule's ways raised {type(error).__name__}: {error}") from error
 
 
 def _claims(

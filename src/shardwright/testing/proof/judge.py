@@ -11,7 +11,7 @@ from shardwright.layout import Layout, Partial
 from shardwright.tensor.rules.notation import Situation
 from shardwright.tensor.types import dual
 from shardwright.testing.proof.claims import Claim
-from shardwright.testing.proof.sample import Reference, Sample, gradients
+from shardwright.testing.proof.sample import Reference, Sample, reaching_gradients
 from shardwright.testing.proof.splitting import Mismatch, assemble, check_shapes, compare, split
 
 __all__ = ["judge"]
@@ -74,24 +74,42 @@ def _judge_gradients(
     for rank, (mine, given) in enumerate(zip(outs, leaves, strict=True)):
         here = [None if seed is None else seed[rank] for seed in seeds]
         try:
-            found.append(gradients(mine, here, given))
+            found.append(reaching_gradients(mine, here, given))
         except RuntimeError as error:
             raise Mismatch(f"the backward pass on rank {rank} raised: {error}") from error
+    _check_alike(reference, outs, found)
     for number, expected in enumerate(reference.gradients):
         if expected is None:
             continue
         layout = claim.ins[number]
-        parts = [gradient[number] for gradient in found]
-        own = [part * _mean_of(layout) for part in parts if part is not None]
+        parts = [
+            torch.zeros_like(leaf[number]) if gradient[number] is None else gradient[number]
+            for gradient, leaf in zip(found, leaves, strict=True)
+        ]
+        count = _mean_of(layout)
+        own = [part if count == 1 else part * count for part in parts if part is not None]
         what = f"gradient of input {number}, laid out {dual(layout).placements[0]}"
         compare(assemble(own, dual(layout), what), expected, what)
+
+
+def _check_alike(
+    reference: Reference, outs: Sequence[Sequence[Tensor]], found: Sequence[Sequence[Tensor | None]]
+) -> None:
+    """Every rank takes part in the backward pass or none does: one that does not would leave the others waiting."""
+    for number, seed in enumerate(reference.seeds):
+        if seed is not None and len({out[number].requires_grad for out in outs}) > 1:
+            raise Mismatch(f"output {number} hangs on the inputs on some ranks, and not on others")
+    for number, expected in enumerate(reference.gradients):
+        if expected is not None and len({gradient[number] is None for gradient in found}) > 1:
+            raise Mismatch(f"a gradient reaches input {number} on some ranks, and not on others")
 
 
 def _seeds(seed: Tensor, layout: Layout, number: int) -> list[Tensor]:
     (placement,) = layout.placements
     if isinstance(placement, Partial) and placement.op not in DIFFERENTIABLE:
         raise Mismatch(f"output {number} is {placement}, which has no gradient, where one is asked for")
-    return [part / _mean_of(layout) for part in split(seed, dual(layout), torch.Generator())]
+    count, parts = _mean_of(layout), split(seed, dual(layout), torch.Generator())
+    return parts if count == 1 else [part / count for part in parts]
 
 
 def _mean_of(layout: Layout) -> int:

@@ -65,9 +65,9 @@ def prove(func: Any, *args: Any, ranks: int = 3, rule: Rule | None = None, value
     def randn(like: Tensor) -> Tensor:
         return torch.randn(like.shape, dtype=like.dtype, generator=generator)
 
-    modes = [refer(sample, (False,) * len(tensors), randn)]
+    modes = [_refer(name, sample, (False,) * len(tensors), randn)]
     if any(sample.asks()):
-        modes.append(refer(sample, sample.asks(), randn))
+        modes.append(_refer(name, sample, sample.asks(), randn))
     trial = _Trial(asked, sample, ranks, values)
     for reference in modes:
         if reference is not None:
@@ -75,6 +75,13 @@ def prove(func: Any, *args: Any, ranks: int = 3, rule: Rule | None = None, value
             for placements in combinations:
                 trial.ask(reference, placements, known)
     return Proof(name, ranks, tuple(trial.verdicts()), tuple(trial.declined), left_out, modes[-1] is not None)
+
+
+def _refer(name: str, sample: Sample, asks: tuple[bool, ...], randn: Any) -> Reference | None:
+    try:
+        return refer(sample, asks, randn)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise TensorError(f"{name}: torch refuses this call on whole tensors: {error}") from error
 
 
 class _Trial:

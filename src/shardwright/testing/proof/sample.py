@@ -90,10 +90,21 @@ def refer(sample: Sample, asks: tuple[bool, ...], randn: Callable[[Tensor], Tens
 
 def gradients(outs: Sequence[Tensor], seeds: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradients of the leaves that ask for one: zeros where nothing reaches them."""
+    found = reaching_gradients(outs, seeds, leaves)
+    return [
+        torch.zeros_like(leaf) if gradient is None and leaf.requires_grad else gradient
+        for gradient, leaf in zip(found, leaves, strict=True)
+    ]
+
+
+def reaching_gradients(
+    outs: Sequence[Tensor], seeds: Sequence[Tensor | None], leaves: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """The gradients of the leaves that ask for one: None where nothing reaches them."""
     roots = [(out, seed) for out, seed in zip(outs, seeds, strict=True) if out.requires_grad and seed is not None]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     found: list[Tensor | None] = [None] * len(wanted)
     if roots and wanted:
         found = list(torch.autograd.grad([r[0] for r in roots], wanted, [r[1] for r in roots], allow_unused=True))
-    each = iter(torch.zeros_like(w) if f is None else f for f, w in zip(found, wanted, strict=True))
+    each = iter(found)
     return [next(each) if leaf.requires_grad else None for leaf in leaves]

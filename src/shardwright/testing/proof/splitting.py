@@ -97,6 +97,8 @@ def compare(found: Tensor, expected: Tensor, what: str) -> None:
         # Sums are taken in another order; of few digits a few are enough, or nothing would be far from anything.
         eps = torch.finfo(expected.dtype).eps
         tolerance = max(eps * (2**12 if eps < 1e-5 else 8), 1e-12)
+    if expected.dtype == torch.complex32:  # torch cannot compute with it
+        found, expected = found.to(torch.complex64), expected.to(torch.complex64)
     close = torch.isclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
     if bool(close.all()):
         return
