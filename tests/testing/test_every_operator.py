@@ -16,7 +16,7 @@ from shardwright.testing.proof.page import row, rows_in
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "operators.md"
 FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"
 # Refused, and why: an operator that is not here must run for every placement that is tried.
-REFUSED: dict[str, str] = {}
+REFUSED = {"to_sparse": "the local tensors of a DTensor are dense: x.full_tensor().to_sparse() is the way"}
 
 
 def some(count: int, seed: int) -> list[str]:

@@ -178,9 +178,7 @@ def local_part(whole: Tensor, mesh: tuple[int, ...], placements: Sequence[Placem
     for dim, (placement, size) in enumerate(zip(placements, mesh, strict=True)):
         if isinstance(placement, Partial):
             # Whole numbers: what is a whole number stays exactly that when they are added up.
-            others = [
-                torch.randint(-9, 10, whole.shape, generator=generator).to(whole.dtype) for _ in range(size - 1)
-            ]
+            others = [torch.randint(-9, 10, whole.shape, generator=generator).to(whole.dtype) for _ in range(size - 1)]
             value = others[at[dim]] if at[dim] < size - 1 else value - sum(others, torch.zeros_like(whole))
     return value[layout.region(rank).slices()].clone() if whole.ndim else value.clone()
 
