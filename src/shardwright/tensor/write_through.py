@@ -31,13 +31,17 @@ def has_origin(tensor: Any) -> bool:
 
 
 def write_through(func: Any, target: DTensorBase, *args: Any, **kwargs: Any) -> DTensorBase:
-    """The picked tensor, written to; so is what it was picked of. Every rank takes part."""
+    """The picked tensor, written to; so is what it was picked of. Every rank takes part.
+
+    It is picked again first: a view would have seen what was written to the original meanwhile.
+    """
     layout = target._layout
+    current: Any = target if target._origin is None else target._origin[0][target._origin[1]]
     placements = [REPLICATE if placement.is_partial() else placement for placement in layout.placements]
     whole = layout.replace(placements=placements, order=layout.order)
     with no_torch_function():
-        moved = move(target, layout, whole)
-        fresh = tag(moved.clone() if moved is target else moved, whole)
+        moved = move(current, current._layout, whole)
+        fresh = tag(moved.clone() if moved is current else moved, whole)
     func(fresh, *args, **kwargs)
     if target._origin is not None:
         base, index = target._origin
