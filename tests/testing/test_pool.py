@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 import signal
 import subprocess
@@ -29,6 +30,10 @@ def fail_on(rank, *, then=None):
     if comm.world().rank == rank:
         raise ValueError(f"rank {rank} says no")
     return then() if then else "fine"
+
+
+def is_imported_here():
+    return __name__ in sys.modules
 
 
 def test_the_same_processes_are_used_again():
@@ -104,6 +109,11 @@ def test_ranks_that_wait_for_one_that_raised_are_given_up_after_the_grace():
         assert outcome.why == "still waiting 0.5 s after rank 2 raised"
         assert "all_reduce" in outcome.stacks
     assert run_ranks(3, lambda: 1) == [1, 1, 1]
+
+
+def test_functions_of_a_test_module_travel_by_value_as_arguments_too():
+    called = run_ranks(2, operator.call, is_imported_here)  # operator.call itself is imported by the ranks
+    assert called == [False, False]
 
 
 def test_a_result_that_cannot_be_pickled_is_named():

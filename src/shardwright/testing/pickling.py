@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -35,21 +37,30 @@ def loads(packed: bytes) -> Any:
 
 def dumps_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """The call, pickled; functions of test modules, scripts and notebooks travel with their code."""
-    module = inspect.getmodule(function)
-    if module is None or not _is_local(module):
+    with ExitStack() as registered:
+        for module in _local_modules(function):
+            cloudpickle.register_pickle_by_value(module)
+            registered.callback(cloudpickle.unregister_pickle_by_value, module)
         return dumps((function, args, kwargs))
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        return dumps((function, args, kwargs))
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
 
 
-def _is_local(module: ModuleType) -> bool:
-    if "@pytest_ar" in vars(module):  # a test module: its asserts were rewritten to explain themselves
-        return True
+def _local_modules(function: Callable[..., Any]) -> list[ModuleType]:
+    """The function's own module, if the ranks may not import it, and every test module: arguments hold functions, too.
+
+    pytest imports test modules under names that no path need lead to; it leaves its mark in them, as their asserts
+    were rewritten to explain themselves.
+    """
+    loaded = list(sys.modules.items())
+    found = {name: module for name, module in loaded if "@pytest_ar" in getattr(module, "__dict__", ())}
+    own = inspect.getmodule(function)
+    if own is not None and not _is_importable(own):
+        found[own.__name__] = own
+    return list(found.values())
+
+
+def _is_importable(module: ModuleType) -> bool:
     try:
         spec = importlib.util.find_spec(module.__name__)
     except (ImportError, ValueError):
-        return True
-    return spec is None or spec.origin != getattr(module, "__file__", None)
+        return False
+    return spec is not None and spec.origin == getattr(module, "__file__", None)
