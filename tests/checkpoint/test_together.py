@@ -168,7 +168,9 @@ def test_everything_that_differs_is_told_at_once() -> None:
 
 
 def test_nan_is_the_same_as_nan() -> None:
-    merged({(0,): {"x": float("nan"), "a": 1}, (1,): {"x": float("nan"), "b": 1}})
+    result = merged({(0,): {"x": float("nan"), "a": 1}, (1,): {"x": float("nan"), "b": 1}})
+    assert result.tree[0] == "d"
+    assert result.tree[1::2] == ["x", "a", "b"]  # of one x, and what else either has
 
 
 def test_equal_dotted_names_of_different_keys_are_different_tensors() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -158,3 +159,23 @@ def refusals() -> None:
 
 def test_what_does_not_fit_is_refused_with_the_fix() -> None:
     run_ranks(2, refusals)
+
+
+def failing_on_one() -> tuple[str, float]:
+    mesh = mesh_of_all()
+
+    def thirds(x: Tensor) -> Tensor:
+        if comm.rank() == 1:
+            raise ValueError(f"{tuple(x.shape)} is no multiple of 3")
+        return x * 3
+
+    start = time.monotonic()
+    with pytest.raises((ValueError, sw.errors.ShardwrightError)) as found:
+        sw.local_map(thirds, [ROWS], ROWS)(sw.ones(8, 2, mesh=mesh, placements=ROWS))
+    return str(found.value), time.monotonic() - start
+
+
+def test_what_one_rank_raises_is_raised_on_all_of_them() -> None:
+    for said, seconds in run_ranks(4, failing_on_one):
+        assert "(2, 2) is no multiple of 3" in said
+        assert seconds < 20

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwright.errors import MeshMismatchError, MixedTensorsError
 from shardwright.layout import Layout
 from shardwright.tensor import policy
-from shardwright.tensor.local import DTensorBase, alias, disabled, tag
+from shardwright.tensor.local import DTensorBase, alias, disabled, tag, tag_replicated
 from shardwright.tensor.reenter import made_by_torch
 from shardwright.tensor.refusals import refuse_functional
 from shardwright.tensor.registry import takes_numbers_by_type
@@ -135,7 +135,7 @@ def admit(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Seque
         if isinstance(value, Tensor) and not isinstance(value, DTensorBase):
             refuse_functional(value, f"{name}: {where}")
             if (value.ndim == 0 and not value.requires_grad) or policy.replicates_implicitly() or made_by_torch():
-                return tag(alias(value), Layout(beside.mesh, [REPLICATE] * beside.mesh.ndim, value.shape))
+                return tag_replicated(alias(value), beside.mesh)
             raise MixedTensorsError(
                 f"{name}: {where} is a plain tensor of shape {tuple(value.shape)} beside a DTensor {beside}: say how "
                 "it is laid out, with distribute_tensor(tensor, mesh, placements) or DTensor.from_local, or open "

@@ -14,19 +14,17 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import InPlaceError
-from shardwright.layout import Layout
 from shardwright.tensor import engine, trace
 from shardwright.tensor.call import admit
 from shardwright.tensor.dispatch import call_by_rule
 from shardwright.tensor.fallback import call_replicated
-from shardwright.tensor.local import DTensorBase, disabled, refuse_copied, tag
+from shardwright.tensor.local import DTensorBase, disabled, refuse_copied, tag_replicated
 from shardwright.tensor.randomness import refuse_plain_draws
 from shardwright.tensor.reenter import body_of
 from shardwright.tensor.refusals import refuse
 from shardwright.tensor.registry import canonical_name, operator
 from shardwright.tensor.reshape_in_place import RESHAPES, reshape_in_place
 from shardwright.tensor.rules.foreach import LISTS, call_on_lists
-from shardwright.tensor.types import REPLICATE
 from shardwright.tensor.write_through import has_origin, write_through
 
 __all__ = ["PASS_FUNCTIONS", "intercept", "listen"]
@@ -199,7 +197,7 @@ def _into(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             )
         if not isinstance(value, DTensorBase):  # torch.eye(3, out=x): made of numbers alone, the same on every rank
             mesh = target._layout.mesh
-            value = tag(value, Layout(mesh, [REPLICATE] * mesh.ndim, value.shape))
+            value = tag_replicated(value, mesh)
         if not torch.can_cast(value.dtype, target.dtype):
             raise InPlaceError(
                 f"{canonical_name(func)[0]}: `out` of {target.dtype} cannot hold the result of {value.dtype}"

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from shardwright import comm
 from shardwright.errors import InPlaceError
-from shardwright.layout import Layout, Region
+from shardwright.layout import Layout, Mesh, Region
 from shardwright.layout.layout import forget_plans
+from shardwright.tensor.types import REPLICATE
 
 __all__ = [
     "DTensorBase",
@@ -27,6 +28,7 @@ __all__ = [
     "no_torch_function",
     "refuse_copied",
     "tag",
+    "tag_replicated",
     "tag_results",
 ]
 
@@ -74,6 +76,11 @@ def tag(fresh: Tensor, layout: Layout) -> Any:
     fresh.__class__ = DTensorBase.concrete
     fresh._layout = layout  # type: ignore[attr-defined]  # it has just become one
     return fresh
+
+
+def tag_replicated(fresh: Tensor, mesh: Mesh) -> Any:
+    """A tensor object nobody else holds, whole on every rank, as a DTensor."""
+    return tag(fresh, Layout(mesh, [REPLICATE] * mesh.ndim, fresh.shape))
 
 
 def tag_results(result: Any, layouts: Sequence[Layout], inputs: Iterable[Tensor]) -> Any:

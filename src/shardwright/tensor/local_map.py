@@ -43,7 +43,8 @@ def local_map(
 
     Gradients: that of a replicate is a partial sum wherever, on that mesh dimension, any other input or an output is
     not replicated, for each rank then adds its own share. `in_grad_placements` says otherwise. The sizes of outputs
-    that are cut are asked of the ranks once for each combination of layouts (each time, where there are plain tensors).
+    that are cut are asked of the ranks once for each combination of layouts (each time, where there are plain tensors);
+    what `function` raises on one rank is then raised on all of them, as a `RankFailedError`.
 
     >>> import torch, shardwright as sw
     >>> mesh = sw.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
@@ -79,8 +80,15 @@ def local_map(
                 for value, target in zip(flat, entering, strict=True)
             ]
         local_args, local_kwargs = pytree.tree_unflatten(local, spec)
-        results, out_spec = pytree.tree_flatten(function(*local_args, **local_kwargs))
-        layouts = _layouts(name, results, over, out_placements, known, _key(flat, targets))
+        key = _key(flat, targets)
+        is_cut = any(placement.is_shard() for out in _flattened(out_placements) for placement in out or ())
+        if over.size == 1 or key in known or not is_cut:
+            found = function(*local_args, **local_kwargs)
+        else:  # the ranks will be asked for sizes: where one has none to tell, the others must not wait for it
+            group = comm.subgroup(sorted(over.ranks))
+            found = comm.agree(lambda: function(*local_args, **local_kwargs), what=name, group=group)
+        results, out_spec = pytree.tree_flatten(found)
+        layouts = _layouts(name, results, over, out_placements, known, key)
         tagged = [
             value if layout is None else tag(alias(value) if _is_given(value, local) else value, layout)
             for value, layout in zip(results, layouts, strict=True)
@@ -177,11 +185,12 @@ def _layouts(
             raise TensorError(f"{name}: result {place} is a DTensor {value._layout}: return local tensors")
         if isinstance(value, Tensor) and said is not None and len(said) != mesh.ndim:
             raise TensorError(f"{name}: result {place} has placements {said} on {mesh!r}: give one per mesh dimension")
-    layouts = known.get(key)
-    if key is None or layouts is None or len(layouts) != len(results):
+    layouts = None if key is None else known.get(key)
+    if layouts is None or len(layouts) != len(results):
         with recording(False):
             layouts = [_asked(value, mesh, said) for value, said in zip(results, placements, strict=True)]
-        known[key] = layouts
+        if key is not None:
+            known[key] = layouts
     for place, (value, layout) in enumerate(zip(results, layouts, strict=True)):
         if layout is not None and tuple(value.shape) != layout.local_shape(comm.rank()):
             raise LocalTensorError(

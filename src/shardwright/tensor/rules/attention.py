@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from shardwright.layout import Layout, Shard
-from shardwright.tensor.local import tag
+from shardwright.layout import Shard
+from shardwright.tensor.local import tag_replicated
 from shardwright.tensor.registry import composite, rule
 from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Way, Ways, index_ways
-from shardwright.tensor.types import REPLICATE
 
 __all__: list[str] = []
 
@@ -150,4 +149,4 @@ def _repeated(heads: Any, times: int) -> Any:
 def _lower_triangle(query: Any, key: Any) -> Any:
     mesh, shape = query._layout.mesh, (query.shape[-2], key.shape[-2])
     mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
-    return tag(mask, Layout(mesh, [REPLICATE] * mesh.ndim, shape))
+    return tag_replicated(mask, mesh)

@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 
-from shardwright.layout import Layout
-from shardwright.tensor.local import tag
+from shardwright.tensor.local import tag_replicated
 from shardwright.tensor.registry import composite, rule
 from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
-from shardwright.tensor.types import REPLICATE
 
 __all__: list[str] = []
 
@@ -90,5 +88,5 @@ def _reduced(
     if not isinstance(counts, torch.Tensor):
         mesh = each._layout.mesh
         written = torch.tensor(counts, device=each.device)
-        counts = tag(written, Layout(mesh, [REPLICATE] * mesh.ndim, written.shape))
+        counts = tag_replicated(written, mesh)
     return (each / counts.clamp_min(1).to(each.dtype)).mean()

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from shardwright import comm
 from shardwright.layout import Layout
-from shardwright.tensor.local import no_torch_function, tag
+from shardwright.tensor.local import no_torch_function, tag, tag_replicated
 from shardwright.tensor.registry import composite
 from shardwright.tensor.rules.pieces import Pieces, completed, pieces_of, pieces_of_all, reduced
 from shardwright.tensor.rules.places import place_in_whole
-from shardwright.tensor.types import REPLICATE
 
 __all__ = ["kth_of_few"]
 
@@ -87,7 +86,7 @@ def _place_in_all(name: str, input: Any, keepdim: bool) -> Any:
         places, order = places.sort()
         found = places[find(values[order], 0, keepdim=True)[1]]
     shape = (1,) * layout.ndim if keepdim else ()
-    return tag(found.reshape(shape), Layout(layout.mesh, [REPLICATE] * layout.mesh.ndim, shape))
+    return tag_replicated(found.reshape(shape), layout.mesh)
 
 
 @composite("aminmax")

@@ -16,9 +16,8 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import InPlaceError, TensorError
 from shardwright.layout import Layout
-from shardwright.tensor.local import DTensorBase, disabled, no_torch_function, tag
+from shardwright.tensor.local import DTensorBase, disabled, no_torch_function, tag_replicated
 from shardwright.tensor.redistribute.steps import line
-from shardwright.tensor.types import REPLICATE
 
 __all__ = ["LISTS", "LIST_FUNCTIONS", "call_on_lists"]
 
@@ -151,7 +150,7 @@ def _norm(name: str, _: bool, func: Any, args: list[Any], kwargs: dict[str, Any]
     for place, tensor in enumerate(tensors):
         if isinstance(tensor, DTensorBase):
             mesh = tensor._layout.mesh
-            results[place] = tag(results[place], Layout(mesh, [REPLICATE] * mesh.ndim, ()))
+            results[place] = tag_replicated(results[place], mesh)
     return tuple(results)
 
 

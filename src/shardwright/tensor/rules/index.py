@@ -11,15 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.layout import Layout
-from shardwright.tensor.local import DTensorBase, layout_of, refuse_copied, tag
+from shardwright.tensor.local import DTensorBase, layout_of, refuse_copied, tag_replicated
 from shardwright.tensor.registry import composite, rule
 from shardwright.tensor.rules.gather import advanced_ways
 from shardwright.tensor.rules.masked import pick_masked
 from shardwright.tensor.rules.notation import Decided, Operand, Ways
 from shardwright.tensor.rules.pick import Item, cutting, moves, pick, resolved
 from shardwright.tensor.rules.scatter import written_ways
-from shardwright.tensor.types import REPLICATE
 from shardwright.tensor.write_through import has_origin, write_through
 
 __all__: list[str] = []
@@ -91,7 +89,7 @@ def _settled(item: Any, beside: Any) -> Any:
         values = torch.as_tensor(item if isinstance(item, np.ndarray) else list(item), device=beside.device)
         values = values if values.numel() else values.long()
         layout = layout_of(beside)
-        return tag(values, Layout(layout.mesh, [REPLICATE] * layout.mesh.ndim, values.shape))
+        return tag_replicated(values, layout.mesh)
     return item
 
 

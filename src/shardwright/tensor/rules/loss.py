@@ -8,15 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.layout import Layout
 from shardwright.tensor.call import map_tensors, tensors_in
 from shardwright.tensor.dispatch import call_by_rule
-from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag
+from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag_replicated
 from shardwright.tensor.registry import Op, composite, rule
 from shardwright.tensor.rules.embedding import check_range
 from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.rules.pointwise import broadcast_labels, operands_in, pointwise
-from shardwright.tensor.types import REPLICATE
 
 __all__: list[str] = []
 
@@ -279,4 +277,4 @@ def _linear_cross_entropy(*args: Any, **kwargs: Any) -> Any:
     with no_torch_function():  # what it saves for its backward pass must be plain, too
         given, named = map_tensors(args, kwargs, alias)
         loss = torch.nn.functional.linear_cross_entropy(*given, **named)
-        return tag(loss, Layout(mesh, [REPLICATE] * mesh.ndim, loss.shape))
+        return tag_replicated(loss, mesh)

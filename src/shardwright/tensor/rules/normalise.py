@@ -8,13 +8,10 @@ from typing import Any
 
 import torch
 
-from shardwright.layout import Layout
-from shardwright.tensor import policy
-from shardwright.tensor.local import DTensorBase, no_torch_function, tag
-from shardwright.tensor.movement import move
+from shardwright.tensor.local import DTensorBase, tag_replicated
 from shardwright.tensor.registry import composite, rule
 from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
-from shardwright.tensor.types import REPLICATE
+from shardwright.tensor.rules.pieces import completed
 
 __all__: list[str] = []
 
@@ -30,23 +27,11 @@ def _wide(input: Any) -> Any:
     return input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
 
 
-def _completed(value: Any) -> Any:
-    """Partial sums made whole, at once and once, so that what they are subtracted from stays cut as it is."""
-    source = value._layout
-    if not source.is_partial:
-        return value
-    placements = [REPLICATE if placement.is_partial() else placement for placement in source.placements]
-    target = source.replace(placements=placements, order=source.order)
-    policy.check("mean", [(source, target)])
-    with no_torch_function():
-        return tag(move(value, source, target), target)
-
-
 def _moments(input: Any, dims: Any) -> tuple[Any, Any, Any]:
     """What is left of the input without its mean, the mean, and the variance: each of the whole tensor."""
-    mean = _completed(input.mean(dim=dims, keepdim=True))
+    mean = completed("mean", input.mean(dim=dims, keepdim=True))
     centred = input - mean
-    return centred, mean, _completed((centred * centred).mean(dim=dims, keepdim=True))
+    return centred, mean, completed("mean", (centred * centred).mean(dim=dims, keepdim=True))
 
 
 def _scaled(normal: Any, weight: Any, bias: Any, dtype: torch.dtype) -> Any:
@@ -238,7 +223,7 @@ def _updating_batch_norm(
 def _nothing(input: Any, dtype: torch.dtype) -> Any:
     mesh = input._layout.mesh
     empty = torch.empty(0, dtype=dtype, device=input.device)
-    return tag(empty, Layout(mesh, [REPLICATE] * mesh.ndim, (0,)))
+    return tag_replicated(empty, mesh)
 
 
 def _batch_norm_everywhere(

@@ -9,11 +9,11 @@ import torch
 
 from shardwright.layout import Layout
 from shardwright.tensor.call import tensors_in
-from shardwright.tensor.local import no_torch_function, tag
+from shardwright.tensor.local import no_torch_function, tag, tag_replicated
 from shardwright.tensor.registry import composite, rule
 from shardwright.tensor.rules.notation import Label, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.rules.pieces import pieces_of, pieces_of_all, replicated
-from shardwright.tensor.types import REPLICATE, SUM
+from shardwright.tensor.types import SUM
 
 __all__: list[str] = []
 
@@ -90,7 +90,7 @@ def _as_tensor(q: Any, beside: Any) -> Any:
         return replicated("quantile", q)  # type: ignore[arg-type]  # it is a DTensor
     mesh = beside._layout.mesh
     value = torch.tensor(q, dtype=beside.dtype, device=beside.device)
-    return tag(value, Layout(mesh, [REPLICATE] * mesh.ndim, ()))
+    return tag_replicated(value, mesh)
 
 
 def _are_shares(q: Any) -> bool:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from shardwright.layout import Layout, Shard
-from shardwright.tensor.local import DTensorBase, no_torch_function, tag
+from shardwright.layout import Shard
+from shardwright.tensor.local import DTensorBase, no_torch_function, tag, tag_replicated
 from shardwright.tensor.registry import composite
 from shardwright.tensor.rules.pieces import brought, completed, pieces_of_all, replicated
 from shardwright.tensor.types import REPLICATE
@@ -103,7 +103,7 @@ def _combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any
     places = torch.arange(input.shape[0])
     chosen = torch.combinations(places, r, with_replacement).reshape(-1, r).to(input.device)
     mesh = input._layout.mesh
-    everywhere = tag(chosen, Layout(mesh, [REPLICATE] * mesh.ndim, chosen.shape))
+    everywhere = tag_replicated(chosen, mesh)
     placements = [Shard(0) if p.is_shard() else REPLICATE for p in input._layout.placements]
     return input[brought("combinations", everywhere, everywhere._layout.replace(placements=placements))]
 
