@@ -34,7 +34,7 @@ from shardwright.tensor.local import (
 from shardwright.tensor.movement import differs
 from shardwright.tensor.recording import unrecorded
 from shardwright.tensor.registry import FAST, Op
-from shardwright.tensor.rules.foreach import LIST_FUNCTIONS
+from shardwright.tensor.rules.elementwise.foreach import LIST_FUNCTIONS
 from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation
 from shardwright.tensor.strides import global_stride
 from shardwright.tensor.types import settled

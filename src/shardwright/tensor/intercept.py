@@ -24,7 +24,7 @@ from shardwright.tensor.reenter import body_of
 from shardwright.tensor.refusals import refuse
 from shardwright.tensor.registry import canonical_name, operator
 from shardwright.tensor.reshape_in_place import RESHAPES, reshape_in_place
-from shardwright.tensor.rules.foreach import LISTS, call_on_lists
+from shardwright.tensor.rules.elementwise.foreach import LISTS, call_on_lists
 from shardwright.tensor.write_through import has_origin, write_through
 
 __all__ = ["PASS_FUNCTIONS", "intercept", "listen"]

@@ -17,7 +17,7 @@ from shardwright.tensor.random import fill_integers, fill_normal, fill_scaled_ma
 from shardwright.tensor.randomness import refuse_generator
 from shardwright.tensor.reenter import body_of
 from shardwright.tensor.registry import canonical_name
-from shardwright.tensor.rules.random import IN_PLACE, Draw
+from shardwright.tensor.rules.create.random import IN_PLACE, Draw
 
 __all__: list[str] = []
 

@@ -19,7 +19,7 @@ from shardwright.layout import Layout, Placement, Shard
 from shardwright.tensor import policy
 from shardwright.tensor.local import DTensorBase, no_torch_function, tag
 from shardwright.tensor.movement import move
-from shardwright.tensor.rules.pick import cutting
+from shardwright.tensor.rules.index.pick import cutting
 from shardwright.tensor.types import ENTERED, REPLICATE, settled
 
 __all__ = ["Pieces", "brought", "completed", "pieces_of", "pieces_of_all", "reduced", "replicated"]

@@ -1,0 +1,1 @@
+"""New tensors: beside old ones, and of random numbers."""

@@ -1,0 +1,193 @@
+"""Random operators: each element's number follows from seed, offset and global index, never from the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwright.layout import Region
+from shardwright.tensor.random import (
+    fill_bernoulli,
+    fill_cauchy,
+    fill_exponential,
+    fill_geometric,
+    fill_integers,
+    fill_log_normal,
+    fill_normal,
+    fill_uniform,
+)
+from shardwright.tensor.randomness import fill_local, refuse_generator
+from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.rules.elementwise.overwrite import as_addend, overwriting
+from shardwright.tensor.rules.elementwise.pointwise import broadcast_labels
+from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.types import REPLICATE, settled
+
+__all__ = ["IN_PLACE", "Draw"]
+
+Fill = Callable[..., Tensor]
+
+
+def _whole_numbers(dtype: torch.dtype, low: int = 0, high: int | None = None) -> tuple[int, int]:
+    """The bounds of `random_`: without an upper one, all numbers from 0 that the type holds exactly."""
+    if high is not None:
+        return int(low), int(high)
+    if dtype is torch.bool:
+        return int(low), 2
+    if dtype.is_floating_point:
+        return int(low), round(2 / torch.finfo(dtype).eps) + 1
+    return int(low), torch.iinfo(dtype).max + 1
+
+
+def _blank(like: Any) -> Any:
+    """A tensor laid out as this one, to be overwritten: whole where this one is partial."""
+    return torch.ones_like(like) if like._layout.is_partial else torch.empty_like(like)
+
+
+class Draw(NamedTuple):
+    """An operator that overwrites a tensor with random numbers; `spellings` are other names of its parameters."""
+
+    name: str
+    fill: Fill
+    parameters: tuple[str, ...]
+    spellings: dict[str, str]
+
+    def read(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The tensor and the parameters, by the names that `fill` knows.
+
+        torch's methods name the tensor first; the functions of `nn.init` hand everything over by name.
+        """
+        given = dict(kwargs)
+        target, *values = (given.pop("tensor"), *args) if "tensor" in given else args
+        refuse_generator(f"{self.name}_", given.pop("generator", None))
+        how = dict(zip(self.parameters, values, strict=False))
+        how |= {self.spellings.get(key, key): value for key, value in given.items()}
+        return target, how
+
+
+def _in_place(draw: Draw) -> None:
+    """Registers an operator that overwrites a tensor with random numbers."""
+    name, fill, read = draw.name, draw.fill, draw.read
+
+    def answer(*args: Any, **kwargs: Any) -> Ways:
+        target, how = read(args, kwargs)
+        operands = [target, *(value for value in how.values() if isinstance(value, Operand))]
+        ins, out = broadcast_labels(operands)
+
+        def run(situation: Situation) -> Local:
+            def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+                target, how = read(args, kwargs)
+                return as_addend(fill_local(target, situation.outs[0], fill, **how), situation.outs[0], situation.rank)
+
+            return local
+
+        at = overwriting(index_ways(operands, ins, [out]), target, len(operands))
+        return Ways(at, run=run, shapes=(target.shape,))
+
+    rule(name, numbers_by_type=True)(answer)
+    composite(name)(lambda input, *args, **kwargs: getattr(_blank(input.detach()), f"{name}_")(*args, **kwargs))
+
+
+def _fill_random(out: Tensor, region: Region, shape: Sequence[int], seed: int, offset: int, **bounds: Any) -> Tensor:
+    """`random_(to)` and `random_(from, to)` share their first place."""
+    first, last = (0, bounds["first"]) if bounds.keys() == {"first"} else (bounds.get("first", 0), bounds.get("last"))
+    low, high = _whole_numbers(out.dtype, first, last)
+    return fill_integers(out, region, shape, seed, offset, low, high)
+
+
+def _fill_chance(
+    out: Tensor, region: Region, shape: Sequence[int], seed: int, offset: int, p: float | Tensor = 0.5
+) -> Tensor:
+    chance = p.expand(out.shape) if isinstance(p, Tensor) else p
+    return fill_bernoulli(out, region, shape, seed, offset, chance)
+
+
+IN_PLACE = (
+    Draw("uniform", fill_uniform, ("low", "high"), {"from": "low", "a": "low", "to": "high", "b": "high"}),
+    Draw("normal", fill_normal, ("mean", "std"), {}),
+    Draw("log_normal", fill_log_normal, ("mean", "std"), {}),
+    Draw("exponential", fill_exponential, ("rate",), {"lambd": "rate"}),
+    Draw("cauchy", fill_cauchy, ("median", "sigma"), {}),
+    Draw("geometric", fill_geometric, ("p",), {}),
+    Draw("bernoulli", _fill_chance, ("p",), {}),
+    Draw("random", _fill_random, ("first", "last"), {"from": "first", "to": "last"}),
+)
+for _draw in IN_PLACE:
+    _in_place(_draw)
+
+
+def _like(fill: Fill) -> Callable[..., Decided]:
+    """A rule for `*_like`: laid out as the input is, partial sums apart: random addends add up to something else."""
+
+    def answer(input: Operand, *_: Any, **options: Any) -> Decided:
+        refuse_generator("*_like", options.get("generator"))
+        source = settled(input.layout)
+        placements = [REPLICATE if p.is_partial() else p for p in source.placements]
+        layout = source.replace(placements=placements, order=source.order)
+
+        def run(_: Situation) -> Local:
+            def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+                given = {
+                    key: value for key, value in kwargs.items() if key not in ("low", "high", "generator", "input")
+                }
+                wants_grad = given.pop("requires_grad", False)
+                limits = [*args[1:], *(kwargs[key] for key in ("low", "high") if key in kwargs)]
+                like = args[0] if args else kwargs["input"]
+                out = torch.empty_like(like, **given).detach()
+                return fill_local(out, layout, fill, **_limits(limits)).requires_grad_(wants_grad)
+
+            return local
+
+        return Decided((input.layout,), (layout,), run=run)
+
+    return answer
+
+
+def _limits(given: list[Any]) -> dict[str, Any]:
+    """`randint_like(x, high)` and `randint_like(x, low, high)`; the others have none."""
+    if not given:
+        return {}
+    low, high = (0, given[0]) if len(given) == 1 else given
+    return {"low": int(low), "high": int(high)}
+
+
+rule("rand_like")(_like(fill_uniform))
+rule("randn_like")(_like(fill_normal))
+rule("randint_like")(_like(fill_integers))
+
+
+@composite("bernoulli")
+def _bernoulli(input: Any, p: Any = None, *, generator: torch.Generator | None = None) -> Any:
+    refuse_generator("bernoulli", generator)
+    chances = input.detach()
+    return _blank(chances).bernoulli_(chances if p is None else p)
+
+
+@composite("normal")
+def _normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Any:
+    """`torch.normal` of tensors: standard normal numbers, spread and shifted."""
+    refuse_generator("normal", generator)
+    centre, spread = (value.detach() if isinstance(value, Tensor) else value for value in (mean, std))
+    return torch.randn_like(centre + spread) * spread + centre
+
+
+@composite("rrelu")
+def _rrelu(
+    input: Any,
+    lower: float = 1.0 / 8,
+    upper: float = 1.0 / 3,
+    training: bool = False,
+    inplace: bool = False,
+    *,
+    generator: torch.Generator | None = None,
+) -> Any:
+    refuse_generator("rrelu", generator)
+    if inplace:
+        return NotImplemented
+    if not training:
+        return torch.nn.functional.leaky_relu(input, (lower + upper) / 2)
+    slopes = _blank(input.detach()).uniform_(lower, upper)
+    return torch.where(input <= 0, input * slopes, input)

@@ -1,0 +1,1 @@
+"""Element by element, and what writes or lists whole tensors."""

@@ -1,0 +1,235 @@
+"""Element by element: what is cut alike stays cut, broadcasting and type promotion included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwright.tensor.registry import mark_fast, mark_uniform, rule
+from shardwright.tensor.rules.elementwise.overwrite import as_addend, overwriting
+from shardwright.tensor.rules.notation import Decided, Labels, Local, Operand, Situation, Ways, index_ways
+
+__all__ = ["broadcast_labels", "operands_in", "pointwise"]
+
+NONLINEAR = """
+abs acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
+bitwise_xor ceil celu clamp clamp_max clamp_min copysign cos cosh deg2rad digamma elu eq erf erfc erfinv exp exp2 expm1
+float_power floor floor_divide fmax fmin fmod frac gcd ge gelu gt hardshrink hardsigmoid hardswish hardtanh heaviside
+hypot i0 igamma igammac isclose isfinite isinf isnan isneginf isposinf isreal lcm le leaky_relu lgamma log
+log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit log_sigmoid lt
+maximum minimum mish mvlgamma nan_to_num ne nextafter polygamma pow rad2deg rdiv reciprocal relu relu6
+remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square tan
+tanh tanhshrink threshold trunc xlogy special_xlog1py special_entr special_erfcx special_i0e special_i1 special_i1e
+special_ndtr special_ndtri special_log_ndtr special_zeta special_xlogy angle polar masked_fill special_airy_ai
+special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t
+special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_gammainc
+special_gammaincc special_gammaln special_hermite_polynomial_h special_hermite_polynomial_he special_i0
+special_laguerre_polynomial_l special_legendre_polynomial_p special_modified_bessel_i0 special_modified_bessel_i1
+special_modified_bessel_k0 special_modified_bessel_k1 special_multigammaln special_polygamma special_psi
+special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t
+special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
+special_spherical_bessel_j0
+""".split()
+LINEAR_UNARY = """
+neg positive real imag conj conj_physical resolve_conj resolve_neg clone contiguous detach alias view_as_real
+""".split()
+COPIES = "cpu cuda half float double bfloat16 cfloat cdouble type to".split()
+TO_WHOLE_NUMBERS = "int long short char byte bool".split()
+
+
+def operands_in(*values: Any) -> list[Operand]:
+    """The tensors among the arguments, in order."""
+    found: list[Operand] = []
+    for value in values:
+        if isinstance(value, Operand):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += operands_in(*value)
+    return found
+
+
+def broadcast_labels(operands: Sequence[Operand]) -> tuple[list[Labels], Labels]:
+    """Labels of broadcast operands and of their result: a dimension is called by its place from the end."""
+    ndim = max(operand.ndim for operand in operands)
+    shape = torch.broadcast_shapes(*(operand.shape for operand in operands))  # type: ignore[no-untyped-call]  # torch's stubs lack it
+    ins: list[Labels] = []
+    for operand in operands:
+        first = ndim - operand.ndim
+        ins.append([first + d if size == shape[first + d] else None for d, size in enumerate(operand.shape)])
+    return ins, list(range(ndim))
+
+
+Terms = Callable[..., Sequence[Sequence[int]] | None]
+
+
+def pointwise(terms: Terms | None = None) -> Callable[..., Ways]:
+    """A rule for an operator that works element by element; `terms(*args)` says in what it is linear."""
+
+    def answer(*args: Any, **kwargs: Any) -> Ways:
+        operands = operands_in(*args, *kwargs.values())
+        ins, out = broadcast_labels(operands)
+        linear = None if terms is None else terms(*args, **kwargs)
+        return Ways(index_ways(operands, ins, [out], terms=linear))
+
+    return answer
+
+
+# Parameters have torch's own names: they may be given by keyword.
+def _sum(input: Any, other: Any, **_: Any) -> Sequence[Sequence[int]] | None:
+    return [[0], [1]] if isinstance(input, Operand) and isinstance(other, Operand) else None
+
+
+def _product(*factors: Any, other: Any = None, **_: Any) -> Sequence[Sequence[int]]:
+    return [list(range(len(operands_in(*factors, other))))]
+
+
+def _quotient(input: Any, other: Any, rounding_mode: str | None = None, **_: Any) -> Sequence[Sequence[int]] | None:
+    del other
+    return [[0]] if isinstance(input, Operand) and rounding_mode is None else None
+
+
+def _choice(condition: Any, input: Any, other: Any) -> Sequence[Sequence[int]] | None:
+    if not (isinstance(condition, Operand) and isinstance(input, Operand) and isinstance(other, Operand)):
+        return None
+    if input.dtype == torch.bool:  # `x.where(condition, other)`; and truths have no sum
+        return None if condition.dtype == torch.bool else [[0], [2]]
+    return [[1], [2]]
+
+
+def _blend(*values: Any, weight: Any = None, **_: Any) -> Sequence[Sequence[int]] | None:
+    """Of both ends together, whatever the weight; tensors that all came by name may be in any order."""
+    return [[0], [1]] if len(values) > 1 or not isinstance(weight, Operand) else None
+
+
+def _first(*values: Any, **_: Any) -> Sequence[Sequence[int]] | None:
+    return [[0]] if values else None
+
+
+def _itself(*_: Any, **__: Any) -> Sequence[Sequence[int]]:
+    return [[0]]
+
+
+def _rounding(source: Operand, *args: Any, **kwargs: Any) -> Sequence[Sequence[int]] | None:
+    """Converting is linear among floating types; to whole numbers it is not."""
+    if any(isinstance(v, str) and v.startswith("torch.") for v in (*args, *kwargs.values())):
+        return None  # x.type("torch.LongTensor")
+    wanted = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.dtype)]
+    like = [v.dtype for v in operands_in(*args, *kwargs.values())]
+    target = (wanted or like or [source.dtype])[0]
+    floats = all(dtype.is_floating_point or dtype.is_complex for dtype in (source.dtype, target))
+    return [[0]] if target == source.dtype or floats else None
+
+
+rule(*NONLINEAR, numbers_by_type=True)(pointwise())
+rule(*TO_WHOLE_NUMBERS, numbers_by_type=True)(pointwise())
+rule("add", "sub", numbers_by_type=True)(pointwise(_sum))
+rule("mul", numbers_by_type=True)(pointwise(_product))
+rule("div", numbers_by_type=True)(pointwise(_quotient))
+rule("lerp", numbers_by_type=True)(pointwise(_blend))
+rule("complex", numbers_by_type=True)(pointwise(lambda *_, **__: [[0], [1]]))
+rule("ldexp", numbers_by_type=True)(pointwise(_first))
+rule("addcmul", numbers_by_type=True)(pointwise(lambda *a, **_: [[0], [1, 2]]))
+rule("addcdiv", numbers_by_type=True)(pointwise(lambda *_, **named: None if "tensor1" in named else [[0], [1]]))
+
+
+@rule("where", numbers_by_type=True)
+def _where(condition: Operand, *choices: Any, **named: Any) -> Ways | None:
+    # Alone, a condition asks where it holds: the answer's size is known only then.
+    return pointwise(_choice)(condition, *choices, **named) if choices or named else None
+
+
+@rule("rsub", numbers_by_type=True)
+def _rsub(first: Operand, second: Any, alpha: Any = 1) -> Ways:
+    del alpha
+    return pointwise(_sum)(first, second)
+
+
+def _same(linear: Terms) -> Callable[..., Ways | Decided]:
+    """One tensor in, the same layout out; it may be the input itself."""
+
+    def answer(source: Operand, *args: Any, **kwargs: Any) -> Ways | Decided:
+        labels = list(range(source.ndim))
+        rest = operands_in(*args, *kwargs.values())  # `x.to(other)`: only other's dtype counts
+        if rest and not source.layout.is_partial:
+            return Decided((source.layout, *(other.layout for other in rest)), (source.layout,), fresh=False)
+        ins: list[Labels] = [labels, *([None] * other.ndim for other in rest)]
+        at = index_ways([source, *rest], ins, [labels], terms=linear(source, *args, **kwargs))
+        return Ways(at, fresh=False, shapes=(source.shape,))  # a meta tensor cannot be asked `to("cpu")`
+
+    return answer
+
+
+rule(*LINEAR_UNARY)(_same(_itself))
+rule(*COPIES)(_same(_rounding))
+rule("chalf")(_same(lambda *_, **__: None))  # torch does not add complex halves up
+
+
+@rule("view_as_real")
+def _view_as_real(source: Operand) -> Ways:
+    labels = list(range(source.ndim))
+    return Ways(index_ways([source], [labels], [[*labels, None]], terms=[[0]]), fresh=False)
+
+
+@rule("view_as_complex")
+def _view_as_complex(source: Operand) -> Ways:
+    labels = list(range(source.ndim - 1))
+    return Ways(index_ways([source], [[*labels, None]], [labels], terms=[[0]]), fresh=False)
+
+
+@rule("frexp")
+def _frexp(input: Operand) -> Ways:
+    labels = list(range(input.ndim))
+    return Ways(index_ways([input], [labels], [labels, labels]))
+
+
+@rule("type_as")
+def _type_as(source: Operand, other: Operand) -> Ways | Decided:
+    return _same(_rounding)(source, other)
+
+
+@rule("copy", numbers_by_type=True)
+def _copy(target: Operand, source: Any, non_blocking: bool = False) -> Ways:
+    """`copy_`: the source is brought to where the target is, partial sums included."""
+    del non_blocking
+    operands = operands_in(target, source)
+    ins, out = broadcast_labels(operands)
+    linear = len(operands) == 2 and (operands[1].dtype == target.dtype or target.dtype.is_floating_point)
+    return Ways(index_ways(operands, ins, [out], terms=[[0], [1]] if linear else None))
+
+
+@rule("fill", numbers_by_type=True)
+def _fill(target: Operand, value: Any) -> Ways:
+    operands = operands_in(target, value)
+    ins, out = broadcast_labels(operands)
+
+    def run(situation: Situation) -> Local | None:
+        layout = situation.outs[0]
+        if not layout.is_partial:
+            return None
+        return lambda func, args, kwargs: as_addend(func(*args, **kwargs), layout, situation.rank)
+
+    return Ways(overwriting(index_ways(operands, ins, [out]), target, len(operands)), run=run)
+
+
+rule("zero")(pointwise(_itself))  # addends that are all zero add up to zero
+
+mark_fast(*NONLINEAR, "complex", "ldexp", "add", "sub", "mul", "div", "neg", "clone", "detach")
+mark_uniform(
+    *NONLINEAR,
+    "complex",
+    "ldexp",
+    "polar",
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "lerp",
+    "addcmul",
+    "addcdiv",
+    "copy",
+    "zero",
+    "fill",
+)

@@ -1,0 +1,1 @@
+"""Elements read and written by number, by mask, by slice."""

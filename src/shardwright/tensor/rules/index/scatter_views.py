@@ -1,0 +1,134 @@
+"""`select_scatter`, `slice_scatter`, `diagonal_scatter`: a tensor with one of its views replaced.
+
+Along the dimension the view is taken of, every rank replaces what of the view lies in its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.layout import Ragged, Shard
+from shardwright.tensor.call import tensors_in
+from shardwright.tensor.registry import rule
+from shardwright.tensor.rules.index.pick import cutting
+from shardwright.tensor.rules.notation import Label, Local, Operand, Situation, Way, Ways, index_ways
+from shardwright.tensor.rules.shape.diagonal import on_diagonal
+from shardwright.tensor.rules.shape.views import evenly, piece_sizes
+from shardwright.tensor.rules.space.neighbourhood import nothing_of
+
+__all__: list[str] = []
+
+
+def _unchanged(input: Tensor, src: Tensor) -> Tensor:
+    """The input, on a rank that has nothing to replace; still a function of both."""
+    return input + nothing_of(src) if src.requires_grad else input.clone()
+
+
+@rule("select_scatter")
+def _select_scatter(input: Operand, src: Operand, dim: int, index: Any) -> Ways | None:
+    if type(index) is not int or src.ndim != input.ndim - 1:
+        return None
+    place = input.dim(dim)
+    labels: list[Label] = list(range(input.ndim))
+
+    def run(situation: Situation) -> Local | None:
+        layout = situation.ins[0]
+        if not layout.cut_by(place):
+            return None
+        region = layout.region(situation.rank)
+        at = index % input.shape[place] - region.offset[place]
+
+        def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            into, values = tensors_in((*args, *kwargs.values()))
+            if not 0 <= at < region.size[place]:
+                return _unchanged(into, values)
+            return torch.select_scatter(into, values, place, at)
+
+        return local
+
+    ways = index_ways([input, src], [labels, labels[:place] + labels[place + 1 :]], [labels], terms=[[0], [1]])
+    return Ways(ways, run=run)
+
+
+def _overlap(part: slice, offset: int, size: int) -> tuple[int, int, int]:
+    """Of a slice, what lies in a piece: its first element that does, how many do, and where in the piece that is."""
+    count = len(range(part.start, part.stop, part.step))
+    first = min(max(0, -(-(offset - part.start) // part.step)), count)
+    last = min(max(0, -(-(offset + size - part.start) // part.step)), count)
+    return first, last - first, part.start + first * part.step - offset
+
+
+@rule("slice_scatter")
+def _slice_scatter(
+    input: Operand, src: Operand, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
+) -> Ways | None:
+    if not input.ndim or src.ndim != input.ndim or not all(type(i) is int or i is None for i in (start, end, step)):
+        return None
+    place = input.dim(dim)
+    part = slice(*slice(start, end, step).indices(input.shape[place]))
+    labels: list[Label] = list(range(input.ndim))
+    at = index_ways([input, src], [labels, [None if d == place else d for d in labels]], [labels], terms=[[0], [1]])
+
+    def run(situation: Situation) -> Local | None:
+        layout = situation.ins[0]
+        if not layout.cut_by(place):
+            return None
+        region = layout.region(situation.rank)
+        first, count, where = _overlap(part, region.offset[place], region.size[place])
+        cut = bool(situation.ins[1].cut_by(place))
+
+        def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            into, values = tensors_in((*args, *kwargs.values()))
+            if not count:
+                return _unchanged(into, values)
+            own = values if cut else values.narrow(place, first, count)
+            return torch.slice_scatter(into, own, place, where, where + (count - 1) * part.step + 1, part.step)
+
+        return local
+
+    return Ways(_overlapping(input, place, part, at), run=run)
+
+
+def _overlapping(input: Operand, place: int, part: slice, at: Callable[[int], list[Way]]) -> Callable[[int], list[Way]]:
+    """A further way: what replaces a slice of a cut dimension is cut as that slice is."""
+
+    def extended(mesh_dim: int) -> list[Way]:
+        placement, ways = input.layout.placements[mesh_dim], at(mesh_dim)
+        if not isinstance(placement, Shard | Ragged) or cutting(input.layout, place) != (mesh_dim,):
+            return ways
+        ranks = input.layout.mesh.shape[mesh_dim]
+        sizes, offset = [], 0
+        for size in piece_sizes(input.shape[place], placement, ranks).tolist():
+            sizes.append(_overlap(part, offset, size)[1])
+            offset += size
+        return [Way((placement, evenly(place, tuple(sizes), sum(sizes), ranks)), (placement,)), *ways]
+
+    return extended
+
+
+@rule("diagonal_scatter")
+def _diagonal_scatter(input: Operand, src: Operand, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Ways:
+    row, column = input.dim(dim1), input.dim(dim2)
+    labels: list[Label] = list(range(input.ndim))
+
+    def run(situation: Situation) -> Local | None:
+        layout = situation.ins[0]
+        if not (layout.cut_by(row) or layout.cut_by(column)):
+            return None
+        region = layout.region(situation.rank)
+        first, count, shifted = on_diagonal(region, row, column, offset)
+
+        def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            into, values = tensors_in((*args, *kwargs.values()))
+            if not count:
+                return _unchanged(into, values)
+            return torch.diagonal_scatter(into, values.narrow(-1, first, count), shifted, row, column)
+
+        return local
+
+    drawn: list[Label] = [*(d for d in labels if d not in (row, column)), None]
+    return Ways(index_ways([input, src], [labels, drawn], [labels], terms=[[0], [1]]), run=run)

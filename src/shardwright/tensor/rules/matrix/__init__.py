@@ -1,0 +1,1 @@
+"""Products and decompositions: contractions, linear algebra, Fourier transforms, distances."""

@@ -1,0 +1,140 @@
+"""Fourier transforms: local along whole dimensions, linear always, so that partial sums stay partial sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.rules.matrix.linalg import unless_meta
+from shardwright.tensor.rules.notation import Label, Labels, Local, Operand, Situation, Ways, index_ways
+
+__all__: list[str] = []
+
+KINDS = "fft ifft rfft irfft hfft ihfft".split()
+
+
+def _transform(input: Operand, dims: Any) -> Ways:
+    whole = {input.dim(d) for d in dims}
+    labels: list[Label] = [None if d in whole else d for d in range(input.ndim)]
+    return Ways(index_ways([input], [labels], [labels], terms=[[0]]), run=_something)
+
+
+def _something(situation: Situation) -> Local | None:
+    """Torch transforms no empty tensors: where a rank has nothing, it transforms a zero and keeps nothing of it."""
+    mine, result = (layout.local_shape(situation.rank) for layout in (situation.ins[0], situation.outs[0]))
+    if all(mine) or not all(situation.ins[0].shape):
+        return None
+
+    def local(func: Any, args: Any, kwargs: Any) -> Any:
+        source = args[0]
+        for dim, size in enumerate(mine):
+            if size == 0:
+                one = [*source.shape[:dim], 1, *source.shape[dim + 1 :]]
+                source = torch.cat([source, source.new_zeros(one)], dim)
+        return func(source, *args[1:], **kwargs)[tuple(slice(0, size) for size in result)]
+
+    return local
+
+
+@rule(*(f"fft_{kind}" for kind in KINDS))
+def _along_one(input: Operand, n: int | None = None, dim: int = -1, norm: str | None = None) -> Ways:
+    del n, norm
+    return _transform(input, [dim])
+
+
+@rule(*(f"fft_{kind}2" for kind in KINDS))
+def _along_two(input: Operand, s: Any = None, dim: Any = (-2, -1), norm: str | None = None) -> Ways:
+    del s, norm
+    return _transform(input, [dim] if isinstance(dim, int) else dim)
+
+
+@rule(*(f"fft_{kind}n" for kind in KINDS))
+def _along_many(input: Operand, s: Any = None, dim: Any = None, norm: str | None = None) -> Ways:
+    """Along the named dimensions; else along as many of the last as there are sizes; else along all."""
+    del norm
+    if dim is None:
+        dim = range(-(input.ndim if s is None else len(s)), 0)
+    return _transform(input, [dim] if isinstance(dim, int) else dim)
+
+
+def _shifted(input: Any, dim: Any) -> list[int]:
+    if dim is None:
+        return list(range(input.ndim))
+    return [d % max(input.ndim, 1) for d in ([dim] if isinstance(dim, int) else dim)]
+
+
+@rule("fft_fftshift", "fft_ifftshift")
+def _shift(input: Operand, dim: Any = None) -> Ways:
+    return _transform(input, _shifted(input, dim))
+
+
+def _shift_along_cut(input: Any, dim: Any, forward: bool) -> Any:
+    """Half a turn, as a roll: along a cut dimension rows go to where they belong, not to everybody."""
+    dims = _shifted(input, dim)
+    if not any(input._layout.cut_by(d) for d in dims):
+        return NotImplemented
+    return torch.roll(input, [input.shape[d] // 2 if forward else (input.shape[d] + 1) // 2 for d in dims], dims)
+
+
+@composite("fft_fftshift")
+def _fftshift(input: Any, dim: Any = None) -> Any:
+    return _shift_along_cut(input, dim, forward=True)
+
+
+@composite("fft_ifftshift")
+def _ifftshift(input: Any, dim: Any = None) -> Any:
+    return _shift_along_cut(input, dim, forward=False)
+
+
+def _signals(input: Operand, window: Operand | None, dims: int, linear_in_window: bool) -> Ways:
+    """A batch of signals, where there is a dimension before the last `dims`, beside a window that is whole."""
+    labels: list[Label] = [*range(input.ndim - dims), *[None] * dims]
+    operands = [input] if window is None else [input, window]
+    terms = [[0, 1]] if window is not None and linear_in_window else [[0]]
+    ins: list[Labels] = [labels, [None]]
+    at = index_ways(operands, ins[: len(operands)], [labels[: input.ndim - dims]], terms=terms)
+    return Ways(at, run=_something)
+
+
+@rule("stft")
+def _stft(
+    input: Operand,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Operand | None = None,
+    *_: Any,
+    **__: Any,
+) -> Ways:
+    del n_fft, hop_length, win_length
+    return _signals(input, window, 1, linear_in_window=True)
+
+
+@rule("istft")
+def _istft(
+    input: Operand,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Operand | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+) -> Ways:
+    """By the window's own squares it is divided: linear in the transform alone. Torch cannot tell its shape."""
+    del win_length, normalized, onesided
+    if length is None:
+        hop = n_fft // 4 if hop_length is None else hop_length
+        length = n_fft + hop * (input.shape[-1] - 1) - (n_fft // 2 * 2 if center else 0)
+    dtype = input.dtype if return_complex else input.dtype.to_real()
+
+    def run(situation: Situation) -> Local:
+        shaped, real = unless_meta([dtype])(situation), _something(situation)
+        return lambda func, args, kwargs: (real if real and not args[0].is_meta else shaped)(func, args, kwargs)
+
+    return replace(_signals(input, window, 2, False), run=run, shapes=((*input.shape[:-2], length),))

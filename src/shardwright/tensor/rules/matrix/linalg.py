@@ -1,0 +1,336 @@
+"""Linear algebra on batches of matrices: what is cut along the batch is computed where it lies.
+
+A table says of every operator which of its dimensions make up one matrix; those before them are the batch, and
+broadcast. A capital letter is a dimension that is used whole; a small one may be cut, like a column of right-hand
+sides, each of which is solved for on its own. LAPACK gets one matrix at a time: its signs and its order are the same
+whichever matrices are in the batch beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+
+from shardwright.tensor.call import tensors_in
+from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.rules.elementwise.pointwise import operands_in
+from shardwright.tensor.rules.notation import Label, Labels, Local, Operand, Situation, Way, Ways, index_ways
+from shardwright.tensor.types import REPLICATE
+
+__all__: list[str] = []
+
+Terms = Sequence[Sequence[int]]
+
+# Each output is a term; "#" is a whole number per matrix, which does not say that columns are cut; "-" is empty.
+ONE_MATRIX = {
+    "MM->MM": """cholesky linalg_cholesky cholesky_inverse linalg_inv inverse linalg_matrix_power matrix_power
+    linalg_matrix_exp matrix_exp""",
+    "MM->MM,#": "linalg_cholesky_ex linalg_inv_ex",
+    "MM->": "linalg_det det logdet",
+    "MM->,": "linalg_slogdet slogdet",
+    "MM->M,MM": "linalg_eig linalg_eigh",
+    "MM->M": "linalg_eigvals linalg_eigvalsh",
+    "MM->MM,M": "linalg_ldl_factor",
+    "MM->MM,M,#": "linalg_ldl_factor_ex",
+    "MN->MN,K": "linalg_lu_factor",
+    "MN->MN,K,#": "linalg_lu_factor_ex _lu_with_info",
+    "MN->MK,KN": "qr",
+    "MN->MK,K,KN": "svd linalg_svd",
+    "MN->K": "linalg_svdvals",
+}
+# The right-hand sides are columns, independent of each other, and the operator is linear in them.
+SOLVES = {
+    "cholesky_solve": ("Mk,MM->Mk", 0),
+    "lu_solve": ("Mk,MM,M->Mk", 0),
+    "linalg_ldl_solve": ("MM,M,Mk->Mk", 2),
+}
+
+
+def _core(term: str) -> list[Label]:
+    return [None if letter.isupper() else letter for letter in term if letter != "#"]
+
+
+def batched(spec: str, operands: Sequence[Operand], terms: Terms | None = None) -> Ways | None:
+    """The ways of an operator on batches of matrices; None where these are no matrices, which torch then says."""
+    left, _, right = spec.partition("->")
+    cores = [_core(term) for term in left.split(",")]
+    if len(cores) != len(operands) or any(o.ndim < len(core) for o, core in zip(operands, cores, strict=True)):
+        return None
+    batches = [operand.shape[: operand.ndim - len(core)] for operand, core in zip(operands, cores, strict=True)]
+    shape = torch.broadcast_shapes(*batches)  # type: ignore[no-untyped-call]  # torch's stubs lack it
+    ins: list[Labels] = []
+    for batch, core in zip(batches, cores, strict=True):
+        first = len(shape) - len(batch)
+        own = [first + d if size == shape[first + d] else None for d, size in enumerate(batch)]
+        ins.append([*own, *core])
+    outs = [[] if term == "-" else [*range(len(shape)), *_core(term)] for term in right.split(",")]
+    at = index_ways(operands, ins, outs, terms=terms, reduction="sum" if terms or "-" in right else None)
+    alike = {place for place, term in enumerate(right.split(",")) if term in ("#", "-")}
+    return Ways(_the_same(at, alike) if alike else at)
+
+
+def _the_same(at: Callable[[int], list[Way]], alike: set[int]) -> Callable[[int], list[Way]]:
+    """Some outputs do not depend on what a way cuts or adds up: every rank has them."""
+
+    def settled(mesh_dim: int) -> list[Way]:
+        return [
+            Way(way.ins, tuple(REPLICATE if i in alike and p.is_partial() else p for i, p in enumerate(way.outs)))
+            for way in at(mesh_dim)
+        ]
+
+    return settled
+
+
+def unless_meta(dtypes: Sequence[torch.dtype | None]) -> Callable[[Situation], Local]:
+    """The same call, of an operator that torch has not for tensors without values: there, shapes are all it gives."""
+
+    def run(situation: Situation) -> Local:
+        shapes = [layout.local_shape(situation.rank) for layout in situation.outs]
+
+        def local(func: Any, args: Any, kwargs: Any) -> Any:
+            if not args[0].is_meta:
+                return func(*args, **kwargs)
+            outs = [args[0].new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+            return getattr(torch.return_types, func.__name__)(outs) if len(outs) > 1 else outs[0]
+
+        return local
+
+    return run
+
+
+def _by_keyword(kwargs: dict[str, Any]) -> bool:
+    """Whether several tensors came by name: their order is the caller's, not the table's."""
+    return len(operands_in(*kwargs.values())) > 1
+
+
+def _table(spec: str, terms: Terms | None = None) -> Callable[..., Ways | None]:
+    def answer(*args: Any, **kwargs: Any) -> Ways | None:
+        return None if _by_keyword(kwargs) else batched(spec, operands_in(*args, *kwargs.values()), terms)
+
+    return answer
+
+
+for _spec, _names in ONE_MATRIX.items():
+    rule(*_names.split())(_table(_spec))
+for _name, (_spec, _linear) in SOLVES.items():
+    rule(_name)(_table(_spec, [[_linear]]))
+rule("triangular_solve")(_table("MN,MM->MN,MM"))
+
+
+def _attached(situation: Situation) -> Local | None:
+    """Some operators of nothing have no gradient in torch: the other ranks would wait for that of this one."""
+    if all(situation.outs[0].local_shape(situation.rank)):
+        return None
+
+    def local(func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        for tensor in tensors_in([*args, *kwargs.values()]):
+            result = result + tensor.sum().to(result.dtype)
+        return result
+
+    return local
+
+
+@rule("linalg_cond")
+def _cond(A: Operand, p: Any = None) -> Ways | None:  # noqa: N803  # torch's name
+    del p
+    return _with_gradient(batched("MM->", [A]))
+
+
+@rule("linalg_householder_product", "orgqr")
+def _householder(input: Operand, tau: Operand) -> Ways | None:
+    return _with_gradient(batched("MN,K->MN", [input, tau]))
+
+
+def _with_gradient(ways: Ways | None) -> Ways | None:
+    return None if ways is None else replace(ways, run=_attached)
+
+
+@rule("lu")
+def _lu_old(A: Operand, pivot: bool = True, get_infos: bool = False) -> Ways | None:  # noqa: N803  # torch's name
+    del pivot
+    return batched("MN->MN,K,#" if get_infos else "MN->MN,K", [A])
+
+
+@rule("linalg_qr")
+def _qr(A: Operand, mode: str = "reduced") -> Ways | None:  # noqa: N803  # torch's name
+    return batched("MN->-,KN" if mode == "r" else "MN->MK,KN", [A])
+
+
+@rule("linalg_lu")
+def _lu(A: Operand, *, pivot: bool = True) -> Ways | None:  # noqa: N803  # torch's name
+    return batched("MN->MM,MK,KN" if pivot else "MN->-,MK,KN", [A])
+
+
+@rule("lu_unpack")
+def _lu_unpack(
+    LU_data: Operand,  # noqa: N803  # torch's name
+    LU_pivots: Operand,  # noqa: N803  # torch's name
+    unpack_data: bool = True,
+    unpack_pivots: bool = True,
+) -> Ways | None:
+    outs = ["MM" if unpack_pivots else "-", *(["MK", "KN"] if unpack_data else ["-", "-"])]
+    return batched(f"MN,K->{','.join(outs)}", [LU_data, LU_pivots])
+
+
+@rule("geqrf")
+def _geqrf(input: Operand) -> Ways | None:
+    ways = batched("MN->MN,K", [input])
+    if ways is None:
+        return None
+    return Ways(ways.at, unless_meta((None, None)), shapes=(input.shape, (*input.shape[:-2], min(input.shape[-2:]))))
+
+
+@rule("ormqr")
+def _ormqr(input: Operand, tau: Operand, other: Operand, left: bool = True, transpose: bool = False) -> Ways | None:
+    del transpose
+    return _with_gradient(batched("MN,K,Mk->Mk" if left else "MN,K,kM->kM", [input, tau, other], [[2]]))
+
+
+def _is_vector(matrix: Operand, other: Operand) -> bool:
+    """Whether a right-hand side is one vector per matrix: torch's own question."""
+    return other.ndim == 1 or (matrix.ndim - 1 == other.ndim and other.shape == matrix.shape[:-1])
+
+
+def _right_hand_side(matrix: Operand, other: Operand, left: bool) -> str:
+    return "M" if _is_vector(matrix, other) else "Mk" if left else "kM"
+
+
+def _as_told(ways: Ways | None, matrix: Operand, other: Operand) -> Ways | None:
+    """Columns stay columns: a rank's own part of them may have the shape of one vector for each of its matrices."""
+    if ways is None or matrix.ndim - 1 != other.ndim or _is_vector(matrix, other):
+        return ways
+
+    def local(func: Any, args: Any, kwargs: Any) -> Any:
+        if len(args) > 1:
+            args = [args[0], args[1].unsqueeze(0), *args[2:]]
+        else:
+            kwargs = {**kwargs, "B": kwargs["B"].unsqueeze(0)}
+        return func(*args, **kwargs)
+
+    return replace(ways, run=lambda _: local)
+
+
+@rule("linalg_solve")
+def _solve(A: Operand, B: Operand, *, left: bool = True) -> Ways | None:  # noqa: N803  # torch's names
+    other = _right_hand_side(A, B, left)
+    return _as_told(batched(f"MM,{other}->{other}", [A, B], [[1]]), A, B)
+
+
+@rule("linalg_solve_ex")
+def _solve_ex(A: Operand, B: Operand, *, left: bool = True, check_errors: bool = False) -> Ways | None:  # noqa: N803  # torch's names
+    del check_errors
+    other = _right_hand_side(A, B, left)
+    return _as_told(batched(f"MM,{other}->{other},#", [A, B], [[1]]), A, B)
+
+
+@rule("linalg_solve_triangular")
+def _solve_triangular(
+    A: Operand,  # noqa: N803  # torch's name
+    B: Operand,  # noqa: N803  # torch's name
+    *,
+    upper: bool,
+    left: bool = True,
+    unitriangular: bool = False,
+) -> Ways | None:
+    del upper, unitriangular
+    return batched("MM,Mk->Mk" if left else "MM,kM->kM", [A, B], [[1]])
+
+
+@rule("linalg_lu_solve")
+def _lu_solve(
+    LU: Operand,  # noqa: N803  # torch's name
+    pivots: Operand,
+    B: Operand,  # noqa: N803  # torch's name
+    *,
+    left: bool = True,
+    adjoint: bool = False,
+) -> Ways | None:
+    del adjoint
+    return batched("MM,M,Mk->Mk" if left else "MM,M,kM->kM", [LU, pivots, B], [[2]])
+
+
+@composite("linalg_lstsq")
+def _lstsq_by(A: Any, B: Any, rcond: Any = None, *, driver: str | None = None) -> Any:  # noqa: N803  # torch's names
+    """Says the driver where torch would take the one of the device."""
+    if driver is not None:
+        return NotImplemented
+    return torch.linalg.lstsq(A, B, rcond, driver="gelsy" if A.device.type == "cpu" else "gels")
+
+
+@rule("linalg_lstsq")
+def _lstsq(A: Operand, B: Operand, rcond: Any = None, *, driver: str | None = None) -> Ways | None:  # noqa: N803  # torch's names
+    """Which results there are hangs on the driver, and with some on the ranks of all matrices: these fall back."""
+    del rcond
+    if A.ndim < 2 or driver is None or (A.shape[-2] > A.shape[-1] and driver in ("gelsd", "gelss")):
+        return None
+    rows, columns = A.shape[-2:]
+    vector = A.ndim - 1 == B.ndim  # another question than `solve` asks
+    wide = B.shape[:-1] if vector else B.shape[:-2]
+    batch = tuple(torch.broadcast_shapes(A.shape[:-2], wide))  # type: ignore[no-untyped-call]  # torch's stubs lack it
+    sides = () if vector else B.shape[-1:]
+    column = "" if vector else "k" if driver == "gels" else "K"  # others find the matrix's rank with the columns
+    residuals = rows > columns and driver == "gels"
+    ranks, values = driver != "gels", driver in ("gelsd", "gelss")
+    shapes = [
+        (*batch, columns, *sides),
+        (*batch, *sides) if residuals else (0,),
+        batch if ranks else (0,),
+        (*batch, min(rows, columns)) if values else (0,),
+    ]
+    outs = [f"M{column}", column if residuals else "-", "#" if ranks else "-", "#" if values else "-"]
+    # Residuals are squares: linear only where there are none.
+    ways = batched(f"MN,M{column}->{','.join(outs)}", [A, B], None if residuals else [[1]])
+    kinds = (None, None, torch.int64, None)
+    return None if ways is None else Ways(ways.at, unless_meta(kinds), shapes=tuple(shapes))
+
+
+@rule("linalg_matrix_rank")
+def _matrix_rank(*args: Any, **kwargs: Any) -> Ways | None:
+    return _with_tolerances("", *args, **kwargs)
+
+
+@rule("linalg_pinv", "pinverse")
+def _pinv(*args: Any, **kwargs: Any) -> Ways | None:
+    return _with_tolerances("NM", *args, **kwargs)
+
+
+def _with_tolerances(out: str, *args: Any, **kwargs: Any) -> Ways | None:
+    """Tolerances may be tensors, one number per matrix."""
+    operands = operands_in(*args, *kwargs.values())
+    return batched(f"MN{',' * (len(operands) - 1)}->{out}", operands)
+
+
+@rule("linalg_vander", "vander")
+def _vander(x: Operand, N: int | None = None, increasing: bool = False) -> Ways:  # noqa: N803  # torch's name
+    """As many powers as the whole vector has elements, unless their number is given."""
+    del increasing
+    labels = list(range(x.ndim))
+    powers = x.shape[-1] if N is None and x.ndim else N
+
+    def local(func: Any, args: Any, kwargs: Any) -> Any:
+        return func(args[0], **{**kwargs, **dict(zip(("N", "increasing"), args[1:], strict=False)), "N": powers})
+
+    return Ways(index_ways([x], [labels], [[*labels, None]]), run=lambda _: local)
+
+
+@composite("linalg_tensorinv")
+def _tensorinv(A: Any, ind: int = 2) -> Any:  # noqa: N803  # torch's name
+    first, last = tuple(A.shape[:ind]), tuple(A.shape[ind:])
+    if ind <= 0 or prod(first) != prod(last):
+        return NotImplemented  # torch says what is wrong
+    return torch.linalg.inv(A.reshape(prod(last), prod(first))).reshape(*last, *first)
+
+
+@composite("linalg_tensorsolve")
+def _tensorsolve(A: Any, B: Any, dims: Any = None) -> Any:  # noqa: N803  # torch's names
+    """One matrix, and one vector, in which it is linear."""
+    matrix = A if dims is None else A.movedim(tuple(dims), tuple(range(A.ndim - len(dims), A.ndim)))
+    shape = tuple(matrix.shape[B.ndim :])
+    if prod(shape) != prod(B.shape):
+        return NotImplemented  # torch says what is wrong
+    return torch.linalg.solve(matrix.reshape(prod(shape), prod(shape)), B.reshape(-1)).reshape(shape)

@@ -1,0 +1,27 @@
+"""The backward passes that torch has as operators of their own: each is linear in the gradient that it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwright.tensor.registry import rule
+from shardwright.tensor.rules.elementwise.pointwise import pointwise
+from shardwright.tensor.rules.notation import Operand, Ways, index_ways
+
+__all__ = ["ELEMENTWISE"]
+
+# Element by element, the gradient first.
+ELEMENTWISE = """
+elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward
+leaky_relu_backward logit_backward mish_backward native_dropout_backward sigmoid_backward silu_backward
+softplus_backward softshrink_backward tanh_backward threshold_backward
+""".split()
+rule(*ELEMENTWISE)(pointwise(lambda *_, **__: [[0]]))
+
+
+@rule("_softmax_backward_data", "_log_softmax_backward_data")
+def _softmax_backward(grad_output: Operand, output: Operand, dim: int, input_dtype: Any) -> Ways:
+    del input_dtype
+    labels = list(range(output.ndim))
+    operands = [grad_output, output]
+    return Ways(index_ways(operands, [labels] * 2, [labels], terms=[[0]], whole={output.dim(dim)}, reduction=None))

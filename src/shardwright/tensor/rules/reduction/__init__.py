@@ -1,0 +1,1 @@
+"""Dimensions reduced or run through: sums, norms, statistics, counts, scans."""

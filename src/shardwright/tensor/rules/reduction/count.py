@@ -1,0 +1,178 @@
+"""Counting by value: every rank counts what it has, and the counts are partial sums.
+
+Where the bins follow from the values, all ranks agree on the range of those first: two numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwright.layout import Partial
+from shardwright.tensor.local import DTensorBase, no_torch_function, tag
+from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Way, Ways, index_ways
+from shardwright.tensor.rules.pieces import brought, completed, pieces_of_all, replicated
+from shardwright.tensor.rules.reduction.reduce import reduced_dims
+from shardwright.tensor.types import REPLICATE
+
+__all__: list[str] = []
+
+
+def _with_edges(at: Callable[[int], list[Way]], edges: int) -> Callable[[int], list[Way]]:
+    """The ways of counts, which add up, with those of the edges of bins, which are the same everywhere."""
+    return lambda mesh_dim: [way._replace(outs=(way.outs[0], *[REPLICATE] * edges)) for way in at(mesh_dim)]
+
+
+def _range_of(name: str, input: Any, dims: Sequence[int], margin: float) -> tuple[list[float], list[float]]:
+    """The least and largest along these dimensions, and a margin about them where they are one."""
+    plain = input.detach()
+    both = [replicated(name, each) for each in (plain.amin(dim=dims), plain.amax(dim=dims))]
+    if input.is_meta:  # where there are no values, bins that any values could have
+        return [0.0] * both[0].numel(), [1.0] * both[0].numel()
+    low, high = (each.reshape(-1).tolist() for each in both)
+    alike = [a == b for a, b in zip(low, high, strict=True)]
+    low = [a - margin if same else a for a, same in zip(low, alike, strict=True)]
+    return low, [b + margin if same else b for b, same in zip(high, alike, strict=True)]
+
+
+def _counting(situation: Situation) -> Local:
+    """The local call; torch cannot tell what comes out where there are no values."""
+
+    def local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not args[0].is_meta:
+            return func(*args, **kwargs)
+        counts, *edges = (torch.empty(out.shape, dtype=args[0].dtype, device="meta") for out in situation.outs)
+        return (counts, tuple(edges))
+
+    return local
+
+
+def _is_cut(*tensors: Any) -> bool:
+    return any(isinstance(t, DTensorBase) and pieces_of_all(t._layout) is not None for t in tensors)
+
+
+@rule("histc")
+def _histc(input: Operand, bins: int = 100, min: float = 0, max: float = 0) -> Ways | None:
+    labels = list(range(input.ndim))
+    whole: set[Any] = set(labels) if min == max else set()
+    return Ways(index_ways([input], [labels], [[None]], whole=whole), shapes=((bins,),))
+
+
+@composite("histc")
+def _histc_cut(input: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
+    if min != max or not _is_cut(input) or not input.numel():
+        return NotImplemented
+    (low,), (high,) = _range_of("histc", input, list(range(input.ndim)), 1.0)
+    return torch.histc(input, bins, low, high)
+
+
+@rule("histogram")
+def _histogram(
+    input: Operand, bins: Any, *, range: Any = None, weight: Operand | None = None, density: bool = False
+) -> Ways:
+    labels = [("element", d) for d, _ in enumerate(input.shape)]
+    given = isinstance(bins, Operand)
+    operands = [input, *([bins] if given else []), *([weight] if weight is not None else [])]
+    ins: list[Labels] = [labels, *([[None]] if given else []), *([labels] if weight is not None else [])]
+    whole: set[Any] = set() if (given or range is not None) and not density else set(labels)
+    count = bins.shape[0] - 1 if given else bins
+    at = _with_edges(index_ways(operands, ins, [[None]], whole=whole), 1)
+    return Ways(at, run=_counting, shapes=((count,), (count + 1,)), fresh=False)
+
+
+@composite("histogram")
+def _histogram_cut(input: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    if not _is_cut(input, weight) or not input.numel():
+        return NotImplemented
+    if range is None and isinstance(bins, int):
+        (low,), (high,) = _range_of("histogram", input, list(_numbers(input.ndim)), 0.5)
+        return torch.histogram(input, bins, range=(low, high), weight=weight, density=density)
+    if not density:
+        return NotImplemented
+    named = {"weight": weight} if range is None else {"weight": weight, "range": range}
+    counts, edges = torch.histogram(input, bins, **named)
+    return torch.return_types.histogram((counts / counts.sum() / edges.diff(), edges))
+
+
+_numbers = range  # where an argument has that name
+
+
+@rule("histogramdd")
+def _histogramdd(
+    input: Operand, bins: Any, range: Any = None, weight: Operand | None = None, density: bool = False
+) -> Ways:
+    rows = [("element", d) for d in _numbers(input.ndim - 1)]
+    each = [bins] * input.shape[-1] if isinstance(bins, int) else list(bins)
+    given = [edges for edges in each if isinstance(edges, Operand)]
+    operands = [input, *given, *([weight] if weight is not None else [])]
+    ins: list[Labels] = [[*rows, None], *([[None]] * len(given)), *([rows] if weight is not None else [])]
+    whole: set[Any] = set() if (given or range is not None) and not density else set(rows)
+    counts = [edges.shape[0] - 1 if isinstance(edges, Operand) else edges for edges in each]
+    shapes = (tuple(counts), *((count + 1,) for count in counts))
+    at = _with_edges(index_ways(operands, ins, [[None] * len(counts)], whole=whole), len(counts))
+    return Ways(at, run=_counting, shapes=shapes, fresh=False)
+
+
+@composite("histogramdd")
+def _histogramdd_cut(input: Any, bins: Any, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    if not _is_cut(input, weight) or not input.numel() or input.ndim < 2:
+        return NotImplemented
+    in_numbers = isinstance(bins, int) or all(isinstance(count, int) for count in bins)
+    if range is None and in_numbers:
+        low, high = _range_of("histogramdd", input, list(_numbers(input.ndim - 1)), 0.5)
+        span = [bound for both in zip(low, high, strict=True) for bound in both]
+        return torch.histogramdd(input, bins, range=span, weight=weight, density=density)
+    if not density:
+        return NotImplemented
+    counts, edges = torch.histogramdd(input, bins, range=range, weight=weight)
+    shared = counts / counts.sum()
+    for dim, each in enumerate(edges):
+        shared = shared / each.diff().reshape([-1 if d == dim else 1 for d in _numbers(counts.ndim)])
+    return torch.return_types.histogramdd((shared, edges))
+
+
+@composite("bincount")
+def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """The largest number is agreed on, then every rank counts."""
+    if input.ndim != 1 or not input.numel() or not _is_cut(input, weights):
+        return NotImplemented
+    if weights is not None and tuple(weights.shape) != tuple(input.shape):
+        return NotImplemented
+    input = completed("bincount", input if _is_cut(input) else brought("bincount", input, weights._layout))
+    weights = weights if weights is None else brought("bincount", weights, input._layout)
+    low, high = _range_of("bincount", input, [0], 0)
+    if low[0] < 0:
+        return NotImplemented  # torch says what is wrong with it
+    layout = input._layout
+    length = max(minlength, int(high[0]) + 1)
+    with no_torch_function():
+        if input.is_meta:
+            counts = torch.empty(length, dtype=torch.long if weights is None else torch.float64, device="meta")
+        elif input.numel():
+            counts = torch.bincount(input, weights, length)
+        else:  # torch forgets the type of weights of nothing
+            kind = torch.long if weights is None else torch.bincount(input.new_zeros(1), weights.new_zeros(1)).dtype
+            counts = torch.zeros(length, dtype=kind, device=input.device)
+        placements = [Partial("sum") if p.is_shard() else p for p in layout.placements]
+        return tag(counts, layout.replace(placements=placements, shape=(length,)))
+
+
+@rule("hash_tensor")
+def _hash_tensor(input: Operand, dim: Any = (), *, keepdim: bool = False, mode: int = 0) -> Ways:
+    """An exclusive or of the elements' bits: nothing is the neutral element, but torch refuses to reduce nothing."""
+    del mode
+    dims = reduced_dims(input, dim)
+    labels: Labels = list(range(input.ndim))
+    out: Labels = [None if d in dims else d for d in labels] if keepdim else [d for d in labels if d not in dims]
+
+    def run(situation: Situation) -> Local | None:
+        size, shape = situation.ins[0].local_shape(situation.rank), situation.outs[0].local_shape(situation.rank)
+        if all(size[d] for d in dims):
+            return None
+        return lambda _, args, kwargs: torch.zeros(shape, dtype=torch.uint64, device=args[0].device)
+
+    whole: set[Any] = set(labels) if 0 in input.shape else set()
+    return Ways(index_ways([input], [labels], [out], reduction="bxor", whole=whole), run=run)

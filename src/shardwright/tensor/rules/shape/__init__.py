@@ -1,0 +1,1 @@
+"""Elements rearranged, none of them looked at: views, joins, splits, turns."""

@@ -1,0 +1,140 @@
+"""Tensors joined along a dimension that there is (`cat`) or a new one (`stack`), and laid out as a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwright.layout import Placement, Shard
+from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.rules.index.pick import cutting
+from shardwright.tensor.rules.notation import Label, Operand, Way, Ways, index_ways
+from shardwright.tensor.rules.shape.views import evenly, piece_sizes
+from shardwright.tensor.rules.space.neighbourhood import or_nothing
+
+__all__: list[str] = []
+
+
+@rule("cat")
+def _cat(tensors: Sequence[Operand], dim: Any = 0, *, axis: int | None = None) -> Ways | None:
+    full = [tensor for tensor in tensors if tensor.shape != (0,)]  # torch skips those
+    if not full or not all(isinstance(tensor, Operand) for tensor in tensors):
+        return None
+    place = full[0].dim(dim if axis is None else axis)
+    labels: list[Label] = [None if d == place else d for d in range(full[0].ndim)]
+    ins = [labels if tensor in full else [None] for tensor in tensors]
+    terms = [[i] for i in range(len(tensors))]
+    at = index_ways(tensors, ins, [labels], terms=terms, reduction=None)
+    return Ways(_also_along(place, tensors, at) if len(full) == len(tensors) else at)
+
+
+def _also_along(dim: int, tensors: Sequence[Operand], at: Callable[[int], list[Way]]) -> Callable[[int], list[Way]]:
+    """Joined along a cut dimension: each rank is given what its even share of the result has of every input."""
+    cuts = {mesh_dim for tensor in tensors for mesh_dim in cutting(tensor.layout, dim)}
+    if len(cuts) != 1:
+        return at
+    ranks = tensors[0].layout.mesh.shape[next(iter(cuts))]
+    sizes = [tensor.shape[dim] for tensor in tensors]
+    shares = piece_sizes(sum(sizes), Shard(dim), ranks).tolist()
+    ins: list[Placement] = []
+    before = 0
+    for size in sizes:
+        own, start = [], 0
+        for share in shares:
+            own.append(max(0, min(start + share, before + size) - max(start, before)))
+            start += share
+        ins.append(evenly(dim, tuple(own), size, ranks))
+        before += size
+    along = Way(tuple(ins), (Shard(dim),))
+
+    def extended(mesh_dim: int) -> list[Way]:
+        return [along, *at(mesh_dim)] if mesh_dim in cuts else at(mesh_dim)
+
+    return extended
+
+
+@rule("stack")
+def _stack(tensors: Sequence[Operand], dim: int = 0) -> Ways | None:
+    if not tensors or not all(isinstance(tensor, Operand) for tensor in tensors):
+        return None
+    labels = list(range(tensors[0].ndim))
+    out: list[Label] = [*labels]
+    out.insert(dim if dim >= 0 else dim + len(labels) + 1, None)
+    return Ways(index_ways(tensors, [labels] * len(tensors), [out], terms=[[i] for i in range(len(tensors))]))
+
+
+def _at_least(tensor: Any, ndim: int) -> Any:
+    """As torch.atleast_1d, 2d and 3d do it."""
+    shape = tuple(tensor.shape)
+    if len(shape) >= ndim:
+        return tensor
+    wanted = {1: (1,), 2: (1, *shape) if shape else (1, 1), 3: (1, *shape, 1) if len(shape) < 2 else (*shape, 1)}[ndim]
+    return tensor.reshape(wanted if shape else (1,) * ndim)
+
+
+def _raised(ndim: int) -> Callable[..., Any]:
+    def compose(*tensors: Any) -> Any:
+        if len(tensors) == 1 and isinstance(tensors[0], list | tuple):
+            tensors = tuple(tensors[0])
+        elif len(tensors) == 1:
+            return _at_least(tensors[0], ndim)
+        return tuple(_at_least(tensor, ndim) for tensor in tensors)
+
+    return compose
+
+
+for _ndim in (1, 2, 3):
+    composite(f"atleast_{_ndim}d")(_raised(_ndim))
+
+
+@composite("hstack")
+def _hstack(tensors: Any) -> Any:
+    raised = [_at_least(tensor, 1) for tensor in tensors]
+    return torch.cat(raised, 0 if raised[0].ndim == 1 else 1)
+
+
+@composite("vstack", "row_stack")
+def _vstack(tensors: Any) -> Any:
+    return torch.cat([_at_least(tensor, 2) for tensor in tensors], 0)
+
+
+@composite("dstack")
+def _dstack(tensors: Any) -> Any:
+    return torch.cat([_at_least(tensor, 3) for tensor in tensors], 2)
+
+
+@composite("column_stack")
+def _column_stack(tensors: Any) -> Any:
+    columns = [tensor if tensor.ndim > 1 else tensor.reshape(tensor.numel(), 1) for tensor in tensors]
+    return torch.cat(columns, 1)
+
+
+@rule("_chunk_cat")
+def _chunk_cat(tensors: Sequence[Operand], dim: int, num_chunks: int) -> Ways | None:
+    """What comes before the dimension that is cut into chunks is independent."""
+    del num_chunks
+    if not tensors or not all(isinstance(tensor, Operand) for tensor in tensors):
+        return None
+    lead: list[Label] = list(range(dim))
+    ins = [[*lead, *[None] * (tensor.ndim - dim)] for tensor in tensors]
+    terms = [[i] for i in range(len(tensors))]
+    at = index_ways(tensors, ins, [[*lead, None, None]], terms=terms, reduction=None)
+    return Ways(at, run=or_nothing)
+
+
+@composite("meshgrid")
+def _meshgrid(*tensors: Any, indexing: str = "ij") -> Any:
+    given = list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], list | tuple) else list(tensors)
+    if indexing not in ("ij", "xy") or any(tensor.ndim > 1 for tensor in given):
+        return NotImplemented
+    swapped = indexing == "xy" and len(given) > 1
+    order = [1, 0, *range(2, len(given))] if swapped else list(range(len(given)))
+    sizes = [given[place].numel() for place in order]
+    grids = []
+    for place, tensor in enumerate(given):
+        ones = [1] * len(given)
+        ones[order[place]] = tensor.numel()
+        grids.append(tensor.reshape(ones).expand(sizes))
+    return tuple(grids)

@@ -1,0 +1,1 @@
+"""What looks at a neighbourhood: convolution, pooling, resizing, patches."""

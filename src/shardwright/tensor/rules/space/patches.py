@@ -1,0 +1,98 @@
+"""Pixels between channels and space, and patches of images: what stays together is moved together."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from shardwright.layout import Ragged, Shard
+from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.rules.index.pick import cutting
+from shardwright.tensor.rules.notation import Labels, Operand, Way, Ways, index_ways
+from shardwright.tensor.rules.shape.views import evenly, piece_sizes
+from shardwright.tensor.rules.space.neighbourhood import each, or_nothing
+
+__all__: list[str] = []
+
+
+def _images(input: Operand, *_: Any, **__: Any) -> Ways:
+    """Whatever comes before channels and space is independent."""
+    labels: Labels = [*range(input.ndim - 3), *[None] * 3]
+    return Ways(index_ways([input], [labels], [labels], terms=[[0]], reduction=None), run=or_nothing)
+
+
+rule("pixel_shuffle", "pixel_unshuffle")(_images)
+
+
+def _is_cut_inside(input: Any) -> bool:
+    """Whether channels or space are cut."""
+    layout = input._layout
+    return layout.ndim > 2 and any(cutting(layout, d) for d in range(layout.ndim - 3, layout.ndim))
+
+
+@composite("pixel_shuffle")
+def _pixel_shuffle(input: Any, upscale_factor: int) -> Any:
+    """By views, which leave cut dimensions where they are; the result is no view, as torch's is none."""
+    r = upscale_factor
+    if not _is_cut_inside(input) or 0 in input.shape or r < 1 or input.shape[-3] % (r * r):
+        return NotImplemented
+    split = input.unflatten(-3, (input.shape[-3] // (r * r), r, r))
+    lead = list(range(input.ndim - 3))
+    c, y, x, rows, columns = range(input.ndim - 3, input.ndim + 2)
+    return split.permute(*lead, c, rows, y, columns, x).flatten(-2, -1).flatten(-3, -2).clone()
+
+
+@composite("pixel_unshuffle")
+def _pixel_unshuffle(input: Any, downscale_factor: int) -> Any:
+    r = downscale_factor
+    if not _is_cut_inside(input) or 0 in input.shape or r < 1 or input.shape[-1] % r or input.shape[-2] % r:
+        return NotImplemented
+    split = input.unflatten(-1, (input.shape[-1] // r, r)).unflatten(-3, (input.shape[-2] // r, r))
+    lead = list(range(input.ndim - 3))
+    c, rows, y, columns, x = range(input.ndim - 3, input.ndim + 2)
+    return split.permute(*lead, c, y, x, rows, columns).flatten(-5, -3).clone()
+
+
+@rule("channel_shuffle", "native_channel_shuffle")
+def _channel_shuffle(input: Operand, groups: int) -> Ways:
+    del groups
+    labels: Labels = [None if d == 1 else d for d in range(input.ndim)]
+    return Ways(index_ways([input], [labels], [labels], terms=[[0]], reduction=None), run=or_nothing)
+
+
+def _channelwise(input: Operand, lead: int, out_ndim: int, fewer: int, more: int) -> Ways:
+    """Batch and channels are independent; `fewer` rows of the input's channel dimension become `more` of the output's.
+
+    So channels stay cut where a piece holds whole channels.
+    """
+    batch = list(range(lead))
+    at = index_ways(
+        [input],
+        [[*batch, *[None] * (input.ndim - lead)]],
+        [[*batch, *[None] * (out_ndim - lead)]],
+        terms=[[0]],
+        reduction=None,
+    )
+
+    def extended(mesh_dim: int) -> list[Way]:
+        placement, ranks = input.layout.placements[mesh_dim], input.layout.mesh.shape[mesh_dim]
+        if not isinstance(placement, Shard | Ragged) or cutting(input.layout, lead) != (mesh_dim,):
+            return at(mesh_dim)
+        pieces = piece_sizes(input.shape[lead], placement, ranks)
+        if (pieces % fewer).any():
+            return at(mesh_dim)
+        sizes = tuple((pieces // fewer * more).tolist())
+        return [*at(mesh_dim), Way((placement,), (evenly(lead, sizes, sum(sizes), ranks),))]
+
+    return Ways(extended, run=or_nothing)
+
+
+@rule("im2col")
+def _im2col(input: Operand, kernel_size: Any, *_: Any, **__: Any) -> Ways:
+    return _channelwise(input, input.ndim - 3, input.ndim - 1, 1, prod(each(kernel_size, 2)))
+
+
+@rule("col2im")
+def _col2im(input: Operand, output_size: Any, kernel_size: Any, *_: Any, **__: Any) -> Ways:
+    del output_size
+    return _channelwise(input, input.ndim - 2, input.ndim + 1, prod(each(kernel_size, 2)), 1)
