@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwright as sw
 from shardwright import comm
 from shardwright.errors import InPlaceError, TensorError
-from shardwright.tensor import enter
+from shardwright.tensor.gradients import enter
 from shardwright.testing import on_ranks
 
 S, R, P = sw.Shard, sw.Replicate, sw.Partial

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright import comm
 from shardwright.errors import TensorError, UnsupportedError
-from shardwright.tensor.registry import OPERATORS
+from shardwright.tensor.dispatch.registry import OPERATORS
 from shardwright.testing import run_ranks
 
 SHAPE = (5, 6)

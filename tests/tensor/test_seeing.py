@@ -13,7 +13,7 @@ from rich.console import Console
 import shardwright as sw
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, CommunicationError
-from shardwright.tensor import divergence
+from shardwright.tensor.seeing import divergence
 from shardwright.testing import Raised, Returned, outcomes, run_ranks
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardwright.layout import Partial, Replicate, Shard
-from shardwright.tensor.registry import OPERATORS, canonical_name
+from shardwright.tensor.dispatch.registry import OPERATORS, canonical_name
 from shardwright.tensor.rules.notation import Decided, Way, Ways
 from shardwright.testing import prove
 

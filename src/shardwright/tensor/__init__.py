@@ -1,21 +1,21 @@
 """The distributed tensor: op → rule → redistribution → collective."""
 
 from shardwright.tensor import rules
-from shardwright.tensor.boundary import distribute_module, distribute_tensor
 from shardwright.tensor.compiled import Compiled, compile
-from shardwright.tensor.custom import Registration, register_rule
-from shardwright.tensor.divergence import verify_ranks
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.enter import defer_gradient_reduction
-from shardwright.tensor.explain import explain
+from shardwright.tensor.extend.custom import Registration, register_rule
+from shardwright.tensor.extend.functions import tagged_function
+from shardwright.tensor.extend.local_map import local_map
 from shardwright.tensor.factories import Making, empty, full, normal, ones, rand, randint, randn, randperm, zeros
-from shardwright.tensor.functions import tagged_function
-from shardwright.tensor.local_map import local_map
+from shardwright.tensor.gradients.enter import defer_gradient_reduction
 from shardwright.tensor.meta import TensorMeta
-from shardwright.tensor.policy import CommunicationWarning, communication, implicit_replication
+from shardwright.tensor.moving.boundary import distribute_module, distribute_tensor
 from shardwright.tensor.random import OffsetBasedRNGTracker, manual_seed
-from shardwright.tensor.trace import Movement, Operation, Trace, trace
-from shardwright.tensor.visualize import visualize
+from shardwright.tensor.seeing.divergence import verify_ranks
+from shardwright.tensor.seeing.explain import explain
+from shardwright.tensor.seeing.policy import CommunicationWarning, communication, implicit_replication
+from shardwright.tensor.seeing.trace import Movement, Operation, Trace, trace
+from shardwright.tensor.seeing.visualize import visualize
 
 __all__ = [
     "CommunicationWarning",

@@ -12,14 +12,15 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import MixedTensorsError, TensorError
 from shardwright.layout import Layout, Placement
-from shardwright.tensor import engine, memory, refusals
-from shardwright.tensor.dispatch import call_known, call_uniform
-from shardwright.tensor.enter import forget_entered
-from shardwright.tensor.intercept import PASS_FUNCTIONS, intercept
+from shardwright.tensor.dispatch import memory, refusals
+from shardwright.tensor.dispatch.by_rule import call_known, call_uniform
+from shardwright.tensor.dispatch.intercept import PASS_FUNCTIONS, intercept
+from shardwright.tensor.dispatch.registry import UNIFORM
+from shardwright.tensor.gradients import engine
+from shardwright.tensor.gradients.enter import forget_entered
 from shardwright.tensor.local import DTensorBase, disabled, no_torch_function, tag
-from shardwright.tensor.registry import UNIFORM
+from shardwright.tensor.seeing.trace import on_trace
 from shardwright.tensor.strides import global_stride
-from shardwright.tensor.trace import on_trace
 from shardwright.tensor.types import REPLICATE
 
 __all__ = ["DTensor"]
@@ -132,7 +133,7 @@ class DTensor(DTensorBase):
         >>> sw.DTensor.from_local(torch.ones(2, 3), mesh, [sw.Shard(0)]).shape
         torch.Size([2, 3])
         """
-        from shardwright.tensor.boundary import from_local
+        from shardwright.tensor.moving.boundary import from_local
 
         return from_local(local_tensor, device_mesh, placements, run_check=run_check, shape=shape, stride=stride)
 
@@ -146,7 +147,7 @@ class DTensor(DTensorBase):
         >>> sw.ones(2, mesh=sw.init_device_mesh("cpu", (1,))).to_local()
         tensor([1., 1.])
         """
-        from shardwright.tensor.boundary import to_local
+        from shardwright.tensor.moving.boundary import to_local
 
         return to_local(self, grad_placements)
 
@@ -178,7 +179,7 @@ class DTensor(DTensorBase):
         >>> print(x.redistribute(placements=[sw.Shard(1)]).sharding)
         [4, 2] (tp: S(1))
         """
-        from shardwright.tensor.boundary import redistribute
+        from shardwright.tensor.moving.boundary import redistribute
 
         return redistribute(self, device_mesh, placements, order, async_op)
 
@@ -443,7 +444,7 @@ class DTensor(DTensorBase):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from shardwright.tensor.boundary import rebuild
+        from shardwright.tensor.moving.boundary import rebuild
 
         with no_torch_function():
             local = self.detach().view_as(self)

@@ -11,9 +11,9 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, TensorError
 from shardwright.layout import Layout
-from shardwright.tensor.boundary import default_mesh
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local import local_region, tag
+from shardwright.tensor.moving.boundary import default_mesh
 from shardwright.tensor.random import permutation
 from shardwright.tensor.randomness import next_key
 from shardwright.tensor.types import REPLICATE

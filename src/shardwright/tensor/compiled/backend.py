@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwright.tensor.enter import move_operand
-from shardwright.tensor.introduce import leave_eager
+from shardwright.tensor.dispatch.recording import step_of
+from shardwright.tensor.gradients.enter import move_operand
 from shardwright.tensor.local import DTensorBase
-from shardwright.tensor.recording import step_of
+from shardwright.tensor.moving.introduce import leave_eager
 
 __all__ = ["with_backend"]
 

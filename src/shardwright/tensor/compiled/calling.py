@@ -16,9 +16,9 @@ from shardwright.tensor.compiled.backend import with_backend
 from shardwright.tensor.compiled.capturing import capture
 from shardwright.tensor.compiled.inputs import gather, held_by
 from shardwright.tensor.compiled.program import Program
-from shardwright.tensor.introduce import leave_eager
-from shardwright.tensor.opaque import is_traced
-from shardwright.tensor.recording import is_recording
+from shardwright.tensor.dispatch.recording import is_recording
+from shardwright.tensor.moving.introduce import leave_eager
+from shardwright.tensor.moving.opaque import is_traced
 
 __all__ = ["Compiled", "compile"]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwright.errors import CaptureError
-from shardwright.tensor import policy
 from shardwright.tensor.local import DTensorBase, no_torch_function
+from shardwright.tensor.seeing import policy
 
 __all__ = ["gather", "held_by"]
 

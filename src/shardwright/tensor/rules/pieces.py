@@ -16,10 +16,10 @@ from torch import Tensor
 
 from shardwright import comm
 from shardwright.layout import Layout, Placement, Shard
-from shardwright.tensor import policy
 from shardwright.tensor.local import DTensorBase, no_torch_function, tag
-from shardwright.tensor.movement import move
+from shardwright.tensor.moving.movement import move
 from shardwright.tensor.rules.index.pick import cutting
+from shardwright.tensor.seeing import policy
 from shardwright.tensor.types import ENTERED, REPLICATE, settled
 
 __all__ = ["Pieces", "brought", "completed", "pieces_of", "pieces_of_all", "reduced", "replicated"]

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from shardwright.errors import ShardwrightError, TensorError
 from shardwright.layout import Layout, Mesh, Placement
-from shardwright.tensor.choose import Impossible, choose
-from shardwright.tensor.registry import Rule
+from shardwright.tensor.dispatch.choose import Impossible, choose
+from shardwright.tensor.dispatch.registry import Rule
 from shardwright.tensor.rules.notation import Decided, Operand, Run, Way, Ways
 from shardwright.tensor.types import settled
 from shardwright.testing.proof.sample import Reference, Sample

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwright.errors import TensorError
 from shardwright.layout import Layout, Placement
-from shardwright.tensor.registry import Rule, canonical_name, operator
+from shardwright.tensor.dispatch.registry import Rule, canonical_name, operator
 from shardwright.tensor.rules.notation import Way
 from shardwright.testing.proof.claims import Claim, ask
 from shardwright.testing.proof.judge import DIFFERENTIABLE, judge

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.layout import Layout
-from shardwright.tensor.registry import rule
+from shardwright.tensor.dispatch.registry import rule
 from shardwright.tensor.rules.notation import Decided, Operand
 from shardwright.tensor.types import REPLICATE, settled
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Region
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.random import (
     fill_bernoulli,
     fill_cauchy,
@@ -20,7 +21,6 @@ from shardwright.tensor.random import (
     fill_uniform,
 )
 from shardwright.tensor.randomness import fill_local, refuse_generator
-from shardwright.tensor.registry import composite, rule
 from shardwright.tensor.rules.elementwise.overwrite import as_addend, overwriting
 from shardwright.tensor.rules.elementwise.pointwise import broadcast_labels
 from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation, Ways, index_ways

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.registry import mark_fast, mark_uniform, rule
+from shardwright.tensor.dispatch.registry import mark_fast, mark_uniform, rule
 from shardwright.tensor.rules.elementwise.overwrite import as_addend, overwriting
 from shardwright.tensor.rules.notation import Decided, Labels, Local, Operand, Situation, Ways, index_ways
 

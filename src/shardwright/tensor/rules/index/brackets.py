@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwright.tensor.dispatch.registry import composite, rule
+from shardwright.tensor.dispatch.write_through import has_origin, write_through
 from shardwright.tensor.local import DTensorBase, layout_of, refuse_copied, tag_replicated
-from shardwright.tensor.registry import composite, rule
 from shardwright.tensor.rules.index.gather import advanced_ways
 from shardwright.tensor.rules.index.masked import pick_masked
 from shardwright.tensor.rules.index.pick import Item, cutting, moves, pick, resolved
 from shardwright.tensor.rules.index.scatter import written_ways
 from shardwright.tensor.rules.notation import Decided, Operand, Ways
-from shardwright.tensor.write_through import has_origin, write_through
 
 __all__: list[str] = []
 

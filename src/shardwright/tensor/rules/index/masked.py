@@ -9,14 +9,14 @@ import torch
 
 from shardwright.errors import TensorError
 from shardwright.layout import Layout
-from shardwright.tensor import policy
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.local import DTensorBase, layout_of, no_torch_function, tag
-from shardwright.tensor.movement import move
-from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.moving.movement import move
 from shardwright.tensor.rules.notation import Operand, Ways, index_ways
 from shardwright.tensor.rules.order.select import as_found, by_rows
 from shardwright.tensor.rules.pieces import brought, pieces_of, pieces_of_all
 from shardwright.tensor.rules.space.neighbourhood import nothing_of
+from shardwright.tensor.seeing import policy
 from shardwright.tensor.types import ENTERED, REPLICATE, settled
 
 __all__ = ["pick_masked"]

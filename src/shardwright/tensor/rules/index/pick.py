@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout, Partial, Placement, Ragged, Region, Shard
-from shardwright.tensor.call import tensors_in
+from shardwright.tensor.dispatch.call import tensors_in
 from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation
 from shardwright.tensor.rules.shape.views import evenly, piece_sizes
 from shardwright.tensor.types import REPLICATE, SUM

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.tensor.call import tensors_in
+from shardwright.tensor.dispatch.call import tensors_in
+from shardwright.tensor.dispatch.registry import canonical_name, composite, rule
 from shardwright.tensor.local import DTensorBase, layout_of
-from shardwright.tensor.registry import canonical_name, composite, rule
 from shardwright.tensor.rules.index.gather import advanced_labels, located
 from shardwright.tensor.rules.index.pick import cutting
 from shardwright.tensor.rules.nn.embedding import check_range

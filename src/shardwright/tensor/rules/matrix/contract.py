@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwright.layout import Shard
-from shardwright.tensor.registry import composite, mark_fast, rule
+from shardwright.tensor.dispatch.registry import composite, mark_fast, rule
 from shardwright.tensor.rules.elementwise.pointwise import broadcast_labels, operands_in, pointwise
 from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Way, Ways, index_ways
 from shardwright.tensor.types import REPLICATE

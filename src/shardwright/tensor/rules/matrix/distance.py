@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.rules.matrix.linalg import batched
 from shardwright.tensor.rules.notation import Label, Local, Operand, Ways, index_ways
 

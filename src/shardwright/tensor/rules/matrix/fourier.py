@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.rules.matrix.linalg import unless_meta
 from shardwright.tensor.rules.notation import Label, Labels, Local, Operand, Situation, Ways, index_ways
 

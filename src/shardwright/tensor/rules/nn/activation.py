@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.registry import rule
+from shardwright.tensor.dispatch.registry import rule
 from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
 
 __all__: list[str] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright.tensor.registry import rule
+from shardwright.tensor.dispatch.registry import rule
 from shardwright.tensor.rules.elementwise.pointwise import pointwise
 from shardwright.tensor.rules.notation import Operand, Ways, index_ways
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own short name
 
-from shardwright.tensor.fallback import call_replicated
-from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.dispatch.fallback import call_replicated
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.rules.nn.embedding import check_range, refuse_sparse
 from shardwright.tensor.rules.notation import Label, Labels, Local, Operand, Situation, Ways, index_ways
 

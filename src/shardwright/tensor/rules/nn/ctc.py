@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.local import tag_replicated
-from shardwright.tensor.registry import composite, rule
 from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
 
 __all__: list[str] = []

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UnsupportedError
-from shardwright.tensor.recording import as_step
-from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.dispatch.recording import as_step
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
 
 __all__ = ["check_range", "refuse_sparse"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.local import DTensorBase, tag_replicated
-from shardwright.tensor.registry import composite, rule
 from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.rules.pieces import completed
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.rules.create.seeded import call_seeded
 from shardwright.tensor.rules.elementwise.pointwise import operands_in
 from shardwright.tensor.rules.notation import Labels, Ways, index_ways

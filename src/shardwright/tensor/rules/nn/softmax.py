@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.registry import composite, mark_fast, rule
+from shardwright.tensor.dispatch.registry import composite, mark_fast, rule
 from shardwright.tensor.rules.notation import Operand, Ways, index_ways
 
 __all__: list[str] = []

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from shardwright import comm
 from shardwright.layout import Layout, Placement
-from shardwright.tensor import policy, trace
 from shardwright.tensor.local import no_torch_function, tag
 from shardwright.tensor.rules.pieces import Pieces, completed
+from shardwright.tensor.seeing import policy, trace
 from shardwright.tensor.types import REPLICATE, SUM
 
 __all__ = ["LONG", "can_be_ordered", "nth", "order_long"]

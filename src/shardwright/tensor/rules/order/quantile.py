@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from shardwright.layout import Layout
-from shardwright.tensor.call import tensors_in
+from shardwright.tensor.dispatch.call import tensors_in
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.local import no_torch_function, tag, tag_replicated
-from shardwright.tensor.registry import composite, rule
 from shardwright.tensor.rules.notation import Label, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.rules.pieces import pieces_of, pieces_of_all, replicated
 from shardwright.tensor.types import SUM

@@ -14,8 +14,8 @@ import torch.nn.functional as F  # noqa: N812  # torch's own short name
 from torch import Tensor
 
 from shardwright.layout import Layout, Placement, Ragged, Shard
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.local import no_torch_function, tag
-from shardwright.tensor.registry import composite, rule
 from shardwright.tensor.rules.index.pick import cutting
 from shardwright.tensor.rules.index.places import place_in_region
 from shardwright.tensor.rules.nn.embedding import check_range

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.rules.notation import Label, Labels, Operand, Ways, index_ways
 from shardwright.tensor.rules.order.extremes import kth_of_few
 from shardwright.tensor.rules.order.long import LONG, can_be_ordered, nth, order_long

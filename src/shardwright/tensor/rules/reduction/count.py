@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from shardwright.layout import Partial
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.local import DTensorBase, no_torch_function, tag
-from shardwright.tensor.registry import composite, rule
 from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Way, Ways, index_ways
 from shardwright.tensor.rules.pieces import brought, completed, pieces_of_all, replicated
 from shardwright.tensor.rules.reduction.reduce import reduced_dims

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.rules.notation import Label, Operand, Ways, index_ways
 from shardwright.tensor.rules.reduction.reduce import is_cut, reduced_dims, reduction_labels
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from shardwright.layout import Shard
+from shardwright.tensor.dispatch.registry import composite
 from shardwright.tensor.local import DTensorBase, no_torch_function, tag, tag_replicated
-from shardwright.tensor.registry import composite
 from shardwright.tensor.rules.pieces import brought, completed, pieces_of_all, replicated
 from shardwright.tensor.types import REPLICATE
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from shardwright.layout import Layout, Placement, Ragged, Shard
-from shardwright.tensor import dispatch  # by name: it imports the rules, and is there by the time they are asked
-from shardwright.tensor.halo import widen
+from shardwright.tensor.dispatch import by_rule  # it imports the rules, and is there by the time they are asked
+from shardwright.tensor.dispatch.registry import Op, composite, rule
 from shardwright.tensor.local import DTensorBase, layout_of, local_region, mark_copied, no_torch_function, tag
-from shardwright.tensor.registry import Op, composite, rule
+from shardwright.tensor.moving.halo import widen
 from shardwright.tensor.rules.index.pick import cutting, first_tensor
 from shardwright.tensor.rules.notation import Label, Local, Operand, Situation, Way, Ways, index_ways
 from shardwright.tensor.rules.pieces import brought
@@ -224,6 +224,6 @@ def _unfold_cut(input: Any, dimension: int, size: int, step: int) -> Any:
     dim = dimension % layout.ndim
     if not cutting(layout, dim) or not 0 < size <= layout.shape[dim] or step < 1:
         return NotImplemented
-    result = dispatch.call_by_rule(_WINDOWS, False, torch.Tensor.unfold, (input, dimension, size, step), {})
+    result = by_rule.call_by_rule(_WINDOWS, False, torch.Tensor.unfold, (input, dimension, size, step), {})
     mark_copied(result, "unfold")
     return result

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from shardwright.errors import UnsupportedError
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.local import DTensorBase, layout_of
-from shardwright.tensor.registry import composite, rule
 from shardwright.tensor.rules.notation import Operand, Ways, index_ways
 from shardwright.tensor.strides import global_stride
 

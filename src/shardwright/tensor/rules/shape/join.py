@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwright.layout import Placement, Shard
-from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.rules.index.pick import cutting
 from shardwright.tensor.rules.notation import Label, Operand, Way, Ways, index_ways
 from shardwright.tensor.rules.shape.views import evenly, piece_sizes

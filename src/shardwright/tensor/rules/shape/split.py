@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.local import DTensorBase
-from shardwright.tensor.registry import composite, rule
 from shardwright.tensor.rules.index.pick import pick_each, resolved
 from shardwright.tensor.rules.notation import Decided, Label, Operand, Ways, index_ways
 

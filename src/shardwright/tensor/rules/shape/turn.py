@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout, Region
-from shardwright.tensor.halo import Halo, widen
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.local import layout_of, no_torch_function, tag
-from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.moving.halo import Halo, widen
 from shardwright.tensor.rules.index.pick import cutting
 from shardwright.tensor.rules.notation import Operand, Ways, index_ways
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shardwright.layout import Layout, Placement, Ragged, Shard
-from shardwright.tensor.registry import composite, mark_fast, rule
+from shardwright.tensor.dispatch.registry import composite, mark_fast, rule
 from shardwright.tensor.rules.notation import Decided, Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.types import REPLICATE
 

@@ -13,8 +13,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from shardwright.tensor.halo import widen
-from shardwright.tensor.registry import rule
+from shardwright.tensor.dispatch.registry import rule
+from shardwright.tensor.moving.halo import widen
 from shardwright.tensor.rules.index.pick import first_tensor
 from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.rules.space.neighbourhood import (

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout, Placement, Ragged, Region, Shard
-from shardwright.tensor import dispatch  # by name: it imports the rules, and is there by the time they are asked
-from shardwright.tensor.call import tensors_in
-from shardwright.tensor.halo import Halo
+from shardwright.tensor.dispatch import by_rule  # it imports the rules, and is there by the time they are asked
+from shardwright.tensor.dispatch.call import tensors_in
+from shardwright.tensor.dispatch.registry import Op, Rule, composite
 from shardwright.tensor.local import DTensorBase
-from shardwright.tensor.registry import Op, Rule, composite
+from shardwright.tensor.moving.halo import Halo
 from shardwright.tensor.rules.index.pick import cutting
 from shardwright.tensor.rules.notation import Local, Operand, Situation, Way
 from shardwright.tensor.rules.shape.views import evenly, piece_sizes
@@ -182,7 +182,7 @@ def by_halo(name: str, func: Any, rule: Rule, spatial: int) -> None:
         layout = input._layout
         if not any(cutting(layout, dim) for dim in range(max(layout.ndim - spatial, 0), layout.ndim)):
             return NotImplemented
-        return dispatch.call_by_rule(op, False, func, args, kwargs)
+        return by_rule.call_by_rule(op, False, func, args, kwargs)
 
 
 def empty_results(situation: Situation, *tensors: Tensor) -> Any:

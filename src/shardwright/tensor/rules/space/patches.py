@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from shardwright.layout import Ragged, Shard
-from shardwright.tensor.registry import composite, rule
+from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.rules.index.pick import cutting
 from shardwright.tensor.rules.notation import Labels, Operand, Way, Ways, index_ways
 from shardwright.tensor.rules.shape.views import evenly, piece_sizes

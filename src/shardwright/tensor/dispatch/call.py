@@ -10,11 +10,11 @@ from torch import Tensor
 
 from shardwright.errors import MeshMismatchError, MixedTensorsError
 from shardwright.layout import Layout
-from shardwright.tensor import policy
+from shardwright.tensor.dispatch.reenter import made_by_torch
+from shardwright.tensor.dispatch.refusals import refuse_functional
+from shardwright.tensor.dispatch.registry import takes_numbers_by_type
 from shardwright.tensor.local import DTensorBase, alias, disabled, tag, tag_replicated
-from shardwright.tensor.reenter import made_by_torch
-from shardwright.tensor.refusals import refuse_functional
-from shardwright.tensor.registry import takes_numbers_by_type
+from shardwright.tensor.seeing import policy
 from shardwright.tensor.types import REPLICATE
 
 __all__ = ["Call", "admit", "map_tensors", "take_apart", "tensors_in"]

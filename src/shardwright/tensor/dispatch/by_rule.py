@@ -19,10 +19,12 @@ import torch
 from shardwright import comm
 from shardwright.errors import InPlaceError
 from shardwright.layout import Layout
-from shardwright.tensor import policy
-from shardwright.tensor.call import Call, map_tensors, take_apart
-from shardwright.tensor.choose import Impossible, choose
-from shardwright.tensor.enter import move_operand
+from shardwright.tensor.dispatch.call import Call, map_tensors, take_apart
+from shardwright.tensor.dispatch.choose import Impossible, choose
+from shardwright.tensor.dispatch.recording import unrecorded
+from shardwright.tensor.dispatch.registry import FAST, Op
+from shardwright.tensor.dispatch.write_through import has_origin, remember_origin
+from shardwright.tensor.gradients.enter import move_operand
 from shardwright.tensor.local import (
     DTensorBase,
     disabled,
@@ -31,14 +33,12 @@ from shardwright.tensor.local import (
     refuse_copied,
     tag_results,
 )
-from shardwright.tensor.movement import differs
-from shardwright.tensor.recording import unrecorded
-from shardwright.tensor.registry import FAST, Op
+from shardwright.tensor.moving.movement import differs
 from shardwright.tensor.rules.elementwise.foreach import LIST_FUNCTIONS
 from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation
+from shardwright.tensor.seeing import policy
 from shardwright.tensor.strides import global_stride
 from shardwright.tensor.types import settled
-from shardwright.tensor.write_through import has_origin, remember_origin
 
 __all__ = ["CallPlan", "call_by_rule", "call_known", "call_uniform", "meta_of"]
 

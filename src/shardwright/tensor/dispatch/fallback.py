@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout
-from shardwright.tensor import policy
-from shardwright.tensor.call import map_tensors, take_apart
+from shardwright.tensor.dispatch.call import map_tensors, take_apart
+from shardwright.tensor.dispatch.registry import canonical_name
 from shardwright.tensor.local import DTensorBase, mark_copied, no_torch_function, refuse_copied, tag_results
-from shardwright.tensor.movement import move
-from shardwright.tensor.registry import canonical_name
+from shardwright.tensor.moving.movement import move
+from shardwright.tensor.seeing import policy
 from shardwright.tensor.types import REPLICATE
 
 __all__ = ["call_replicated"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwright.errors import InPlaceError, UnsupportedError
 from shardwright.layout import Placement, Ragged, Shard
-from shardwright.tensor.enter import forget_entered
+from shardwright.tensor.gradients.enter import forget_entered
 from shardwright.tensor.local import DTensorBase, disabled
 from shardwright.tensor.types import REPLICATE
 

@@ -14,9 +14,9 @@ from torch._ops import OpOverload, OpOverloadPacket
 from shardwright.errors import RuleError
 from shardwright.layout import Layout, Placement
 from shardwright.layout.layout import forget_plans
-from shardwright.tensor.call import map_tensors
+from shardwright.tensor.dispatch.call import map_tensors
+from shardwright.tensor.dispatch.registry import FAST, OPERATORS, UNIFORM, Op, Rule, canonical_name, forget_types
 from shardwright.tensor.local import alias
-from shardwright.tensor.registry import FAST, OPERATORS, UNIFORM, Op, Rule, canonical_name, forget_types
 from shardwright.tensor.rules.elementwise.pointwise import broadcast_labels, operands_in
 from shardwright.tensor.rules.notation import Decided, Labels, Local, Operand, Run, Situation, Way, Ways, index_ways
 from shardwright.tensor.types import REPLICATE

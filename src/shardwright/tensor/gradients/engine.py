@@ -15,10 +15,10 @@ from torch.autograd.graph import GradientEdge
 
 from shardwright.errors import MixedTensorsError, TensorError
 from shardwright.layout import Layout, Partial
-from shardwright.tensor.enter import forget_entered, reducing_now
+from shardwright.tensor.dispatch.recording import refuse_to_record
+from shardwright.tensor.gradients.enter import forget_entered, reducing_now
 from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag
-from shardwright.tensor.movement import move
-from shardwright.tensor.recording import refuse_to_record
+from shardwright.tensor.moving.movement import move
 from shardwright.tensor.types import dual, settled
 
 __all__ = ["backward", "grad", "gradient_layout", "register_hook"]

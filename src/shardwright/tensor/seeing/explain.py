@@ -10,7 +10,7 @@ from rich.console import Console
 from torch import Tensor
 
 from shardwright.tensor.local import DTensorBase, no_torch_function, tag
-from shardwright.tensor.trace import Trace, trace
+from shardwright.tensor.seeing.trace import Trace, trace
 
 __all__ = ["explain"]
 

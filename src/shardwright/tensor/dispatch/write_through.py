@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.tensor.local import DTensorBase, no_torch_function, tag
-from shardwright.tensor.movement import move
+from shardwright.tensor.moving.movement import move
 from shardwright.tensor.types import REPLICATE
 
 __all__ = ["has_origin", "remember_origin", "write_through"]

@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import InPlaceError
-from shardwright.tensor import engine, trace
-from shardwright.tensor.call import admit
-from shardwright.tensor.dispatch import call_by_rule
-from shardwright.tensor.fallback import call_replicated
+from shardwright.tensor.dispatch.by_rule import call_by_rule
+from shardwright.tensor.dispatch.call import admit
+from shardwright.tensor.dispatch.fallback import call_replicated
+from shardwright.tensor.dispatch.reenter import body_of
+from shardwright.tensor.dispatch.refusals import refuse
+from shardwright.tensor.dispatch.registry import canonical_name, operator
+from shardwright.tensor.dispatch.reshape_in_place import RESHAPES, reshape_in_place
+from shardwright.tensor.dispatch.write_through import has_origin, write_through
+from shardwright.tensor.gradients import engine
 from shardwright.tensor.local import DTensorBase, disabled, refuse_copied, tag_replicated
 from shardwright.tensor.randomness import refuse_plain_draws
-from shardwright.tensor.reenter import body_of
-from shardwright.tensor.refusals import refuse
-from shardwright.tensor.registry import canonical_name, operator
-from shardwright.tensor.reshape_in_place import RESHAPES, reshape_in_place
 from shardwright.tensor.rules.elementwise.foreach import LISTS, call_on_lists
-from shardwright.tensor.write_through import has_origin, write_through
+from shardwright.tensor.seeing import trace
 
 __all__ = ["PASS_FUNCTIONS", "intercept", "listen"]
 

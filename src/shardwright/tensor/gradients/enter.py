@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout
+from shardwright.tensor.dispatch.recording import as_step, is_recording
 from shardwright.tensor.local import DTensorBase, no_torch_function, tag
-from shardwright.tensor.movement import differs, move
-from shardwright.tensor.recording import as_step, is_recording
+from shardwright.tensor.moving.movement import differs, move
 from shardwright.tensor.types import ENTERED, dual, settled
 
 __all__ = ["defer_gradient_reduction", "forget_entered", "move_operand", "reducing_now"]

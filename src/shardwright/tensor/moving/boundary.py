@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, LocalTensorError, TensorError
 from shardwright.layout import Layout, Mesh, Placement, Ragged, Shard, as_placement
-from shardwright.tensor import trace
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.introduce import introduce
 from shardwright.tensor.local import alias, local_region, no_torch_function, tag
-from shardwright.tensor.movement import move
+from shardwright.tensor.moving.introduce import introduce
+from shardwright.tensor.moving.movement import move
+from shardwright.tensor.moving.waiting import start_moving
+from shardwright.tensor.seeing import trace
 from shardwright.tensor.types import ENTERED, REPLICATE
-from shardwright.tensor.waiting import start_moving
 
 __all__ = [
     "distribute_module",

@@ -17,7 +17,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch.optim.optimizer import _foreach_supported_types as optimized
 from torch.utils._foreach_utils import _foreach_supported_types as clipped
 
-from shardwright.tensor import refusals
+from shardwright.tensor.dispatch import refusals
 from shardwright.tensor.local import DTensorBase
 
 __all__ = ["introduce", "leave_eager"]

@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 from shardwright import comm
 from shardwright.errors import LocalTensorError, MeshMismatchError, TensorError
 from shardwright.layout import Layout, Mesh, Placement, as_placement
-from shardwright.tensor.boundary import for_gradient, from_local
+from shardwright.tensor.dispatch.recording import recording
 from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag
-from shardwright.tensor.movement import move
-from shardwright.tensor.recording import recording
+from shardwright.tensor.moving.boundary import for_gradient, from_local
+from shardwright.tensor.moving.movement import move
 from shardwright.tensor.types import ENTERED
 
 __all__ = ["local_map"]

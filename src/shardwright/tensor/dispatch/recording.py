@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from shardwright.errors import CaptureError
 from shardwright.layout import Layout
 from shardwright.tensor.local import DTensorBase, alias, tag
-from shardwright.tensor.trace import source_line
+from shardwright.tensor.seeing.trace import source_line
 
 __all__ = ["as_step", "foreign", "is_recording", "recording", "refuse_to_record", "step_of", "unrecorded"]
 

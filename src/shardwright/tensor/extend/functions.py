@@ -14,9 +14,9 @@ from torch import Tensor
 
 from shardwright.errors import MixedTensorsError
 from shardwright.layout import Layout
-from shardwright.tensor.engine import gradient_layout
+from shardwright.tensor.gradients.engine import gradient_layout
 from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag
-from shardwright.tensor.movement import move
+from shardwright.tensor.moving.movement import move
 from shardwright.tensor.types import dual
 
 __all__ = ["tagged_function"]

@@ -1,0 +1,1 @@
+"""Between layouts, and between plain tensors and DTensors, as autograd sees it."""

@@ -1,0 +1,1 @@
+"""What communicates, shown: traces, plans, policies, pictures, ranks that part ways."""
