@@ -135,9 +135,10 @@ def test_an_index_out_of_range_is_refused_on_every_rank() -> None:
             lambda index=index: x.index_select(0, index),
             lambda index=index: x.scatter(0, index, 1.0),
             lambda index=index: x.index_put((index,), x[:2]),
+            lambda index=index: x.take(index),
         ]
         for call in calls:
-            with pytest.raises(IndexError, match="out of range"):
+            with pytest.raises(IndexError, match=f"index {wrong} is out of range for 10"):
                 call()
     negative = sw.distribute_tensor(torch.tensor([-1]), mesh, [sw.Replicate()])
     with pytest.raises(IndexError, match="index -1 is out of range"):

@@ -14,6 +14,7 @@ from torch import Tensor
 import shardwright as sw
 from shardwright.testing import on_ranks
 
+NAN = float("nan")
 INF = float("inf")
 ORDERS = (0.5, 1, 2, 3, -1, INF, -INF)
 
@@ -81,6 +82,19 @@ def test_extremes_share_their_gradient_among_equals(mesh_shape: tuple[int, ...])
         for dim in (0, 1, (0, 1)):
             for whole in (ties, endless):
                 compare(lambda x, f=function, d=dim: f(x, d), whole, mesh_shape)
+    holed = torch.tensor([[3, NAN], [5, 2], [NAN, 2]], dtype=torch.float64)
+    for function in (torch.max, torch.min):
+        for whole in (ties, endless, holed):
+            compare(function, whole, mesh_shape)
+
+
+@on_ranks(4)
+def test_the_extreme_of_all_exchanges_numbers_not_elements() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    x = sw.distribute_tensor(randn(400, 7), mesh, [sw.Shard(0)]).requires_grad_()
+    with sw.trace() as seen:
+        x.max().redistribute(placements=[sw.Replicate()]).backward()
+    assert 0 < seen.received <= 2 * 3 * 8  # a number and a count from each of the 3 others
 
 
 def test_distances_and_renorm(against_torch: Callable[..., None]) -> None:

@@ -26,13 +26,15 @@ looked at (all of them up to three tensors, every pair beyond; at most 60 for a 
 - **moves**: placements for which some input is moved first, or something is exchanged; the result is the same;
 - **whole**: placements for which everything is gathered and computed on every rank: there is no rule for it;
 - **refused**: placements that raise an error with the reason, or could not be looked at without values;
+- **possible**: placements that torch's own call on the pieces gets right, and that are moved all the same: no rule has
+  them yet, or they are accidents of small samples;
 - **proved**: ways of rules that it comes to (its own, or those of the operators it is made of), each compared with the
   operator on whole tensors, values and gradients, uneven and empty shards included.
 
 {summary}
 
-| operator | where it lies | moves | whole | refused | proved |
-|---|---|---:|---:|---:|---:|
+| operator | where it lies | moves | whole | refused | possible | proved |
+|---|---|---:|---:|---:|---:|---:|
 """
 
 
@@ -47,17 +49,20 @@ def row(proof: EntryProof) -> str:
     """The row of one operator.
 
     >>> row(EntryProof("triu_indices", unproved="it takes no tensor"))
-    '| `triu_indices` | it takes no tensor | | | | |'
+    '| `triu_indices` | it takes no tensor | | | | | |'
     """
     if proof.unproved:
-        return f"| `{proof.name}` | {proof.unproved} | | | | |"
+        return f"| `{proof.name}` | {proof.unproved} | | | | | |"
     courses = proof.courses
     counts = " | ".join(str(courses[course] or "") for course in ("moves", "whole", "refused"))
-    return f"| `{proof.name}` | {_free(proof)} | {counts} | {proof.proved or ''} |"
+    return f"| `{proof.name}` | {_free(proof)} | {counts} | {len(proof.missing) or ''} | {proof.proved or ''} |"
 
 
 def _free(proof: EntryProof) -> str:
-    plain = sorted((text for text in proof.free if not re.search(r"\d\+", text)), key=lambda text: (len(text), text))
+    by_length = sorted(proof.free, key=lambda text: (len(text), text))
+    plain = [
+        text for text in by_length if not re.search(r"\d\+", text)
+    ] or by_length  # ragged ones where there are no others
     if not proof.courses["free"]:
         return "—"
     shown = "; ".join(f"`{text}`" for text in plain[:_SHOWN])

@@ -48,8 +48,8 @@ def located(
     inside = torch.ones((), dtype=torch.bool, device=numbers[0].device)
     places = []
     for number, dim in zip(numbers, dims, strict=True):
+        check_range(name, number, shape[dim], from_the_end=True)
         number = torch.where(number < 0, number + shape[dim], number)
-        check_range(name, number, shape[dim])
         here = (number >= region.offset[dim]) & (number < region.offset[dim] + region.size[dim])
         places.append(torch.where(here, number - region.offset[dim], 0))
         inside = inside & here

@@ -65,18 +65,24 @@ def _rows(situation: Situation, count: int, padding_idx: int) -> Local | None:
     return local
 
 
-def check_range(name: str, indices: Tensor, count: int, ignored: int | None = None) -> None:
-    """Refuses indices that no rank holds, as torch does; on other devices than the CPU, torch's way: by assertion."""
-    as_step(_check_range, name, indices, count, ignored)
+def check_range(
+    name: str, indices: Tensor, count: int, ignored: int | None = None, *, from_the_end: bool = False
+) -> None:
+    """Refuses indices that no rank holds, as torch does; on other devices than the CPU, torch's way: by assertion.
+
+    `from_the_end`: negative ones count from there.
+    """
+    as_step(_check_range, name, indices, -count if from_the_end else 0, count, ignored)
 
 
-def _check_range(name: str, indices: Tensor, count: int, ignored: int | None) -> None:
-    fits = (indices >= 0) & (indices < count)
+def _check_range(name: str, indices: Tensor, first: int, count: int, ignored: int | None) -> None:
+    fits = (indices >= first) & (indices < count)
     fits = fits if ignored is None else fits | (indices == ignored)
     if indices.device.type != "cpu":
         torch._assert_async(fits.all())
     elif not fits.all():
-        raise IndexError(f"{name}: index {indices[~fits].flatten()[0].item()} is out of range for {count} of them")
+        wrong = indices[~fits].flatten()[0].item()
+        raise IndexError(f"{name}: index {wrong} is out of range for {count} elements: {first} to {count - 1}")
 
 
 @rule("one_hot")

@@ -14,6 +14,7 @@ from shardwright.tensor.dispatch.registry import composite
 from shardwright.tensor.local import no_torch_function, tag, tag_replicated
 from shardwright.tensor.rules.index.places import place_in_whole
 from shardwright.tensor.rules.pieces import Pieces, completed, pieces_of, pieces_of_all, reduced
+from shardwright.tensor.rules.reduction.reduce import extreme_cut
 
 __all__ = ["kth_of_few"]
 
@@ -48,8 +49,13 @@ def _along(name: str, input: Any, dim: Any, keepdim: bool) -> tuple[Any, Any] | 
 
 
 def _extreme(name: str) -> Callable[..., Any]:
+    of_all = extreme_cut(f"a{name}", nan_is_chosen=True)
+
     def compose(input: Any, other: Any = None, keepdim: bool = False, *, dim: Any = None) -> Any:
-        found = _along(name, input, other if dim is None else dim, keepdim)
+        over = other if dim is None else dim
+        if over is None:
+            return of_all(input)
+        found = _along(name, input, over, keepdim)
         return NotImplemented if found is None else getattr(torch.return_types, name)(found)
 
     return compose

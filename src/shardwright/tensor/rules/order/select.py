@@ -176,7 +176,7 @@ def _take(input: Operand, index: Operand) -> Ways:
 
         def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             source, index = list(args) + list(kwargs.values())
-            check_range("take", torch.where(index < 0, index + count, index), count)
+            check_range("take", index, count, from_the_end=True)
             inside, place = place_in_region(index % count, region, input.shape)
             # Behind its own elements, a rank has a zero.
             own = torch.cat([source.reshape(-1), source.new_zeros(1)])
@@ -206,7 +206,7 @@ def _put(input: Operand, index: Operand, source: Operand, accumulate: bool = Fal
         def local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             given: list[Any] = [*args, *kwargs.values()]
             into, index, values = given[:3]
-            check_range("put", torch.where(index < 0, index + count, index), count)
+            check_range("put", index, count, from_the_end=True)
             inside, place = place_in_region((index % count).reshape(-1), region, input.shape)
             if index.is_meta:
                 return func(into, place, values.reshape(-1), accumulate)

@@ -20,7 +20,7 @@ from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation,
 from shardwright.tensor.rules.pieces import completed
 from shardwright.tensor.types import ENTERED
 
-__all__ = ["along", "is_cut", "reduced_dims", "reduction_labels"]
+__all__ = ["along", "extreme_cut", "is_cut", "reduced_dims", "reduction_labels"]
 
 Dims = int | Sequence[int] | None
 
@@ -124,9 +124,13 @@ class _Chosen(torch.autograd.Function):
         return move(gradient, *ctx.known) * shares, None, None, None, None
 
 
-def _extreme_cut(op: str) -> Callable[..., Any]:
+def extreme_cut(op: str, *, nan_is_chosen: bool = False) -> Callable[..., Any]:
+    """`amax` or `amin` along cut dimensions, with a gradient: extremes and their counts are exchanged, never elements.
+
+    Where there is a NaN, it is the extreme; torch's `max()` gives the gradient to it, `amax` makes one of NaNs.
+    """
+
     def compose(input: Any, dim: Any = (), keepdim: bool = False) -> Any:
-        """With a gradient, along cut dimensions: the extremes and their counts are exchanged, never the elements."""
         layout = input._layout
         if not (input.requires_grad and torch.is_grad_enabled()) or layout.is_partial or 0 in layout.shape:
             return NotImplemented
@@ -136,7 +140,8 @@ def _extreme_cut(op: str) -> Callable[..., Any]:
             return NotImplemented
         values = input.detach()
         extreme = completed(op, getattr(values, op)(dim=dims, keepdim=True))
-        equal = (values == extreme).to(values.dtype)
+        chosen = (values == extreme) | values.isnan() if nan_is_chosen else values == extreme
+        equal = chosen.to(values.dtype)
         shares = equal / completed(op, equal.sum(dim=dims, keepdim=True))
         reduced = {mesh_dim for d in dims for mesh_dim in layout.cut_by(d)}
         with no_torch_function():
@@ -147,8 +152,8 @@ def _extreme_cut(op: str) -> Callable[..., Any]:
     return compose
 
 
-composite("amax")(_extreme_cut("amax"))
-composite("amin")(_extreme_cut("amin"))
+composite("amax")(extreme_cut("amax"))
+composite("amin")(extreme_cut("amin"))
 
 
 @rule("prod")
