@@ -67,6 +67,7 @@ class Finder:
         self._shares: dict[tuple[int, ...], Share] = {}
         self._kinds: list[int] = table.kinds.tolist()
         self._spots: dict[tuple[int, Region], list[_Spot]] = {}
+        self._last: dict[int, tuple[Region, list[_Spot]]] = {}  # of each kind: most are asked for the same region
 
     def file(self, rank: int) -> FilePlan:
         """The plan of a rank's file."""
@@ -106,12 +107,15 @@ class Finder:
         if wanted.is_empty:
             return []
         kind = self._kinds[tensor]
-        spots = self._spots.get((kind, wanted))
-        if spots is None:
+        last = self._last.get(kind)
+        if last is not None and last[0] is wanted:
+            spots = last[1]
+        else:
             placing = self.table.placings[kind]
             if isinstance(placing, Pieces):
                 return self._listed(tensor, placing, wanted)
-            spots = self._spots[kind, wanted] = [self._spot(placing, holding) for holding in placing.holders(wanted)]
+            spots = self._spots_of(kind, placing, wanted)
+            self._last[kind] = wanted, spots
         found: list[Part] = []
         for region, ranks, held, chunks in spots:
             if chunks is not None:
@@ -120,10 +124,20 @@ class Finder:
                 found += self._shared(tensor, held, ranks, region)
         return found
 
-    def _spot(self, placing: Layout, holding: Holding) -> _Spot:
+    def _spots_of(self, kind: int, placing: Layout, wanted: Region) -> list[_Spot]:
+        found = self._spots.get((kind, wanted))
+        if found is None:
+            found = self._spots[kind, wanted] = [
+                self._spot(placing, holding, wanted) for holding in placing.holders(wanted)
+            ]
+        return found
+
+    def _spot(self, placing: Layout, holding: Holding, wanted: Region) -> _Spot:
         region, ranks = holding
+        held = placing.region(ranks[0])
         chunks = self.file(ranks[0]).first_chunks if len(ranks) == 1 else None
-        return _Spot(region, ranks, placing.region(ranks[0]), chunks)
+        # One object for what is equal: it is compared for every tensor.
+        return _Spot(wanted if region == wanted else region, ranks, wanted if held == wanted else held, chunks)
 
     def _shared(self, tensor: int, held: Region, ranks: tuple[int, ...], wanted: Region) -> list[Part]:
         share = self._shares.get(ranks)

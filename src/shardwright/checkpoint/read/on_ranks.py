@@ -128,7 +128,7 @@ class Reading:
 
             def read_and_finish() -> T:
                 with torch.no_grad():
-                    _telling(lambda: self._fill(window, threads, progress), window)
+                    _telling(lambda: self._fill(window, said[group.rank].nbytes, threads, progress), window)
                 return finish()
 
             return comm.agree(read_and_finish, what="load: reading", group=group, timeout=patience)
@@ -164,10 +164,10 @@ class Reading:
         self._files.open_all({*wanted_alone, *(deal.files_of(me) if deal is not None else ())})
         return _Plan(alone, wanted_alone, ours, deal)
 
-    def _fill(self, window: HostWindow | None, threads: int, progress: Report | None) -> None:
+    def _fill(self, window: HostWindow | None, nbytes: int, threads: int, progress: Report | None) -> None:
         plan, memory = self._plan, self._memory
         aside = memory if memory is None or window is None else memory // 2
-        with reporting("loading", _nbytes([*plan.alone, *plan.ours]), progress, self._group) as meter:
+        with reporting("loading", nbytes, progress, self._group) as meter:
             _fill(self._files, plan.alone, plan.by_file, threads, meter, aside)
             if window is not None and plan.deal is not None:
                 _fill_together(self._files, plan.ours, plan.deal, window, meter)

@@ -126,7 +126,7 @@ class Prover:
         if entry(found.name).info.name in ARBITRARY | DRAWN:
             return
         plain = Sample(sample.func, sample.args, sample.kwargs, inplace=False)
-        candidates = [each for each in candidates_of(sample.tensors) if each not in free]
+        candidates = [each for each in candidates_of(sample.tensors, self._ranks) if each not in free]
         on_two = set(possible(plain, 2, candidates))  # what is right on three ranks by accident is seldom so on two
         for ins, outs in possible(plain, self._ranks, candidates):
             if (ins, outs) in on_two and _course(call, sample, ins, self._ranks) != "free":

@@ -1,7 +1,8 @@
 """Ways that no rule has, and that would be right: found by trying the call as it is on every rank's part.
 
 A way is possible where the parts of the result make up the whole under some placement of it. Small samples can be
-right by accident, so inputs are tried with two sets of values.
+right by accident, so inputs are tried with two sets of values, dimensions that give no rank an empty part are cut, and
+results that are all one number tell nothing.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ def possible(sample: Sample, ranks: int, candidates: Sequence[Placements]) -> It
         return  # whatever is true of single numbers means little
     with torch.no_grad():
         expected = _results(sample, first)
-        if expected is None:
+        if expected is None or not all(map(_tells, expected)):
             return
         second = [_others(tensor) for tensor in first]
         expected_then = _results(sample, second)
-        if expected_then is None:  # torch takes some values only: then there is one set of them
+        if expected_then is None or not all(
+            map(_tells, expected_then)
+        ):  # torch takes some values only: then there is one set of them
             second, expected_then = first, expected
         for placements in candidates:
             outs = _outs(sample, first, expected, placements, ranks)
@@ -46,6 +49,12 @@ def _results(sample: Sample, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         return sample.call([tensor.clone() for tensor in tensors])
     except Exception:  # noqa: BLE001  # torch says no, in one of many ways
         return None
+
+
+def _tells(result: Tensor) -> bool:
+    """Whether a wrong result would be seen: not where it is empty, or the same number everywhere."""
+    values = result.flatten()
+    return values.numel() > 0 and (result.ndim == 0 or bool((values != values[0]).any()))
 
 
 def _others(tensor: Tensor) -> Tensor:
@@ -90,11 +99,11 @@ def _placement(parts: Sequence[Tensor], expected: Tensor, mesh: Mesh) -> Placeme
     return None
 
 
-def candidates_of(tensors: Sequence[Tensor], most: int = 64) -> list[Placements]:
+def candidates_of(tensors: Sequence[Tensor], ranks: int, most: int = 64) -> list[Placements]:
     """Placements of the inputs that are tried for what is possible: whole, cut evenly, sums; not all whole."""
     choices: list[list[Placement]] = []
     for tensor in tensors:
-        found: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(tensor.ndim))]
+        found: list[Placement] = [Replicate(), *(Shard(dim) for dim, size in enumerate(tensor.shape) if size >= ranks)]
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             found.append(Partial("sum"))
         choices.append(found)
