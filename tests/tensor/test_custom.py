@@ -148,6 +148,10 @@ def test_a_rule_as_a_function_of_the_operators_signature() -> None:
     assert op(on_one_rank(), w, 0.0).placements == (sw.Replicate(),)
 
 
+def columns(mesh_dim: int) -> list[Way]:
+    return [Way((sw.Replicate(), sw.Shard(1)), (sw.Shard(1),))]
+
+
 @pytest.mark.parametrize(
     ("rule", "why"),
     [
@@ -158,12 +162,32 @@ def test_a_rule_as_a_function_of_the_operators_signature() -> None:
         (lambda a, b, scale: Decided((a.layout,), (a.layout,)), "the rule has 1 inputs"),
         ("m,n->mn", r"'m,n->mn': 'm' stands for a tensor of 2 dimensions, \(4, 3\)"),
         ("mk->mk", "'mk->mk' has 1 inputs, the call 2 tensors"),
+        (pointwise([[3]]), r"pointwise\(\[\[3\]\]\): linear=\[\[3\]\] has 3: it names inputs by place, 0 to 1"),
+        (
+            lambda a, b, scale: Ways(lambda mesh_dim: []),
+            "the rule <lambda> has no ways on mesh dimension 0: list at least",
+        ),
+        (lambda a, b, scale: Ways(columns, shapes=()), r"gives 0 shapes, \(\), and the call has 1 outputs"),
+        (lambda a, b, scale: Ways(columns, shapes=((4,),)), r"S\(1\) for output 0, of shape \(4,\): cut a dim"),
     ],
 )
 def test_answers_that_make_no_sense_are_refused(rule: Any, why: str) -> None:
     op = define("senseless")
-    with sw.register_rule(op, rule), pytest.raises(RuleError, match=why):
+    with sw.register_rule(op, rule), pytest.raises(RuleError, match=f"swtests::senseless: .*{why}"):
         op(on_one_rank(), on_one_rank(shape=(3, 2)), 1.0)
+
+
+def test_ways_that_cut_what_inputs_lack_are_left_out() -> None:
+    op = define_twice("twice_of_any", fake=True)
+    rows, number = Way((sw.Shard(0),), (sw.Shard(0),)), on_one_rank(sw.Replicate(), shape=())
+    with sw.register_rule(op, either(rows, Way((sw.Shard(1),), (sw.Shard(1),)))):
+        assert op(number).placements == (sw.Replicate(),)
+        assert op(on_one_rank(shape=(4,))).placements == (sw.Shard(0),)
+    why = r"swtests::twice_of_any: the rule <lambda> has no way for inputs of the shapes \(\).* \(S\(0\) -> S\(0\)\)"
+    with sw.register_rule(op, lambda x: Ways(lambda mesh_dim: [rows])):
+        assert op(on_one_rank(shape=(4,))).placements == (sw.Shard(0),)
+        with pytest.raises(RuleError, match=why):
+            op(number)
 
 
 @pytest.mark.parametrize("notation", ["mk,kn", "mm->m", "mk->mn", "m2->m", "mk,kn->mnn"])
@@ -185,8 +209,135 @@ def test_other_registrations_that_are_refused() -> None:
         sw.register_rule(define("numbered"), 3)
     with pytest.raises(RuleError, match="at least one way"):
         either()
-    with pytest.raises(RuleError, match="names inputs by place, 0 to 1"):
+    with pytest.raises(RuleError, match=r"linear=\[\[2\]\] has 2: it names inputs by place, 0 to 1"):
         indexed("m,m->m", linear=[[2]])
+    with pytest.raises(RuleError, match=r"'mk->m': reduces='foo' is none of sum, avg, max, .*, or None"):
+        indexed("mk->m", reduces="foo")
+    with pytest.raises(RuleError, match="'mk->m': whole='kz' has 'z': give letters of its inputs"):
+        indexed("mk->m", whole="kz")
+
+
+@pytest.mark.parametrize("linear", [[[0], [-1]], [], [[]], [[0, 0]]])
+@pytest.mark.parametrize("helper", [pointwise, lambda linear: indexed("m,m->m", linear=linear)])
+def test_terms_that_are_no_sum_of_products_are_refused(helper: Any, linear: Any) -> None:
+    with pytest.raises(RuleError, match=r"linear=.* (names inputs by place|list terms of inputs)"):
+        helper(linear)
+
+
+def define_twice(name: str, fake: bool) -> Any:
+    """An operator `2 * x`, with or without a kernel for meta tensors; defined once in each process."""
+    defined = vars(torch)["ops"].swtests
+    if hasattr(defined, name):
+        return getattr(defined, name)
+
+    @torch.library.custom_op(f"swtests::{name}", mutates_args=(), schema="(Tensor x) -> Tensor")
+    def twice(x: Tensor) -> Tensor:
+        return x * 2
+
+    if fake:
+        twice.register_fake(torch.empty_like)
+    return twice
+
+
+def wider(x: Operand) -> Ways:
+    return Ways(index_ways([x], ["mn"], ["mn"]), shapes=((8, 7),))
+
+
+def false_replicate(x: Operand) -> Ways:
+    return Ways(lambda mesh_dim: [Way((sw.Shard(0),), (sw.Replicate(),))], shapes=(x.shape,))
+
+
+def decided(x: Operand) -> Decided:
+    return Decided((x.layout,), (x.layout.replace(placements=[sw.Replicate()]),))
+
+
+def refused_everywhere(fake: bool, rule: Any, layout: str, claimed: str) -> str:
+    op = define_twice(f"twice_{fake}", fake)
+    x = sw.ones(8, 6, mesh=sw.init_device_mesh("cpu", (4,)), placements=[sw.Shard(0)])
+    with sw.register_rule(op, rule):
+        for _ in range(2):  # a plan that is known by now is none the better
+            with pytest.raises(RuleError) as found:
+                op(x)
+        said = str(found.value)
+        assert f"swtests::twice_{fake}: the rule " in said
+        assert f"claims {layout} for output 0 of inputs [8, 6] (0: S(0))" in said
+        assert f"would have shape {claimed}, and it has (2, 6): mend it, and prove it with" in said
+        assert prove(op, torch.ones(8, 6)).wrong
+    return said
+
+
+@pytest.mark.parametrize("fake", [True, False])
+@pytest.mark.parametrize(
+    ("rule", "layout", "claimed"),
+    [
+        ("mn->m", "[8] (0: S(0))", "(2,)"),
+        (wider, "[8, 7] (0: S(0))", "(2, 7)"),
+        (false_replicate, "[8, 6] (0: R)", "(8, 6)"),
+        (decided, "[8, 6] (0: R)", "(8, 6)"),
+    ],
+)
+def test_a_result_that_is_not_what_the_rule_claims_is_refused(fake: bool, rule: Any, layout: str, claimed: str) -> None:
+    said = run_ranks(4, refused_everywhere, fake, rule, layout, claimed)
+    assert len(set(said)) == (1 if fake else 4)  # with a kernel for meta tensors, every rank says the same
+    assert f"the rule {rule.__name__ if callable(rule) else f'indexed({rule!r})'} claims" in said[0]
+
+
+def wrong_on_the_second() -> str:
+    op = define_twice("twice_of_one_row", fake=True)
+    x = sw.ones(1, 6, mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
+    with sw.register_rule(op, false_replicate), pytest.raises(RuleError) as found:
+        op(x)
+    return str(found.value)
+
+
+def test_a_claim_that_is_wrong_on_one_rank_is_refused_on_all_of_them() -> None:
+    first, second = run_ranks(2, wrong_on_the_second)
+    assert first == second
+    assert "On rank 1 its local tensor would have shape (1, 6), and it has (0, 6)" in first
+
+
+def captured(fake: bool) -> None:
+    op = define_twice(f"captured_twice_{fake}", fake)
+    x = sw.ones(5, 3, mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
+    with sw.register_rule(op, pointwise([[0]])):
+        compiled = sw.compile(lambda x: op(x) + 1)
+        for factor in (1, 2):
+            assert compiled(x * factor).full_tensor().tolist() == [[2.0 * factor + 1] * 3] * 5
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_an_operator_with_a_rule_can_be_captured(fake: bool) -> None:
+    run_ranks(2, captured, fake)
+
+
+def test_results_are_counted() -> None:
+    name = "swtests::halves"
+    torch.library.define(name, "(Tensor x) -> Tensor[]")
+    torch.library.impl(name, "CPU", lambda x: [x / 2, x / 2])
+    with (
+        sw.register_rule(torch.ops.swtests.halves, "mn->mn"),
+        pytest.raises(RuleError, match=r"swtests::halves: the rule .* claims 1 outputs .*, and there are 2 on rank 0"),
+    ):
+        torch.ops.swtests.halves(on_one_rank())
+
+
+def test_a_right_rule_costs_a_plan_one_look_at_other_ranks() -> None:
+    looked = []
+
+    @torch.library.custom_op("swtests::looked_at", mutates_args=())
+    def looked_at(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @looked_at.register_fake
+    def _(x: Tensor) -> Tensor:
+        looked.append(x.shape)
+        return torch.empty_like(x)
+
+    x = on_one_rank()
+    with sw.register_rule(looked_at, pointwise()):
+        for _ in range(3):
+            assert looked_at(x).placements == (sw.Shard(0),)
+    assert looked == [(4, 3)]
 
 
 @pytest.mark.parametrize(
@@ -210,3 +361,15 @@ def test_a_wrong_rule_of_a_user_is_found() -> None:
     op = define("careless")
     with sw.register_rule(op, indexed("mk,kn->mn", linear=[[0], [1]])):
         assert prove(op, torch.randn(5, 4), torch.randn(4, 2), 0.5).wrong
+
+
+def test_ways_of_which_no_two_go_together_are_refused() -> None:
+    op = define("apart")
+    rows = sw.Ragged(0, (4,))
+    mesh = sw.init_device_mesh("cpu", (1, 1))
+    a, b = sw.ones(4, 3, mesh=mesh), sw.ones(3, 2, mesh=mesh)
+    with (
+        sw.register_rule(op, lambda *_: Ways(lambda _: [Way((rows, sw.Replicate()), (rows,))], shapes=((4, 2),))),
+        pytest.raises(RuleError, match="no way of the rule for mesh dimension 1 goes together"),
+    ):
+        op(a, b, 1.0)

@@ -116,6 +116,97 @@ def test_arguments_and_results_nest() -> None:
     run_ranks(2, nested)
 
 
+def keywords_in_any_order() -> None:
+    mesh = mesh_of_all()
+    a, b = (sw.distribute_tensor(randn(6, 2) + n, mesh, WHOLE).requires_grad_() for n in range(2))
+    expected = (a + 10 * b).full_tensor().sum(0)
+
+    def by_name(*, a: Tensor, b: Tensor) -> Tensor:
+        return a.sum(0) + b.sum(0) * (10 / comm.world().size)
+
+    def positional(a: Tensor, b: Tensor) -> Tensor:
+        return by_name(a=a, b=b)
+
+    def anything(**given: Tensor) -> Tensor:
+        return by_name(**given)
+
+    class Unsigned:
+        """A function that does not tell its parameters, as those that are written in C."""
+
+        __signature__ = "none"
+        __call__ = staticmethod(anything)
+
+    for function in (by_name, positional, anything, Unsigned()):
+        for gradients in (None, (ROWS, SUM)):
+            mapped = sw.local_map(function, (ROWS, WHOLE), SUM, redistribute_inputs=True, in_grad_placements=gradients)
+            for given in ({"a": a, "b": b}, {"b": b, "a": a}):
+                a.grad = b.grad = None
+                y = mapped(**given)
+                torch.testing.assert_close(y.full_tensor(), expected)
+                y.sum().backward()
+                torch.testing.assert_close(a.grad.full_tensor(), torch.full_like(a.full_tensor(), 1.0))
+                torch.testing.assert_close(b.grad.full_tensor(), torch.full_like(b.full_tensor(), 10.0))
+
+
+def test_placements_go_by_parameters_however_the_call_is_spelled() -> None:
+    run_ranks(2, keywords_in_any_order)
+
+
+class Taking:
+    """An object whose text says nothing of what it holds."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __repr__(self) -> str:
+        return "Taking()"
+
+
+def sizes_by_arguments() -> None:
+    mesh = mesh_of_all()
+    x = sw.distribute_tensor(randn(6, 2), mesh, ROWS)
+    ranks = comm.world().size
+    by_object = sw.local_map(lambda local, taking: local[: taking.count], (ROWS, None), ROWS)
+    by_type = sw.local_map(lambda local, n: local[: 1 if isinstance(n, str) else 2], (ROWS, None), ROWS)
+    by_name = sw.local_map(lambda local, *, one=0, two=0: local[: one + 2 * two], (ROWS, None), ROWS)
+    assert by_object(x, Taking(1)).shape == (ranks, 2)
+    assert by_object(x, Taking(2)).shape == (2 * ranks, 2)
+    assert by_type(x, "1").shape == (ranks, 2)
+    assert by_type(x, 1).shape == (2 * ranks, 2)
+    assert by_name(x, one=1).shape == (ranks, 2)
+    assert by_name(x, two=1).shape == (2 * ranks, 2)
+    with comm.count() as traffic:
+        assert by_name(x, one=1).shape == (ranks, 2)
+    assert not traffic.calls
+    # What is not cut needs nobody else to know its size.
+    sizes = iter([1, 2])
+    uncut = sw.local_map(lambda local: local[0, : next(sizes)], (ROWS,), SUM)
+    assert [tuple(uncut(x).shape) for _ in range(2)] == [(1,), (2,)]
+
+
+def test_sizes_follow_from_what_is_passed() -> None:
+    run_ranks(2, sizes_by_arguments)
+
+
+def results_that_come_and_go() -> None:
+    x = sw.distribute_tensor(randn(6, 2), mesh_of_all(), ROWS)
+    answers = iter([(True, False), (True, True), (False,)])
+
+    def function(local: Tensor) -> list[Tensor | None]:
+        return [local if there else None for there in next(answers)]
+
+    mapped = sw.local_map(function, (ROWS,), ROWS)
+    assert mapped(x)[0].placements == x.placements
+    with pytest.raises(LocalTensorError, match=r"are \(3, 2\), \(3, 2\) on rank \d, and were \(3, 2\), none"):
+        mapped(x)
+    with pytest.raises(LocalTensorError, match=r"are none on rank \d, and were \(3, 2\), none"):
+        mapped(x)
+
+
+def test_results_that_change_their_number_or_kind_are_refused() -> None:
+    run_ranks(2, results_that_come_and_go)
+
+
 def captured() -> None:
     mesh = mesh_of_all()
     x, w = sw.distribute_tensor(randn(7, 5), mesh, ROWS), sw.distribute_tensor(randn(5, 3), mesh, WHOLE)
@@ -153,7 +244,8 @@ def refusals() -> None:
     sizes = iter([3, 2])
     shrinking = sw.local_map(lambda local: local[: next(sizes)], (ROWS,), ROWS)
     shrinking(x)
-    with pytest.raises(LocalTensorError, match="sizes must not depend on values"):
+    why = r"are \(2, 2\) on rank \d, and were \(3, 2\) .* from the arguments alone.* Pass what else .* as an argument"
+    with pytest.raises(LocalTensorError, match=why):
         shrinking(x)
 
 

@@ -60,6 +60,16 @@ def test_dtensors_inside_a_transform_of_plain_tensors_are_refused() -> None:
             transform()
 
 
+def test_a_dtensor_that_a_transform_would_return_is_refused() -> None:
+    x = _x()
+    for transform in (
+        lambda: torch.vmap(lambda y: x.sum() * 1)(torch.ones(3)),
+        lambda: torch.func.grad(lambda y: (y * 2, x.sum()), has_aux=True)(torch.tensor(1.0)),
+    ):
+        with pytest.raises(UnsupportedError, match=r"torch\.func of a DTensor .*this rank's shard alone"):
+            transform()
+
+
 def test_transforms_of_plain_tensors_are_untouched() -> None:
     x = torch.arange(3.0)
     assert torch.equal(torch.func.grad(lambda y: (y**2).sum())(x), 2 * x)

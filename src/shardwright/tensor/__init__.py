@@ -2,6 +2,7 @@
 
 from shardwright.tensor import rules
 from shardwright.tensor.compiled import Compiled, compile
+from shardwright.tensor.dispatch import picked
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.extend.custom import Registration, register_rule
 from shardwright.tensor.extend.functions import tagged_function
@@ -41,6 +42,7 @@ __all__ = [
     "manual_seed",
     "normal",
     "ones",
+    "picked",
     "rand",
     "randint",
     "randn",

@@ -25,6 +25,7 @@ from shardwright.tensor.types import REPLICATE
 
 __all__ = ["DTensor"]
 
+_OF_ONE_OBJECT = frozenset(("_layout", "_copied", "_origin", "_seen", "_renewed", "_untracked"))  # a copy has them not
 _enabled = torch._C._is_torch_function_enabled
 
 
@@ -64,7 +65,7 @@ class DTensor(DTensorBase):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not kwargs and args and type(args[0]) is cls:
             known = args[0]._layout.fast.get(func)
-            if known is not None and "_copied" not in args[0].__dict__:
+            if known is not None:
                 short = None
                 if len(args) == 2:
                     second = args[1]
@@ -439,7 +440,7 @@ class DTensor(DTensorBase):
         gradient = self.grad
         if gradient is not None:
             result.grad = copy.deepcopy(gradient, memo)
-        others = {k: v for k, v in self.__dict__.items() if k not in ("_layout", "_copied", "_origin", "_untracked")}
+        others = {k: v for k, v in self.__dict__.items() if k not in _OF_ONE_OBJECT}
         result.__dict__.update(copy.deepcopy(others, memo))
         return result
 

@@ -30,6 +30,7 @@ __all__ = [
     "tag",
     "tag_replicated",
     "tag_results",
+    "version_of",
 ]
 
 comm.on_forget(forget_plans)  # plans know this process's rank
@@ -44,12 +45,14 @@ class DTensorBase(Tensor):
     _layout: Layout
     _copied: str  # set where the tensor looks like a view but is a copy: which operator made it
     _origin: tuple[DTensorBase, Any] | None  # what it was picked of, and by which index; None: nothing to write back
+    _seen: tuple[DTensorBase, int | None]  # what it is a copy of, written to how often; None: it shares its memory
     _untracked: bool  # set where its memory may be written to behind autograd's back
     concrete: ClassVar[type[DTensorBase]]
+    copies: ClassVar[type[DTensorBase]]  # of what looks like a view and is none
 
     def __init_subclass__(cls) -> None:
         if cls.__base__ is DTensorBase:
-            DTensorBase.concrete = cls
+            DTensorBase.concrete = DTensorBase.copies = cls
 
 
 def layout_of(tensor: DTensorBase) -> Layout:
@@ -108,14 +111,22 @@ def tag_results(result: Any, layouts: Sequence[Layout], inputs: Iterable[Tensor]
     return visit(result)
 
 
-def mark_copied(results: Any, operator: str, sharing: Tensor | None = None) -> None:
-    """Notes that results which look like views are copies (only those that share memory with a tensor, if given)."""
+def mark_copied(results: Any, operator: str, base: DTensorBase, sharing: Tensor | None = None) -> None:
+    """Notes that what looks like a view of `base` is a copy; if `sharing` is given, only what shares memory with it."""
     if isinstance(results, DTensorBase):
-        if sharing is None or _memory(results) == _memory(sharing):
+        if results is not base and (sharing is None or _memory(results) == _memory(sharing)):
+            results.__class__ = DTensorBase.copies
             results._copied = operator
+            results._seen = base, None if sharing is base else version_of(base)
     elif isinstance(results, list | tuple):
         for result in results:
-            mark_copied(result, operator, sharing)
+            mark_copied(result, operator, base, sharing)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor's memory was written to; tensors of inference mode do not count."""
+    with no_torch_function():
+        return 0 if tensor.is_inference() else tensor._version
 
 
 def _memory(tensor: Tensor) -> int:

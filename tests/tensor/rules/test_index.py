@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import shardwright as sw
 from shardwright.errors import InPlaceError
-from shardwright.testing import run_ranks
+from shardwright.testing import on_ranks, run_ranks
 
 
 def real(*shape: int) -> Tensor:
@@ -249,11 +250,9 @@ def test_a_write_to_a_copy_that_looks_like_a_view_is_refused_not_lost() -> None:
         mesh = sw.init_device_mesh("cpu", (3,))
         x = sw.distribute_tensor(torch.arange(12.0).reshape(6, 2), mesh, [sw.Shard(0)])
         writes: list[Callable[[], Any]] = [
-            lambda: x.unbind(0)[1].mul_(2),
-            lambda: next(iter(x)).mul_(2),
             lambda: x.unfold(0, 2, 1).mul_(2),
             lambda: x.as_strided((2,), (1,)).mul_(2),
-            lambda: torch.add(x[0], x[0], out=x[1]),
+            lambda: torch.add(x[:3], x[:3], out=x.view(2, 3, 2)[1]),
         ]
         for write in writes:
             with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
@@ -264,3 +263,64 @@ def test_a_write_to_a_copy_that_looks_like_a_view_is_refused_not_lost() -> None:
         assert len(rows) == 6
 
     run_ranks(3, check)
+
+
+@on_ranks(3)
+def test_a_write_to_one_place_reaches_the_original_however_it_was_picked() -> None:
+    mesh = sw.init_device_mesh("cpu", (3,))
+    whole = torch.arange(12.0).reshape(6, 2)
+    for x in (whole, sw.distribute_tensor(whole, mesh, [sw.Shard(0)])):
+        x.unbind(0)[1].mul_(2)
+        next(iter(x)).add_(7)
+        x.select(0, 4).zero_()
+        torch.add(x[0], x[0], out=x[3])
+        found = x
+    assert torch.equal(found.full_tensor(), whole)
+
+
+@on_ranks(2)
+def test_several_results_written_to_what_is_given_keep_their_names() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    x = sw.distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [sw.Shard(0)])
+    out = (sw.zeros(2, mesh=mesh), sw.zeros(2, mesh=mesh, dtype=torch.long))
+    found = torch.max(x, 0, out=out)
+    assert found.values is out[0]
+    assert found.indices.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+@on_ranks(4)
+def test_a_tensor_without_dimensions_is_a_number_in_an_index(mesh_shape: tuple[int, ...]) -> None:
+    mesh = sw.init_device_mesh("cpu", mesh_shape)
+    whole = torch.arange(60.0).reshape(5, 4, 3)
+
+    def spread(numbers: Any) -> Any:
+        return sw.distribute_tensor(torch.tensor(numbers), mesh)
+
+    indices: list[Callable[[Any], Any]] = [
+        lambda t: t(2),
+        lambda t: (t(2), t([1, 2])),
+        lambda t: (t(2), slice(None), t([1, 2])),
+        lambda t: (t([0, 1]), t(1)),
+        lambda t: (slice(1, 3), t(2)),
+        lambda t: (t(-1), t(0), t(2)),
+    ]
+    for dims in itertools.product((0, 1, 2), repeat=len(mesh_shape)):
+        for index in indices:
+            plain, ours = whole.clone(), sw.distribute_tensor(whole, mesh, [sw.Shard(dim) for dim in dims])
+            assert torch.equal(ours[index(spread)].full_tensor(), plain[index(torch.tensor)])
+            row = plain[index(torch.tensor)] * 2
+            for written, value in ((plain, row), (ours, sw.distribute_tensor(row, mesh))):
+                make = torch.tensor if written is plain else spread
+                written[index(make)] = value
+                written[index(make)] += 1
+            assert torch.equal(ours.full_tensor(), plain), (dims, index(list))
+
+
+@on_ranks(2)
+def test_nothing_equals_none() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    for placement in (sw.Replicate(), sw.Shard(0), sw.Partial()):
+        x = sw.DTensor.from_local(torch.ones(2), mesh, [placement])
+        assert (x == None) is False  # noqa: E711  # what torch answers
+        assert (x != None) is True  # noqa: E711  # likewise

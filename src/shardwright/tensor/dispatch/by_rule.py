@@ -21,8 +21,8 @@ from shardwright.errors import InPlaceError
 from shardwright.layout import Layout
 from shardwright.tensor.dispatch.call import Call, map_tensors, take_apart
 from shardwright.tensor.dispatch.choose import Impossible, choose
-from shardwright.tensor.dispatch.recording import unrecorded
 from shardwright.tensor.dispatch.registry import FAST, Op
+from shardwright.tensor.dispatch.shapes import output_shapes
 from shardwright.tensor.dispatch.write_through import has_origin, remember_origin
 from shardwright.tensor.gradients.enter import move_operand
 from shardwright.tensor.local import (
@@ -37,10 +37,9 @@ from shardwright.tensor.moving.movement import differs
 from shardwright.tensor.rules.elementwise.foreach import LIST_FUNCTIONS
 from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation
 from shardwright.tensor.seeing import policy
-from shardwright.tensor.strides import global_stride
 from shardwright.tensor.types import settled
 
-__all__ = ["CallPlan", "call_by_rule", "call_known", "call_uniform", "meta_of"]
+__all__ = ["CallPlan", "call_by_rule", "call_known", "call_uniform"]
 
 MAX_PLANS = 512  # per layout; when it is full it is emptied: a cache, not a history
 
@@ -63,7 +62,7 @@ class CallPlan:
 def call_uniform(cls: Any, inplace: bool, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """The result of an element-wise call on tensors of one layout, if they are: nothing moves, nothing is looked up."""
     first = args[0]
-    if type(first) is not cls or (inplace and "_copied" in first.__dict__) or (kwargs and "out" in kwargs):
+    if type(first) is not cls or (kwargs and "out" in kwargs):
         return NotImplemented  # the longer way says what is wrong
     layout = first._layout
     if layout.is_partial:
@@ -131,10 +130,10 @@ def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call:
         return call.tensors[0]
     tagged = tag_results(result, plan.outs, call.tensors)
     if plan.copied:
-        mark_copied(tagged, plan.name)
+        mark_copied(tagged, plan.name, call.tensors[0])
         remember_origin(tagged, plan.name, call.tensors[0], args)
     elif plan.view and "_copied" in call.tensors[0].__dict__:  # a view of a copy is no view of the original either
-        mark_copied(tagged, call.tensors[0]._copied, sharing=call.tensors[0])
+        mark_copied(tagged, call.tensors[0]._copied, call.tensors[0], sharing=call.tensors[0])
         remember_origin(tagged, plan.name, call.tensors[0], args)
     return tagged
 
@@ -162,7 +161,7 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
             raise _cannot_keep(op, operands[0], None)
         ins, outs = list(answer.ins), list(answer.outs)
     else:
-        shapes = answer.shapes if answer.shapes is not None else _output_shapes(func, args, kwargs)
+        shapes = answer.shapes if answer.shapes is not None else output_shapes(func, args, kwargs)
         try:
             inplace = inplace or answer.unmoved is not None
             ins, outs = choose(operands, replace(answer, unmoved=0 if inplace else None), shapes)
@@ -207,23 +206,6 @@ def _operand(tensor: DTensorBase) -> Operand:
     with no_torch_function():
         grad = tensor.requires_grad and torch.is_grad_enabled()
         return Operand(tensor._layout, tensor.dtype, grad, "_is_param" in tensor.__dict__)
-
-
-def meta_of(tensor: DTensorBase) -> torch.Tensor:
-    """The global tensor's shape, strides and dtype, without its values."""
-    with no_torch_function():
-        dtype = tensor.dtype
-    return torch.empty_strided(tensor._layout.shape, global_stride(tensor), dtype=dtype, device="meta")
-
-
-def _output_shapes(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
-    """The outputs' global shapes, by a call on meta tensors: torch's own checks come with it, alike on all ranks."""
-    meta_args, meta_kwargs = map_tensors(args, kwargs, meta_of)  # type: ignore[arg-type]  # only DTensors are mapped
-    meta_kwargs = {k: torch.device("meta") if k == "device" and v is not None else v for k, v in meta_kwargs.items()}
-    with torch.no_grad(), unrecorded():
-        result = func(*meta_args, **meta_kwargs)
-    flat = result if isinstance(result, list | tuple) else [result]
-    return tuple(tuple(value.shape) for value in flat if isinstance(value, torch.Tensor))
 
 
 def _remember_fast(op: Op, plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ class Call(NamedTuple):
 def take_apart(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
     """The DTensors of a call, and its key: layouts by identity, static arguments by value, operands by type."""
     tensors: list[DTensorBase] = []
-    key: list[Any] = [func, torch.is_grad_enabled()]
+    key: list[Any] = [func, torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()]
     numbers_by_type = takes_numbers_by_type(func)
     hashable = _walk(args, tensors, key, numbers_by_type)
     for name, value in kwargs.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from shardwright.errors import RuleError
 from shardwright.layout import Layout, Partial, Placement, Ragged, Shard
 from shardwright.tensor.rules.notation import Operand, Way, Ways
 from shardwright.tensor.types import ENTERED, REPLICATE, Entered
@@ -36,6 +37,11 @@ def choose(
             candidates = [way for way in candidates if way.ins[ways.unmoved] == here == way.outs[0]]
             if not candidates:
                 raise Impossible(mesh_dim)
+        if not candidates:
+            raise RuleError(
+                f"no way of the rule for mesh dimension {mesh.label(mesh_dim)} goes together with those that were "
+                "chosen before: a dimension is cut by given sizes first, and once. Add the way of replicates"
+            )
         chosen.append(_cheapest(candidates, operands, mesh_dim, out_shapes))
     ins = []
     for place, operand in enumerate(operands):

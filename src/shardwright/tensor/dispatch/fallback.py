@@ -10,7 +10,14 @@ from torch import Tensor
 from shardwright.layout import Layout
 from shardwright.tensor.dispatch.call import map_tensors, take_apart
 from shardwright.tensor.dispatch.registry import canonical_name
-from shardwright.tensor.local import DTensorBase, mark_copied, no_torch_function, refuse_copied, tag_results
+from shardwright.tensor.local import (
+    DTensorBase,
+    mark_copied,
+    no_torch_function,
+    refuse_copied,
+    tag_results,
+    version_of,
+)
 from shardwright.tensor.moving.movement import move
 from shardwright.tensor.seeing import policy
 from shardwright.tensor.types import REPLICATE
@@ -31,14 +38,14 @@ def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> 
         whole = [move(tensor, tensor._layout, target) for tensor, target in zip(call.tensors, targets, strict=True)]
         if "::" in name:
             whole = [tensor.view_as(tensor) for tensor in whole]  # a user's operator may save them for its backward
-        versions = [_version(tensor) for tensor in whole]
+        versions = [version_of(tensor) for tensor in whole]
         each = iter(whole)
         plain_args, plain_kwargs = map_tensors(args, kwargs, lambda _: next(each))
         result = func(*plain_args, **plain_kwargs)
         silent = [args[i] for i in _SILENT_WRITES.get(name, ()) if i < len(args)]
         for tensor, moved, version, target in zip(call.tensors, whole, versions, targets, strict=True):
             first_in_place = moved is whole[0] and canonical_name(func)[1]
-            written = _version(moved) != version or first_in_place or any(tensor is other for other in silent)
+            written = version_of(moved) != version or first_in_place or any(tensor is other for other in silent)
             if written:
                 refuse_copied(name, tensor)
             if written and moved is not tensor:
@@ -47,13 +54,8 @@ def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     tagged = _tag(result, mesh, returned)
     for tensor, moved in zip(call.tensors, whole, strict=True):
         if moved is not tensor and tagged is not tensor:
-            mark_copied(tagged, name, sharing=moved)
+            mark_copied(tagged, name, tensor, sharing=moved)
     return tagged
-
-
-def _version(tensor: Tensor) -> int:
-    """How often a tensor was written to; tensors of inference mode do not count, and only names tell of writes."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _tag(result: Any, mesh: Any, returned: dict[int, DTensorBase]) -> Any:

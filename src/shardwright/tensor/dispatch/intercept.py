@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import InPlaceError
+from shardwright.tensor.dispatch.autocast import call_as_cast
 from shardwright.tensor.dispatch.by_rule import call_by_rule
 from shardwright.tensor.dispatch.call import admit
 from shardwright.tensor.dispatch.fallback import call_replicated
 from shardwright.tensor.dispatch.reenter import body_of
 from shardwright.tensor.dispatch.refusals import refuse
-from shardwright.tensor.dispatch.registry import canonical_name, operator
+from shardwright.tensor.dispatch.registry import Op, canonical_name, operator
 from shardwright.tensor.dispatch.reshape_in_place import RESHAPES, reshape_in_place
 from shardwright.tensor.dispatch.write_through import has_origin, write_through
 from shardwright.tensor.gradients import engine
@@ -130,6 +131,12 @@ def listen(tell: Callable[[str, Any, Any, dict[str, Any]], None]) -> Iterator[No
 
 def _call(name: str, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     op = operator(name)
+    if torch._C._is_any_autocast_enabled() and not inplace and op is not None and op.composite is not None:
+        return call_as_cast(name, lambda args, kwargs: _call_cast(op, name, False, func, args, kwargs), args, kwargs)
+    return _call_cast(op, name, inplace, func, args, kwargs)
+
+
+def _call_cast(op: Op | None, name: str, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     for tell in _listeners:
         tell(name, func, args, kwargs)
     with trace.operation(name) as record:
@@ -203,7 +210,8 @@ def _into(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             raise InPlaceError(
                 f"{canonical_name(func)[0]}: `out` of {target.dtype} cannot hold the result of {value.dtype}"
             )
-        refuse_copied(canonical_name(func)[0], target)
+        if not has_origin(target):
+            refuse_copied(canonical_name(func)[0], target)
         with torch.no_grad():
             target.copy_(value)
-    return out
+    return type(result)(targets) if hasattr(type(result), "n_fields") else out

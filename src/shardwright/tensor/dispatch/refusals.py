@@ -7,9 +7,9 @@ hook, such a path is refused:
   of them only), dlpack, forward-mode derivatives, sparse and mkldnn layouts, `as_subclass`;
 - through torch's hook on the registration of submodules: `DistributedDataParallel` and `DataParallel`, which would
   write one rank's shard over the others';
-- `torch.func` offers no hook, and computes on shards without a word. So importing this package replaces the three
-  functions through which its transforms take hold of a tensor by ones that look at the tensor first. Nothing else of
-  torch is replaced.
+- `torch.func` offers no hook, and computes on shards without a word. So importing this package replaces the five
+  functions through which its transforms take hold of a tensor, and let go of it, by ones that look at it first.
+  Beside them, only the method on which hooks of modules hang is replaced, in `gradients.module_hooks`.
 
 Where there is no hook, the shard is what you get, and you are told so here: `torch.tensor(d)`, `torch.Tensor(d)`,
 `plain.new_tensor(d)` (use `d.full_tensor()`), `torch.utils.dlpack.to_dlpack(d)`, `d.data_ptr()`,
@@ -107,7 +107,9 @@ def install() -> None:
     for module, name in (
         (torch._functorch.eager_transforms, "_wrap_tensor_for_grad"),
         (torch._functorch.eager_transforms, "_maybe_wrap_functional_tensor"),
+        (torch._functorch.eager_transforms, "_unwrap_for_grad"),
         (torch._functorch.vmap, "_add_batch_dim"),
+        (torch._functorch.vmap, "_remove_batch_dim"),
     ):
         original = getattr(module, name)
         if not hasattr(original, "__wrapped__"):

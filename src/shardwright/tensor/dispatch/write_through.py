@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright.tensor.local import DTensorBase, no_torch_function, tag
+from shardwright.tensor.local import DTensorBase, no_torch_function, tag, version_of
 from shardwright.tensor.moving.movement import move
 from shardwright.tensor.types import REPLICATE
 
@@ -17,12 +17,19 @@ __all__ = ["has_origin", "remember_origin", "write_through"]
 
 def remember_origin(picked: Any, name: str, base: DTensorBase, args: Any) -> None:
     """Notes what was picked of which tensor, where one index says it."""
+    if name == "unbind" and isinstance(picked, tuple):
+        for place, one in enumerate(picked):
+            one._origin = (base, _along(base, args[1] if len(args) > 1 else 0, place))
     if not isinstance(picked, DTensorBase):
         return
     if name == "__getitem__" and len(args) == 2:
         picked._origin = (base, args[1])
     elif name == "select" and len(args) == 3:
-        picked._origin = (base, (*[slice(None)] * (args[1] % len(base._layout.shape)), args[2]))
+        picked._origin = (base, _along(base, args[1], args[2]))
+
+
+def _along(base: DTensorBase, dim: int, place: int) -> tuple[Any, ...]:
+    return (*[slice(None)] * (dim % len(base._layout.shape)), place)
 
 
 def has_origin(tensor: Any) -> bool:
@@ -48,4 +55,6 @@ def write_through(func: Any, target: DTensorBase, *args: Any, **kwargs: Any) -> 
         base[index] = fresh
     with no_torch_function():
         target.copy_(move(fresh, whole, layout))
+    if "_seen" in target.__dict__ and target._seen[1] is not None:
+        target._seen = target._seen[0], version_of(target._seen[0])  # it has what was written
     return target

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, TypeAlias
+from inspect import signature
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -22,6 +23,11 @@ from shardwright.tensor.types import ENTERED
 __all__ = ["local_map"]
 
 Placements: TypeAlias = Sequence[object] | None
+
+# Kinds of arguments that their text tells all about; in a key they go with their type, for 1 and True are equal.
+BY_VALUE = frozenset(
+    (int, float, complex, bool, str, bytes, slice, range, type(None), type(...), torch.dtype, torch.device, torch.Size)
+)
 
 
 def local_map(
@@ -41,10 +47,17 @@ def local_map(
     otherwise are refused, or brought there with `redistribute_inputs=True`; `in_placements=None` takes them as they
     lie. Plain tensors and other values are passed on.
 
+    The leaves are those of the arguments that are given, in the order of the function's parameters, however the call
+    spells them. Keyword arguments that are no parameters of it, or of a function without a signature, come last, by
+    name; dicts within arguments are in their own order. `in_grad_placements` goes by the same order.
+
     Gradients: that of a replicate is a partial sum wherever, on that mesh dimension, any other input or an output is
-    not replicated, for each rank then adds its own share. `in_grad_placements` says otherwise. The sizes of outputs
-    that are cut are asked of the ranks once for each combination of layouts (each time, where there are plain tensors);
-    what `function` raises on one rank is then raised on all of them, as a `RankFailedError`.
+    not replicated, for each rank then adds its own share. `in_grad_placements` says otherwise.
+
+    The sizes of outputs that are cut are asked of the ranks once for each combination of layouts and of plain numbers
+    and strings, which are to be the same on every rank. They must follow from these alone, not from what `function`
+    closes over. Where there are plain tensors or objects of other kinds, they are asked each time. What `function`
+    raises while the ranks are asked is raised on all of them, as a `RankFailedError`.
 
     >>> import torch, shardwright as sw
     >>> mesh = sw.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
@@ -57,11 +70,12 @@ def local_map(
     [4, 2] (dp: S(0)) [3, 2] (dp: R)
     """
     name = getattr(function, "__name__", type(function).__name__)
-    known: dict[Any, list[Layout | None]] = {}
+    parameters = _parameters(function)
+    known = _Known()
 
     @wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        flat, spec = pytree.tree_flatten((args, kwargs))
+        flat, spec = pytree.tree_flatten((args, _in_order(kwargs, parameters)))
         over = _mesh_of(name, flat, mesh)
         wanted = _each(in_placements, len(flat), f"{name}: in_placements", "arguments")
         sources = [value._layout if isinstance(value, DTensorBase) else None for value in flat]
@@ -80,9 +94,9 @@ def local_map(
                 for value, target in zip(flat, entering, strict=True)
             ]
         local_args, local_kwargs = pytree.tree_unflatten(local, spec)
-        key = _key(flat, targets)
         is_cut = any(placement.is_shard() for out in _flattened(out_placements) for placement in out or ())
-        if over.size == 1 or key in known or not is_cut:
+        key = _key(flat, spec, targets) if is_cut else None  # what is not cut says its size itself
+        if over.size == 1 or key in known.layouts or not is_cut:
             found = function(*local_args, **local_kwargs)
         else:  # the ranks will be asked for sizes: where one has none to tell, the others must not wait for it
             group = comm.subgroup(sorted(over.ranks))
@@ -96,6 +110,32 @@ def local_map(
         return pytree.tree_unflatten(tagged, out_spec)
 
     return mapped
+
+
+@final
+class _Known:
+    """The layouts of results, by what they follow from.
+
+    An object of our own: a bare dict would be taken for the program's state by `sw.compile`, which may not change.
+    """
+
+    def __init__(self) -> None:
+        self.layouts: dict[tuple[Any, ...] | None, list[Layout | None]] = {}
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, int]:
+    """The places of a function's parameters by name; none where it has no signature, as many of torch's have not."""
+    try:
+        return {name: place for place, name in enumerate(signature(function).parameters)}
+    except (TypeError, ValueError):
+        return {}
+
+
+def _in_order(kwargs: dict[str, Any], parameters: dict[str, int]) -> dict[str, Any]:
+    """Keyword arguments as the function lists them, then others by name."""
+    if len(kwargs) < 2:
+        return kwargs
+    return dict(sorted(kwargs.items(), key=lambda item: (parameters.get(item[0], len(parameters)), item[0])))
 
 
 def _is_given(value: Any, local: Sequence[Any]) -> bool:
@@ -175,7 +215,7 @@ def _layouts(
     results: Sequence[Any],
     mesh: Mesh,
     out_placements: Sequence[Any],
-    known: dict[Any, list[Layout | None]],
+    known: _Known,
     key: tuple[Any, ...] | None,
 ) -> list[Layout | None]:
     """The results' layouts: what the ranks were asked before, with the same inputs, is known."""
@@ -185,27 +225,42 @@ def _layouts(
             raise TensorError(f"{name}: result {place} is a DTensor {value._layout}: return local tensors")
         if isinstance(value, Tensor) and said is not None and len(said) != mesh.ndim:
             raise TensorError(f"{name}: result {place} has placements {said} on {mesh!r}: give one per mesh dimension")
-    layouts = None if key is None else known.get(key)
-    if layouts is None or len(layouts) != len(results):
+    layouts = None if key is None else known.layouts.get(key)
+    if layouts is None:
         with recording(False):
             layouts = [_asked(value, mesh, said) for value, said in zip(results, placements, strict=True)]
         if key is not None:
-            known[key] = layouts
-    for place, (value, layout) in enumerate(zip(results, layouts, strict=True)):
-        if layout is not None and tuple(value.shape) != layout.local_shape(comm.rank()):
-            raise LocalTensorError(
-                f"{name}: result {place} is {tuple(value.shape)} on rank {comm.rank()}, and was "
-                f"{layout.local_shape(comm.rank())} with inputs laid out alike: sizes must not depend on values"
-            )
+            known.layouts[key] = layouts
+        return layouts
+    found = [
+        tuple(value.shape) if isinstance(value, Tensor) and said is not None else None
+        for value, said in zip(results, placements, strict=True)
+    ]
+    before = [None if layout is None else layout.local_shape(comm.rank()) for layout in layouts]
+    if found != before:
+        raise LocalTensorError(
+            f"{name}: the results' local shapes are {_listed(found)} on rank {comm.rank()}, and were {_listed(before)} "
+            "with the same arguments: sizes must follow from the arguments alone, for every rank to know them. Pass "
+            "what else they depend on as an argument (a number or a string), or make another local_map for it"
+        )
     return layouts
 
 
-def _key(values: Sequence[Any], targets: Sequence[Layout | None]) -> tuple[Any, ...] | None:
-    """What the sizes of results follow from, the same on every rank; None where plain tensors are among it."""
-    if any(isinstance(value, Tensor) and target is None for value, target in zip(values, targets, strict=True)):
-        return None
-    key = tuple(repr(value) if target is None else target for value, target in zip(values, targets, strict=True))
-    return (*key, comm.rank(), comm.world().size)
+def _listed(shapes: Sequence[tuple[int, ...] | None]) -> str:
+    return ", ".join("none" if shape is None else str(shape) for shape in shapes) or "none"
+
+
+def _key(values: Sequence[Any], spec: Any, targets: Sequence[Layout | None]) -> tuple[Any, ...] | None:
+    """What the sizes of results follow from; None where something among it is no key that all ranks agree on.
+
+    An object of another kind is none: what its text does not tell may change, and an address in it differs by rank.
+    """
+    key: list[Any] = [comm.rank(), comm.world().size, spec]
+    for value, target in zip(values, targets, strict=True):
+        if target is None and type(value) not in BY_VALUE:
+            return None
+        key.append((type(value), repr(value)) if target is None else target)
+    return tuple(key)
 
 
 def _asked(value: Any, mesh: Mesh, placements: list[Placement] | None) -> Layout | None:

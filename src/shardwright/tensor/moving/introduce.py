@@ -18,13 +18,14 @@ from torch.optim.optimizer import _foreach_supported_types as optimized
 from torch.utils._foreach_utils import _foreach_supported_types as clipped
 
 from shardwright.tensor.dispatch import refusals
+from shardwright.tensor.gradients import module_hooks
 from shardwright.tensor.local import DTensorBase
 
-__all__ = ["introduce", "leave_eager"]
+__all__ = ["functions_of", "introduce", "leave_eager"]
 
 
 def introduce(kind: type[DTensorBase], rebuild: Callable[..., Any]) -> None:
-    """Tells torch of DTensor and of what rebuilds one from a file, and puts the refusals in place.
+    """Tells torch of DTensor and of what rebuilds one from a file, and puts the refusals and the hooks in place.
 
     Doing it twice changes nothing.
     """
@@ -32,12 +33,13 @@ def introduce(kind: type[DTensorBase], rebuild: Callable[..., Any]) -> None:
         if kind not in known:
             known.append(kind)
     serialization.add_safe_globals([rebuild])
-    for function in _functions_of(kind):
+    for function in functions_of(kind):
         leave_eager(function)
     refusals.install()
+    module_hooks.install()
 
 
-def _functions_of(kind: type) -> Iterator[FunctionType]:
+def functions_of(kind: type) -> Iterator[FunctionType]:
     """The methods of a class that are written in Python, getters and setters of its properties among them."""
     for value in vars(kind).values():
         found = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.dispatch.registry import mark_fast, mark_uniform, rule
+from shardwright.tensor.dispatch.registry import composite, mark_fast, mark_uniform, rule
 from shardwright.tensor.rules.elementwise.overwrite import as_addend, overwriting
 from shardwright.tensor.rules.notation import Decided, Labels, Local, Operand, Situation, Ways, index_ways
 
@@ -233,3 +233,12 @@ mark_uniform(
     "zero",
     "fill",
 )
+
+
+def _beside_none(answer: bool) -> Callable[..., Any]:
+    """`x == None` is no tensor in torch either."""
+    return lambda input, other: answer if other is None else NotImplemented
+
+
+composite("eq")(_beside_none(False))
+composite("ne")(_beside_none(True))

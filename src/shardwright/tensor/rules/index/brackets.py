@@ -65,10 +65,20 @@ def _getitem_in_steps(input: Any, index: Any) -> Any:
         return NotImplemented
     if all(_is_basic(item) for item in items):
         return input[items]
-    if all(isinstance(item, DTensorBase) or _is_all(item) for item in given):
+    if _are_tensors(given, items):
         return NotImplemented
     basic, advanced = _in_two(items, input.ndim)
-    return input[advanced] if _is_everything(basic) else input[basic][advanced]
+    found = input[advanced] if _is_everything(basic) else input[basic][advanced]
+    if found._layout.is_partial and not layout_of(input).is_partial:
+        found._origin = None  # a copy in torch, too: it may be written to
+    return found
+
+
+def _are_tensors(given: tuple[Any, ...], items: tuple[Any, ...]) -> bool:
+    """Whether the caller gave tensors alone, beside `:`; a tensor without dimensions means a number."""
+    return all(
+        _is_all(item) or (isinstance(item, DTensorBase) and item is was) for was, item in zip(given, items, strict=True)
+    )
 
 
 def _is_everything(basic: tuple[Any, ...]) -> bool:
@@ -145,11 +155,14 @@ def _setitem_in_steps(input: Any, index: Any, value: Any) -> Any:
         return NotImplemented
     given = index if isinstance(index, tuple) else (index,)
     items = tuple(_settled(item, input) for item in given)
+    if any(isinstance(was, DTensorBase) and was is not item for was, item in zip(given, items, strict=True)):
+        input[items] = value
+        return None
     if all(_is_basic(item) for item in items):
         return _write(input, items, value)
     if len(items) == 1 and isinstance(items[0], DTensorBase) and items[0].dtype == torch.bool:
         return _write_masked(input, items[0], value)
-    if any(_chooses(item) for item in items) or all(isinstance(item, DTensorBase) or _is_all(item) for item in given):
+    if any(_chooses(item) for item in items) or _are_tensors(given, items):
         return NotImplemented
     basic, advanced = _in_two(items, input.ndim)
     picked = resolved(basic, input.shape)

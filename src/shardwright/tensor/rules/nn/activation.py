@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shardwright.tensor.dispatch.autocast import low_dtype
 from shardwright.tensor.dispatch.registry import rule
 from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
 
@@ -35,7 +36,8 @@ def _slope_by_slope(situation: Situation) -> Local | None:
 
     def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given: list[Any] = [*args, *kwargs.values()]
-        input, weight = given
+        dtype = low_dtype(given[0])
+        input, weight = (tensor.to(dtype) for tensor in given)
         return torch._prelu_kernel(input, weight.reshape(-1, *[1] * max(0, input.ndim - 2)))
 
     return local

@@ -225,5 +225,5 @@ def _unfold_cut(input: Any, dimension: int, size: int, step: int) -> Any:
     if not cutting(layout, dim) or not 0 < size <= layout.shape[dim] or step < 1:
         return NotImplemented
     result = by_rule.call_by_rule(_WINDOWS, False, torch.Tensor.unfold, (input, dimension, size, step), {})
-    mark_copied(result, "unfold")
+    mark_copied(result, "unfold", input)
     return result

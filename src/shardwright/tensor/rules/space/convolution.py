@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Ragged
+from shardwright.tensor.dispatch.autocast import low_dtype
 from shardwright.tensor.dispatch.registry import rule
 from shardwright.tensor.moving.halo import widen
 from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Way, Ways, index_ways
@@ -188,7 +189,7 @@ def _local(how: _How, reaches: dict[int, Reach], situation: Situation) -> Local 
         if halo is not None:
             x = widen(x, halo, name)
         if 0 in shape or 0 in weight.shape or 0 in (x.shape if how.transposed else x.shape[:first]):
-            dtype = (x.new_zeros(1, 1) @ weight.new_zeros(1, 1)).dtype  # autocast's, where that is on
+            dtype = low_dtype(x)
             result: Tensor = x.new_zeros(shape, dtype=dtype) + nothing_of(x, weight, bias).to(dtype)
             return result if bias is None else result + bias.to(dtype).reshape(-1, *[1] * how.spatial)
         groups = 1 if how.groups == 1 else x.shape[first - 1] * how.groups // source.shape[first - 1]

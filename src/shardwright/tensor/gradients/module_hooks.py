@@ -1,0 +1,74 @@
+"""Backward hooks of modules see gradients as DTensors.
+
+Torch hangs `register_full_backward_hook` and its like on nodes of the graph, where gradients are plain and local, and
+offers no place to look at them first. So importing this package replaces the method of torch that finds those nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+from torch.utils.hooks import BackwardHook
+
+from shardwright.errors import MixedTensorsError
+from shardwright.layout import Layout
+from shardwright.tensor.gradients.engine import gradient_layout
+from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag
+from shardwright.tensor.moving.movement import move
+from shardwright.tensor.types import dual
+
+__all__ = ["install"]
+
+
+class _Node:
+    """A node whose hooks get the gradients of tensors with these layouts as DTensors."""
+
+    def __init__(self, node: Any, layouts: Sequence[Layout | None]) -> None:
+        self._node, self._layouts = node, layouts
+
+    def register_hook(self, hook: Callable[[Any, Any], Any]) -> Any:
+        def tagged(given: Any, taken: Any) -> Any:
+            seen = self._tagged(given), self._tagged(taken)
+            answer = hook(*seen)
+            return None if answer is None else tuple(map(self._plain, answer, seen[0], given, self._layouts))
+
+        return self._node.register_hook(tagged)
+
+    def _tagged(self, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        return tuple(
+            gradient if gradient is None or layout is None else tag(alias(gradient), gradient_layout(layout))
+            for gradient, layout in zip(gradients, self._layouts, strict=True)
+        )
+
+    def _plain(self, answer: Any, seen: Any, given: Tensor | None, layout: Layout | None) -> Any:
+        if answer is seen:
+            return given
+        if answer is None or layout is None:
+            return answer
+        if not isinstance(answer, DTensorBase):
+            raise MixedTensorsError(
+                f"a backward hook of a module returned a plain tensor for the gradient of a DTensor {layout}: return a "
+                "DTensor"
+            )
+        with no_torch_function():
+            moved = move(answer, answer._layout, dual(layout))
+            return moved if type(moved) is Tensor else moved.view_as(moved)
+
+
+def install() -> None:
+    """Puts it in place. Doing it twice changes nothing."""
+    original: Any = BackwardHook._apply_on_tensors
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def apply_on_tensors(self: Any, hang: Callable[[Any], None], args: Any) -> Any:
+        layouts = [getattr(value, "_layout", None) for value in args if isinstance(value, Tensor)]
+        if not any(layouts):
+            return original(self, hang, args)
+        return original(self, lambda node: hang(_Node(node, layouts)), args)
+
+    BackwardHook._apply_on_tensors = apply_on_tensors  # type: ignore[method-assign]  # torch offers no other place
