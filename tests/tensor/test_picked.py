@@ -145,3 +145,23 @@ def test_a_write_is_counted_alike_on_every_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (4,))
         each = sw.DTensor.from_local(counted, mesh, [sw.Shard(0)], shape=(4,)).full_tensor()
         assert each.min() == each.max() > 0, place
+
+
+@on_ranks(4)
+def test_a_compiled_program_gets_what_is_there_now() -> None:
+    x = rows(whole(4, 2))
+    row, view = x[1], x.view(2, 2, 2)
+    doubled = sw.compile(lambda a: a * 2)
+    assert doubled(row).tolist() == [6, 8]
+    x.zero_()
+    assert doubled(row).tolist() == [0, 0]
+    with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
+        doubled(view)
+
+    def program(a: Any) -> Any:
+        b = a * 1
+        picked = b[1]
+        b.add_(1)
+        return picked
+
+    assert sw.compile(program)(x).tolist() == program(x).tolist() == [1, 1]

@@ -14,11 +14,14 @@ from shardwright import comm
 from shardwright.errors import ArgumentTypeError, CaptureError
 from shardwright.tensor.compiled.backend import with_backend
 from shardwright.tensor.compiled.capturing import capture
-from shardwright.tensor.compiled.inputs import gather, held_by
+from shardwright.tensor.compiled.holding import Held
+from shardwright.tensor.compiled.inputs import Call, gather
+from shardwright.tensor.compiled.looking import Looks
 from shardwright.tensor.compiled.program import Program
 from shardwright.tensor.dispatch.recording import is_recording
 from shardwright.tensor.moving.introduce import leave_eager
 from shardwright.tensor.moving.opaque import is_traced
+from shardwright.tensor.seeing.trace import source_line
 
 __all__ = ["Compiled", "compile"]
 
@@ -39,10 +42,11 @@ class Compiled:
 
     def __init__(self, function: Callable[..., Any], backend: Callable[..., Any] | str | None) -> None:
         self._function, self._backend = function, backend
-        self._held: list[Callable[[], Any]] | None = None
+        self._looks = Looks()
         self._programs: dict[tuple[Any, ...], Program] = {}
         if not isinstance(function, nn.Module):
             update_wrapper(self, function)
+        self.__wrapped__ = function
         _all.add(self)
 
     @property
@@ -53,25 +57,27 @@ class Compiled:
     def forget(self) -> None:
         """Forgets the programs: the next call captures anew."""
         self._programs.clear()
-        self._held = None
+        self._looks = Looks()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_recording() or is_traced():
             return self._function(*args, **kwargs)  # a part of what is being captured, or traced by others
-        if self._held is None:
-            self._held = held_by(self._function)
-        tensors, key = gather(args, kwargs, self._held)
-        program = self._programs.get(key)
-        return self._capture(args, kwargs, tensors, key) if program is None else program(tensors)
+        call = gather(args, kwargs, self._function, self._looks)
+        program = self._programs.get(call.key)
+        return self._capture(args, kwargs, call) if program is None else program(call.tensors)
 
-    def _capture(self, args: Any, kwargs: dict[str, Any], tensors: list[Any], key: tuple[Any, ...]) -> Any:
-        result, program = capture(lambda: self._function(*args, **kwargs), tensors)
-        _refuse_rebinding(tensors, gather(args, kwargs, self._held or [])[0])
+    def _capture(self, args: Any, kwargs: dict[str, Any], call: Call) -> Any:
+        _refuse_backward_hooks(call.held)
+        before = [list(held.tensors()) for held in call.held]
+        result, program = capture(lambda: self._function(*args, **kwargs), call.tensors)
+        for held, tensors in zip(call.held, before, strict=True):
+            self._looks.refuse_changes(held, tensors)
+        _refuse_exchanges(call.tensors, gather(args, kwargs, self._function, self._looks).tensors)
         if self._backend is not None:
             program.run = with_backend(program.module, self._backend)
         while len(self._programs) >= MAX_PROGRAMS:
             del self._programs[next(iter(self._programs))]
-        self._programs[key] = program
+        self._programs[call.key] = program
         return result
 
 
@@ -81,7 +87,8 @@ def compile(function: Callable[..., Any] | None = None, *, backend: Callable[...
     The first call with some combination of layouts, dtypes, shapes and plain values runs the function and records what
     it does to this rank's local tensors. Later calls repeat that, differentiably: results and gradients are those of
     the function itself. Parameters and buffers of modules are inputs, whether a module is what is compiled or is named
-    by the function. A program that looks at values cannot be captured: `CaptureError` says which line, and why.
+    by the function. Plain values that the function names or its modules hold make the program: a change captures anew.
+    A program that looks at values, or changes what it holds, cannot be captured: `CaptureError` says what, and why.
 
     `backend` is one of torch.compile's, which then compiles the local program between its movements ("inductor").
 
@@ -102,12 +109,22 @@ def compile(function: Callable[..., Any] | None = None, *, backend: Callable[...
     return Compiled(function, backend)
 
 
-def _refuse_rebinding(before: Sequence[Any], after: Sequence[Any]) -> None:
-    """Refuses a program that put other tensors in the places of its modules': a replay could not do that."""
+def _refuse_backward_hooks(held: Sequence[Held]) -> None:
+    """Refuses modules whose hooks only a backward of the module itself would call."""
+    hooked = [label for one in held for label in one.backward_hooks]
+    if hooked and torch.is_grad_enabled():
+        raise CaptureError(
+            f"{source_line()}: {hooked[0]} has a backward hook, which a replay would not call: remove it, or leave the "
+            "module out of what is compiled"
+        )
+
+
+def _refuse_exchanges(before: Sequence[Any], after: Sequence[Any]) -> None:
+    """Refuses a program that put other tensors into lists or dicts it was given: a replay could not do that."""
     if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
         raise CaptureError(
-            "the program replaces a parameter or buffer of a module by another tensor, which a replay would not do: "
-            "write to it in place (buffer.copy_(value))"
+            "the program puts other tensors into a list or dict that it was given, which a replay would not do: return "
+            "them instead"
         )
 
 

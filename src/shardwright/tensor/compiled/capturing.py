@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 from torch.autograd import Function
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -34,6 +35,14 @@ VALUES = frozenset(
     __contains__ is_nonzero equal allclose __dlpack__ __reduce_ex__""".split()
 )
 GRADIENTS = frozenset(("backward", "grad"))
+HOOKS = (
+    "the program registers a hook on a tensor ({}), which a replay would not do again: register it on what is returned"
+)
+ASKING = (
+    "the program changes whether a tensor requires a gradient, which a replay would not do again: give it a tensor "
+    "that does, or detach what does not"
+)
+_set_requires_grad, _set_grad = (getattr(Tensor, name).__set__ for name in ("requires_grad", "grad"))
 
 
 def capture(call: Callable[[], Any], tensors: Sequence[Tensor]) -> tuple[Any, Program]:
@@ -74,6 +83,7 @@ def _watching(tracer: Any) -> Iterator[None]:
         stack.enter_context(recording())
         stack.enter_context(comm.listen(_refuse_transfer))
         stack.enter_context(_functions_as_steps())
+        stack.enter_context(_without_hooks())
         stack.enter_context(_Watch(tracer))
         yield
 
@@ -88,6 +98,11 @@ def _functions_as_steps() -> Iterator[None]:
     apply = Function.__dict__["apply"]
 
     def stepped(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is BackwardHookFunction:
+            refuse_to_record(
+                "a module has a backward hook, which a replay would not call: remove it, or leave the module out of "
+                "what is compiled"
+            )
         return as_step(apply.__get__(None, cls), *args, **kwargs)
 
     Function.apply = classmethod(stepped)  # type: ignore[method-assign, assignment]  # put back below
@@ -95,6 +110,22 @@ def _functions_as_steps() -> Iterator[None]:
         yield
     finally:
         Function.apply = apply  # type: ignore[method-assign]  # likewise
+
+
+@contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Refuses hooks of tensors. DTensors register theirs below what `_Watch` sees."""
+    register = Tensor.register_hook
+
+    def refused(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+        refuse_to_record(HOOKS.format("register_hook"))
+        return register(tensor, hook)  # type: ignore[no-untyped-call]  # torch's own
+
+    Tensor.register_hook = refused  # type: ignore[method-assign]  # put back below
+    try:
+        yield
+    finally:
+        Tensor.register_hook = register  # type: ignore[method-assign]  # likewise
 
 
 class _Watch(TorchFunctionMode):
@@ -114,11 +145,21 @@ class _Watch(TorchFunctionMode):
                 _refuse_values(source_line(), name)
             if name in GRADIENTS:
                 refuse_to_record("the program takes gradients itself: return what is to be differentiated instead")
+            if name in ("retain_grad", "register_post_accumulate_grad_hook"):
+                refuse_to_record(HOOKS.format(name))
+            if (name == "requires_grad_" or func == _set_requires_grad) and _changes_asking(*args, **kwargs):
+                refuse_to_record(ASKING)
+            if func == _set_grad:
+                refuse_to_record("the program sets the gradient of a tensor: do so outside of what is compiled")
             for tensor in (*tensors_in(args), *tensors_in(kwargs.values())):
                 if not has_proxy_slot(tensor, self.tracer):
                     with recording(False):  # a description may look at the tensor
                         raise CaptureError(f"{source_line()}: {foreign(tensor)}")
         return func(*args, **kwargs)
+
+
+def _changes_asking(tensor: Tensor, requires_grad: bool = True) -> bool:
+    return tensor.requires_grad is not bool(requires_grad)
 
 
 def _refuse_values(line: str, name: str, cause: Exception | None = None) -> NoReturn:
