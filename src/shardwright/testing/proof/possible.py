@@ -52,7 +52,9 @@ def _results(sample: Sample, tensors: Sequence[Tensor]) -> list[Tensor] | None:
 
 
 def _tells(result: Tensor) -> bool:
-    """Whether a wrong result would be seen: not where it is empty, or the same number everywhere."""
+    """Whether a wrong result would be seen: not where it is empty, sparse, or the same number everywhere."""
+    if result.layout != torch.strided:
+        return False
     values = result.flatten()
     return values.numel() > 0 and (result.ndim == 0 or bool((values != values[0]).any()))
 
