@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py"))
 
 
@@ -41,10 +42,12 @@ def test_there_are_examples() -> None:
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_gives_the_same_on_four_ranks_as_on_one(name: str) -> None:
-    alone, together = run(name, None), run(name, 4)
+    alone = run(name, None)
     assert alone
-    assert together
-    assert losses(together) == pytest.approx(losses(alone), rel=1e-5)
+    if FULL or "it starts its ranks itself" not in (ROOT / "examples" / name).read_text():  # it has run on four by now
+        together = run(name, 4)
+        assert together
+        assert losses(together) == pytest.approx(losses(alone), rel=1e-5)
 
 
 @pytest.mark.timeout(170)
