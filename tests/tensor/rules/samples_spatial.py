@@ -68,7 +68,8 @@ for name, n in (("linear", 1), ("bilinear", 2), ("trilinear", 3), ("bicubic", 2)
     add(name, getattr(torch._C._nn, name), r(2, 1, *SPACE[n]), None, True, [2.0] * n)
 for name in ("bilinear", "bicubic", "lanczos"):
     name = f"_upsample_{name}2d_aa"
-    add(name, getattr(torch._C._nn, name), r(4, 2, 5, 4), [3, 2], False, None)
+    if hasattr(torch._C._nn, name):  # the last came with torch 2.13
+        add(name, getattr(torch._C._nn, name), r(4, 2, 5, 4), [3, 2], False, None)
 
 picture, backward = r(4, 2, 4, 4), aten.max_pool2d_with_indices_backward.default
 add(

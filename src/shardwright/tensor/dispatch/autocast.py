@@ -62,7 +62,13 @@ def _treatment(name: str, kind: str) -> Literal["float32", "none", "inner"]:
     if _any_has(overloads, f"Autocast{kind.upper()}"):
         return "inner" if name in _NOT_IN_FLOAT32 else "float32"
     # Of those that torch composes, too, the inner ones are cast; a name that is no operator's is such a one.
-    return "inner" if not overloads or _any_has(overloads, "CompositeImplicitAutograd") else "none"
+    composed = [_any_has((overload,), "CompositeImplicitAutograd") for overload in overloads if _is_main(overload)]
+    return "inner" if all(composed) else "none"
+
+
+def _is_main(overload: str) -> bool:
+    """Whether it is what users call: those that take names of dimensions, or where to write, are made of others."""
+    return not any(word in overload.partition(".")[2] for word in ("name", "out"))
 
 
 def _any_has(overloads: tuple[str, ...], key: str) -> bool:

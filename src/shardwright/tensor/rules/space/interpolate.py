@@ -64,7 +64,9 @@ _MODES = {
     "upsample_trilinear3d": (1, True),
     "upsample_bicubic2d": (2, True),
 }
-_WHOLE = ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa")  # they blur by the scale
+# They blur by the scale. The last came with torch 2.13.
+_BLURRING = [f"_upsample_{how}2d_aa" for how in ("bilinear", "bicubic", "lanczos")]
+_WHOLE = [name for name in _BLURRING if hasattr(torch._C._nn, name)]
 
 
 def _resized(
