@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.errors import MixedTensorsError
+from shardwright.errors import MixedTensorsError, TensorError
 from shardwright.testing import on_ranks
 
 
@@ -62,8 +62,22 @@ def test_a_hook_that_returns_a_shard_is_refused() -> None:
     layer = Layer(sw.distribute_tensor(value(4, 3, seed=1), mesh))
     layer.register_full_backward_hook(lambda _, given, taken: tuple(one.to_local() for one in given))
     x = sw.distribute_tensor(value(7, 4, seed=0), mesh, [sw.Shard(0)]).requires_grad_()
-    with pytest.raises(MixedTensorsError, match="backward hook of a module returned a plain tensor"):
+    with pytest.raises(MixedTensorsError, match=r"backward hook of a module, for .* returned a plain tensor"):
         layer(x * 1).sum().backward()
+
+
+@on_ranks(4)
+def test_a_gradient_of_another_shape_is_refused_on_every_rank() -> None:
+    """Some ranks' parts may have the right size by chance: they would go on alone."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    layer = Layer(sw.distribute_tensor(value(4, 3, seed=1), mesh))
+    layer.register_full_backward_hook(lambda _, given, taken: tuple(one[:1] for one in given))
+    x = sw.distribute_tensor(value(2, 4, seed=0), mesh, [sw.Shard(0)]).requires_grad_()
+    y = x * 1
+    y.register_hook(lambda gradient: gradient[:1])
+    for loss in (layer(x * 1).sum(), y.sum()):
+        with pytest.raises(TensorError, match="a gradient has its tensor's shape"):
+            loss.backward()
 
 
 def test_plain_modules_are_left_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 import shardwright as sw
-from shardwright.errors import InPlaceError
+from shardwright.errors import InPlaceError, LoadMismatchError
 from shardwright.tensor.local import version_of
-from shardwright.testing import on_ranks
+from shardwright.testing import on_ranks, run_ranks
 
 
 def rows(whole: Tensor, placement: Any = None) -> Any:
@@ -165,3 +166,15 @@ def test_a_compiled_program_gets_what_is_there_now() -> None:
         return picked
 
     assert sw.compile(program)(x).tolist() == program(x).tolist() == [1, 1]
+
+
+def load_into_a_copy(folder: str) -> None:
+    x = rows(whole(4, 6))
+    sw.checkpoint.save({"x": rows(torch.zeros(2, 12))}, folder)
+    with pytest.raises(LoadMismatchError, match="'x' looks like a view of a DTensor but is a copy"):
+        sw.checkpoint.load({"x": x.view(2, 12)}, folder)
+    assert torch.equal(x.full_tensor(), whole(4, 6))
+
+
+def test_a_checkpoint_is_not_loaded_into_a_copy_that_looks_like_a_view(tmp_path: Path) -> None:
+    run_ranks(4, load_into_a_copy, str(tmp_path / "saved"))

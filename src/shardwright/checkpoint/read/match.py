@@ -22,6 +22,7 @@ from shardwright.checkpoint.state.flatten import Branch, Coded, Flat, Keys, Node
 from shardwright.checkpoint.state.leaves import Leaf, Part
 from shardwright.checkpoint.state.values import DTYPES, EnumValue
 from shardwright.errors import ArgumentTypeError
+from shardwright.tensor.dispatch.picked import Picked
 
 __all__ = [
     "Cast",
@@ -348,6 +349,7 @@ class _Fit:
             and leaf.is_straight
             and isinstance(node, TensorNode)
             and not node.is_array
+            and type(node.original) is not Picked
         )
 
     def faults(self, node: TensorNode | ValueNode, leaf: Leaf, number: int) -> Iterator[str]:
@@ -365,6 +367,11 @@ class _Fit:
                 yield f"{both}: a cast would lose its imaginary part"
         if isinstance(node, TensorNode) and node.is_array and not node.original.flags.writeable:
             yield f"memory: {name!r} is a read-only array: give a copy of it"
+        if type(node.original) is Picked:
+            yield (
+                f"memory: {name!r} looks like a view of a DTensor but is a copy, which needed communication: what is "
+                "loaded into it would not reach the original; give that, or a clone() of it"
+            )
         for part in leaf.parts:
             if not part.tensor.is_contiguous() and _overlaps_itself(part.tensor):
                 yield (

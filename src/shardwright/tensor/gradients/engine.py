@@ -21,7 +21,7 @@ from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.moving.movement import move
 from shardwright.tensor.types import dual, settled
 
-__all__ = ["backward", "grad", "gradient_layout", "register_hook"]
+__all__ = ["backward", "grad", "gradient_layout", "register_hook", "replaced"]
 
 _engine = torch.autograd.Variable._execution_engine
 
@@ -140,19 +140,24 @@ def _share(layout: Layout) -> float:
     return share
 
 
+def replaced(answer: Any, layout: Layout, who: str) -> Tensor:
+    """What a hook has put in the place of the gradient of a tensor laid out like this: plain, as the engine has it."""
+    if not isinstance(answer, DTensorBase):
+        raise MixedTensorsError(f"{who} of a DTensor {layout} returned a plain tensor: return a DTensor")
+    if answer._layout.shape != layout.shape:
+        raise TensorError(f"{who} of a DTensor {layout} returned {answer._layout}: a gradient has its tensor's shape")
+    with no_torch_function():
+        moved = move(answer, answer._layout, dual(layout))
+        return moved if type(moved) is Tensor else moved.view_as(moved)
+
+
 def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """`Tensor.register_hook`, for a hook that sees the gradient as a DTensor."""
     layout = gradient_layout(tensor._layout)
 
     def tagged(gradient: Tensor) -> Tensor | None:
         answer = hook(tag(alias(gradient), layout))
-        if answer is None:
-            return None
-        if not isinstance(answer, DTensorBase):
-            raise MixedTensorsError(f"a hook of a DTensor {tensor._layout} returned a plain tensor: return a DTensor")
-        with no_torch_function():
-            moved = move(answer, answer._layout, dual(tensor._layout))
-            return moved if type(moved) is Tensor else moved.view_as(moved)
+        return None if answer is None else replaced(answer, tensor._layout, "a hook")
 
     with no_torch_function():
         return Tensor.register_hook(tensor, tagged)  # type: ignore[no-untyped-call]  # torch's own

@@ -13,12 +13,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import BackwardHook
 
-from shardwright.errors import MixedTensorsError
 from shardwright.layout import Layout
-from shardwright.tensor.gradients.engine import gradient_layout
-from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag
-from shardwright.tensor.moving.movement import move
-from shardwright.tensor.types import dual
+from shardwright.tensor.gradients.engine import gradient_layout, replaced
+from shardwright.tensor.local import alias, tag
 
 __all__ = ["install"]
 
@@ -48,14 +45,7 @@ class _Node:
             return given
         if answer is None or layout is None:
             return answer
-        if not isinstance(answer, DTensorBase):
-            raise MixedTensorsError(
-                f"a backward hook of a module returned a plain tensor for the gradient of a DTensor {layout}: return a "
-                "DTensor"
-            )
-        with no_torch_function():
-            moved = move(answer, answer._layout, dual(layout))
-            return moved if type(moved) is Tensor else moved.view_as(moved)
+        return replaced(answer, layout, "a backward hook of a module, for the gradient")
 
 
 def install() -> None:
