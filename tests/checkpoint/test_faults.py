@@ -104,7 +104,7 @@ def count_calls(path: Path) -> list[str]:
 
 def prepare(path: Path) -> None:
     save(state(1), path)
-    (path / "0123456789ab-00007-0.safetensors").write_bytes(b"left by a save that was killed")
+    (path / "000000000000-00007-0.safetensors").write_bytes(b"left by a save that was killed")
 
 
 @pytest.mark.parametrize("code", CODES)

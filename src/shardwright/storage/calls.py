@@ -1,4 +1,4 @@
-"""The system calls of a local folder, in one place: what a crash test records, and a fault test makes fail."""
+"""Every system call on a checkpoint's files, in one place: what a crash test records, and a fault test makes fail."""
 
 from __future__ import annotations
 
@@ -60,6 +60,10 @@ class Calls:
         """fstat(2)."""
         return os.fstat(fd)
 
+    def stat(self, path: str, *, follow: bool = False) -> os.stat_result:
+        """lstat(2), or stat(2) to follow links."""
+        return os.stat(path, follow_symlinks=follow)
+
     def rename(self, source: str, target: str) -> None:
         """rename(2)."""
         os.rename(source, target)
@@ -72,13 +76,21 @@ class Calls:
         """mkdir(2)."""
         os.mkdir(path)
 
+    def rmdir(self, path: str) -> None:
+        """rmdir(2)."""
+        os.rmdir(path)
+
     def listdir(self, path: str) -> list[str]:
         """The names in a folder."""
         return os.listdir(path)
 
     def lock(self, fd: int) -> None:
-        """flock(2), exclusive; raises BlockingIOError where another process has it."""
+        """flock(2), exclusive; raise BlockingIOError if another process has it."""
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def lock_shared(self, fd: int) -> None:
+        """flock(2), shared; raise BlockingIOError if another process has it exclusively."""
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def unlock(self, fd: int) -> None:
         """flock(2) once more, to let go."""

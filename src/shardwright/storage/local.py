@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,13 +12,14 @@ from typing import final
 from shardwright.errors import MissingKeyError, StorageBusyError, StorageError
 from shardwright.storage.base import Reader, Storage, Writer, check_key
 from shardwright.storage.calls import Calls
+from shardwright.storage.files import explained, is_folder, open_regular, status_of
+from shardwright.storage.locks import LockFile
 
 __all__ = ["LocalStorage"]
 
 _PATIENCE = (0.001, 0.01, 0.05, None)  # seconds between asking for the lock, and then no more
 _MOST_BUFFERS = 1024  # IOV_MAX
 _NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW
-_OLD = os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not wait for its other end
 
 
 @final
@@ -48,7 +48,7 @@ class LocalStorage(Storage):
         """Makes the folder and its parents; they are there after a crash, too."""
         missing = []
         path = self.path
-        while not os.path.isdir(path):
+        while not is_folder(self._calls, path):
             missing.append(path)
             path = os.path.dirname(path)
         # The lowest one that is there may come from a save that was killed before it could flush its parent.
@@ -59,7 +59,7 @@ class LocalStorage(Storage):
                 try:
                     self._calls.mkdir(folder)
                 except FileExistsError:
-                    if not os.path.isdir(folder):  # a folder: another job was first
+                    if not is_folder(self._calls, folder):  # a folder: another job was first
                         raise StorageError(f"{folder} is there, and is not a folder") from None
                 self._sync_folder(os.path.dirname(folder))
 
@@ -75,7 +75,7 @@ class LocalStorage(Storage):
         path = self._path(key)
         with self._told(path, "open"):
             try:
-                fd, status = self._open_regular(path, os.O_RDONLY)
+                fd, status = open_regular(self._calls, path, os.O_RDONLY)
             except FileNotFoundError:
                 raise MissingKeyError(f"{path} does not exist") from None
         return _LocalReader(self, fd, path, status.st_size)
@@ -128,26 +128,23 @@ class LocalStorage(Storage):
             return
         path = os.path.join(self.path, ".lock")
         with self._told(path, "lock"):
-            fd, opened = self._open_regular(path, os.O_CREAT | os.O_RDWR)
+            file = LockFile(self._calls, path, os.O_CREAT | os.O_RDWR)
         try:
             with self._told(path, "lock"):
-                self._take(fd)
+                self._take(file)
                 # Who removes a checkpoint removes this file: then what we hold excludes nobody.
-                if not os.path.lexists(path) or not os.path.samestat(opened, os.lstat(path)):
+                there = status_of(self._calls, path)
+                if there is None or not os.path.samestat(file.status, there):
                     raise StorageBusyError(f"{self.path}: another process is removing the checkpoint there")
             yield
         finally:
-            # Let go by name: children that were forked meanwhile have the file open, too. Neither call can do harm.
-            with suppress(OSError):
-                self._calls.unlock(fd)
-            with suppress(OSError):
-                self._calls.close(fd)
+            file.close()
 
-    def _take(self, fd: int) -> None:
+    def _take(self, file: LockFile) -> None:
         """The lock. It is asked for a few times: somebody may hold it for a moment, to see whether it is free."""
         for patience in _PATIENCE:
             try:
-                self._calls.lock(fd)
+                file.lock()
                 return
             except BlockingIOError:
                 if patience is None:
@@ -157,24 +154,6 @@ class LocalStorage(Storage):
 
     def _path(self, key: str) -> str:
         return os.path.join(self.path, check_key(key))
-
-    def _open_regular(self, path: str, flags: int) -> tuple[int, os.stat_result]:
-        """Opens a file, which must be a regular one."""
-        try:
-            fd = self._calls.open(path, flags | _OLD)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.EMLINK):  # EMLINK: FreeBSD
-                raise StorageError(f"{path} is a symbolic link: a checkpoint holds regular files only") from None
-            raise
-        try:
-            status = self._calls.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise StorageError(f"{path} is not a regular file")
-        except BaseException:
-            with suppress(OSError):
-                self._calls.close(fd)
-            raise
-        return fd, status
 
     def _sync_folder(self, path: str, *, if_readable: bool = False) -> None:
         try:
@@ -210,7 +189,7 @@ class LocalStorage(Storage):
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
-            raise StorageError(f"cannot {doing} {path}: {_explained(error)}") from error
+            raise StorageError(f"cannot {doing} {path}: {explained(error)}") from error
 
 
 @final
@@ -305,27 +284,3 @@ def _is_key(name: str) -> bool:
         return bool(check_key(name))
     except StorageError:
         return False
-
-
-def _explained(error: OSError) -> str:
-    match error.errno:
-        case errno.ENOSPC:
-            return "no space is left on the device: free some, or save elsewhere"
-        case errno.EDQUOT:
-            return "the disk quota is used up: free some of it, or save elsewhere"
-        case errno.EROFS:
-            return "the file system is read-only"
-        case errno.EACCES | errno.EPERM:
-            return f"permission denied to user {os.geteuid()} ({error.strerror})"
-        case errno.EEXIST:
-            return "it exists already"
-        case errno.ENOTDIR:
-            return "a part of the path is a file, not a folder"
-        case errno.ENOSYS | errno.EOPNOTSUPP | errno.ENOLCK:
-            return (
-                f"this file system cannot do that ({error.strerror}); where it has no locks (Lustre: mount option "
-                "flock), use LocalStorage(path, locks=False), and let one job at a time save there"
-            )
-        case errno.EMFILE:
-            return "this process has too many files open: raise its limit (ulimit -n)"
-    return error.strerror or str(error)

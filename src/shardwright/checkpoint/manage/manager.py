@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import datetime
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, final
@@ -381,27 +381,34 @@ class CheckpointManager:
     def _remove_after(self, step: int) -> list[str]:
         """Removes what the rules do not keep; says what could not be, and why. Those in use wait for the next time."""
         self._steps.announce(step)
-        left = []
+        left: list[str] = []
         try:
-            abandoned = [one for one in self._steps.abandoned() if one <= step]
-            going: list[int] = []
-            if not self._policy.keeps_all:
-                left_behind = newest_line(self._seen()).superseded
-                known = [self._look(one, mark) for one, mark in self._steps.committed().items() if one <= step]
-                # Those that were left behind go as the others do, and take no place.
-                judged = [one._replace(valid=one.valid and one.step not in left_behind) for one in known if one]
-                going = to_remove(judged, self._policy, step)
+            unfinished = [one for one in self._steps.without_manifest() if one <= step]
+            going = self._going(step)
         except StorageError as error:
             return [str(error)]
-        for one in [*abandoned, *going]:
+        for one in [*unfinished, *going]:
             try:
-                self._steps.remove(one, if_abandoned=one in abandoned)
+                if one in going:
+                    self._steps.remove(one, if_mark=self._looked_at[one].mark)
+                elif self._steps.is_abandoned(one):
+                    self._steps.remove(one, if_mark="")
             except StorageBusyError:
                 continue
             except StorageError as error:
                 left.append(str(error))
             self._looked_at.pop(one, None)
         return left
+
+    def _going(self, step: int) -> list[int]:
+        """Return the saved steps that the rules do not keep, once this one is saved."""
+        if self._policy.keeps_all:
+            return []
+        left_behind = newest_line(self._seen()).superseded
+        known = [self._look(one, mark) for one, mark in self._steps.committed().items() if one <= step]
+        # Those that were left behind go as the others do, and take no place.
+        judged = [one._replace(valid=one.valid and one.step not in left_behind) for one in known if one]
+        return to_remove(judged, self._policy, step)
 
     def _look(self, step: int, mark: str | None) -> Saved | None:
         """A step as retention sees it, remembered until it changes; None where it is not ours to judge or not there."""
@@ -425,14 +432,16 @@ class CheckpointManager:
         return found
 
     def _seen(self) -> dict[int, Seen]:
-        """What the steps say of their lines; one that cannot be read says nothing."""
+        """Return what the steps say of their lines. A damaged one says nothing; one that cannot be read is raised.
+
+        Without it, a step that was left behind could be taken for the newest.
+        """
         found = {}
         for step, mark in self._steps.committed().items():
-            with suppress(StorageError):
-                self._look(step, mark)
-                seen = self._looked_at[step].seen
-                if seen is not None:
-                    found[step] = seen
+            self._look(step, mark)
+            seen = self._looked_at[step].seen
+            if seen is not None:
+                found[step] = seen
         return found
 
     def _line_of(self, step: int) -> Line:
@@ -459,6 +468,18 @@ class CheckpointManager:
         looked = {step: self._look(step, mark) for step, mark in self._current().items()}
         return {step: one for step, one in looked.items() if one is not None and one.valid}
 
+    def _unfinished(self, after: int) -> dict[int, str]:
+        """Return the steps after this one whose save did not end, or may not have, each with what is known of it."""
+        found = {}
+        for step in self._steps.without_manifest():
+            if step > after:
+                try:
+                    if self._steps.has_data(step) and self._steps.is_abandoned(step):
+                        found[step] = "it has no manifest: its save did not end"
+                except StorageError as error:
+                    found[step] = f"it has no manifest, and cannot be looked at: {error}"
+        return found
+
     def _record(self, step: int) -> Record | None:
         step = _step(step)
         return self._told(f"record of step {step}", lambda: Record.of(self._steps.manifest(step)), Record | None)
@@ -474,9 +495,8 @@ class CheckpointManager:
     def _tell_of(self, bad: Mapping[int, ShardwrightError], restored: int | None) -> None:
         """Says which steps were passed over, or raises where there was no other."""
         after = -1 if restored is None else restored
-        unfinished = self._told("restore", lambda: [s for s in self._steps.unfinished() if s > after], list[int])
         said = {one: _in_one_line(error) for one, error in bad.items()}
-        said |= dict.fromkeys(unfinished, "it has no manifest: its save did not end")
+        said |= self._told("restore", lambda: self._unfinished(after), dict[int, str])
         told = "".join(f"\n  step {one}: {said[one]}" for one in sorted(said, reverse=True))
         if bad and restored is None:
             raise CheckpointError(

@@ -6,14 +6,17 @@ is no checkpoint, as what it leaves half saved is none. Nobody's files but ours 
 Two locks are kept in a step's folder. Who saves there holds `.lock`. Who reads holds `.readers`, with others; who
 removes holds both alone. They are flock(2) locks: the kernel drops them with the process, however it ends. They hold
 among the processes of a host, and among hosts where the file system carries them (NFS version 4, and 3 with lockd).
+
+Nothing is judged by a call that failed. A manifest is missing only if the file system says so (ENOENT); any other error
+is raised as a `StorageError`, and then nothing is removed.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import final
@@ -23,6 +26,8 @@ from shardwright.checkpoint.read.current import read_manifest
 from shardwright.checkpoint.save import is_of_a_save, may_be_removed
 from shardwright.errors import NotACheckpointError, StorageBusyError, StorageError
 from shardwright.storage import Calls, LocalStorage
+from shardwright.storage.files import explained, is_folder, status_of
+from shardwright.storage.locks import LockFile
 
 __all__ = ["Steps"]
 
@@ -58,27 +63,24 @@ class Steps:
             folders = self._folders()
             found = {}
             for step in folders:
-                with suppress(FileNotFoundError, NotADirectoryError):
-                    status = os.stat(os.path.join(self.path(step), KEY))
-                    found[step] = f"{status.st_ino}.{status.st_mtime_ns}.{status.st_size}"
+                if mark := self._mark(step):
+                    found[step] = mark
             # All that was listed may be gone by now, and a newer one there: nothing is only believed when it stays so.
             if found or self._folders() == folders:
                 return found
 
-    def abandoned(self) -> list[int]:
-        """The steps without a manifest in which nobody is at work: left by a save or a removal that was cut short."""
-        found = []
-        for step in self._folders():
-            path = self.path(step)
-            # A second look, after the lock: who held it at the first may have put the manifest there before letting go.
-            if os.path.isdir(path) and not _has_manifest(path) and not _is_locked(path) and not _has_manifest(path):
-                found.append(step)
-        return found
+    def without_manifest(self) -> list[int]:
+        """Return the steps that have a folder and no manifest: being saved now, or left by what was cut short."""
+        return [step for step in self._folders() if is_folder(self._calls, self.path(step)) and not self._mark(step)]
 
-    def unfinished(self) -> list[int]:
-        """Those of the abandoned that hold data: a save of theirs did not end. Data is written under the lock only."""
-        begun = {step for step in self._folders() if any(map(is_of_a_save, self.storage(step).list_keys()))}
-        return [step for step in self.abandoned() if step in begun]
+    def is_abandoned(self, step: int) -> bool:
+        """Return whether a step has no manifest and nobody saves or removes it; raise if that cannot be known."""
+        # A second look, after the lock: who held it at the first may have put the manifest there before letting go.
+        return not self._mark(step) and not self._is_locked(step) and not self._mark(step)
+
+    def has_data(self, step: int) -> bool:
+        """Return whether a step holds files of a save. They are written under the lock only."""
+        return any(map(is_of_a_save, self.storage(step).list_keys()))
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of a step, all of whose data files are there. Their contents are not looked at."""
@@ -93,34 +95,34 @@ class Steps:
         """Makes the file that readers lock, so that those can who may not write here."""
         path = os.path.join(self.path(step), _READERS)
         with suppress(OSError):  # then readers make it
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
+            LockFile(self._calls, path, os.O_CREAT | os.O_RDWR).close()
 
     @contextmanager
     def reading(self, step: int) -> Iterator[str]:
         """Holds a step: while it lasts, nobody removes it. Gives its folder."""
         path = self.path(step)
-        fd = self._hold(path)
+        file = self._hold(path)
         try:
-            if not _has_manifest(path):
+            if not self._mark(step):
                 raise _not_there(path)
             yield path
         finally:
-            if fd is not None:
-                with suppress(OSError):  # by name: children that were forked meanwhile have the file open, too
-                    fcntl.flock(fd, fcntl.LOCK_UN)
-                os.close(fd)
+            if file is not None:
+                file.close()
 
-    def remove(self, step: int, *, if_abandoned: bool = False) -> None:
-        """Removes a step; a `StorageBusyError` where somebody saves there or reads it. A second time is no mistake.
+    def remove(self, step: int, *, if_mark: str | None = None) -> None:
+        """Remove a step; raise `StorageBusyError` if somebody saves there or reads it. A second time is no mistake.
 
-        With `if_abandoned`, one that has a manifest after all stays.
+        With `if_mark`, the mark that the step had when it was judged, one that was saved meanwhile stays; the mark of a
+        step without a manifest is "".
         """
         storage = self.storage(step)
-        if not os.path.isdir(storage.path) or os.path.islink(storage.path):
+        status = status_of(self._calls, storage.path)
+        if status is None or not stat.S_ISDIR(status.st_mode):
             return
         try:
             with storage.lock(), self._alone(storage.path):
-                if if_abandoned and _has_manifest(storage.path):
+                if if_mark not in (None, self._mark(step)):
                     return
                 storage.delete(KEY)
                 # Only when this is safe may a data file go: else a crash could leave a manifest without them.
@@ -131,12 +133,12 @@ class Steps:
                 for name in (_READERS, _LOCK):
                     with suppress(FileNotFoundError):
                         self._calls.unlink(os.path.join(storage.path, name))
-                os.rmdir(storage.path)
+                self._calls.rmdir(storage.path)
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):  # somebody's own files stay
-                raise StorageError(f"cannot remove {storage.path}: {error.strerror}") from error
+                raise StorageError(f"cannot remove {storage.path}: {explained(error)}") from error
 
     def _folders(self) -> list[int]:
         """The steps that have a folder, whatever is in it."""
@@ -145,49 +147,81 @@ class Steps:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise StorageError(f"cannot list {self.root}: {error.strerror}") from error
+            raise StorageError(f"cannot list {self.root}: {explained(error)}") from error
         steps = (int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
         return sorted(step for step in steps if os.path.basename(self.path(step)) in names)
 
-    def _hold(self, path: str) -> int | None:
-        """A shared lock on a folder's `.readers`; None where we may neither find it nor make it."""
+    def _mark(self, step: int) -> str:
+        """Return what changes when a step is saved anew, "" if it has no manifest; raise if that cannot be known."""
+        status = status_of(self._calls, os.path.join(self.path(step), KEY))
+        return "" if status is None else f"{status.st_ino}.{status.st_mtime_ns}.{status.st_size}"
+
+    def _hold(self, path: str) -> LockFile | None:
+        """Return a folder's `.readers`, locked with others; None where we may neither find it nor make it."""
         readers = os.path.join(path, _READERS)
         while True:
             try:
-                fd = _open_readers(readers)
+                file = self._open_readers(readers)
             except FileNotFoundError:
                 raise _not_there(path) from None
             except OSError as error:
+                if isinstance(error, StorageError):
+                    raise
                 if error.errno in _READ_ONLY:
                     return None
-                raise StorageError(f"cannot open {readers}: {error.strerror}") from error
+                raise StorageError(f"cannot open {readers}: {explained(error)}") from error
             try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                if _is_at(fd, readers):
-                    return fd
+                file.lock(shared=True)
+                there = status_of(self._calls, readers)
+                if there is not None and os.path.samestat(file.status, there):
+                    return file
             except BlockingIOError:
-                os.close(fd)
+                file.close()
                 raise NotACheckpointError(f"{path} is being removed") from None
             except OSError as error:
-                os.close(fd)
-                raise StorageError(f"cannot lock {readers}: {error.strerror}") from error
-            os.close(fd)  # it was removed between the two calls; another may be there now
+                file.close()
+                if isinstance(error, StorageError):
+                    raise
+                raise StorageError(f"cannot lock {readers}: {explained(error)}") from error
+            file.close()  # it was removed between the two calls; another may be there now
+
+    def _open_readers(self, path: str) -> LockFile:
+        try:
+            return LockFile(self._calls, path, os.O_RDONLY)
+        except FileNotFoundError:
+            return LockFile(self._calls, path, os.O_RDONLY | os.O_CREAT)
 
     @contextmanager
     def _alone(self, path: str) -> Iterator[None]:
-        """An exclusive lock on a folder's `.readers`."""
-        readers = os.path.join(path, _READERS)
-        fd = self._calls.open(readers, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
+        """Hold an exclusive lock on a folder's `.readers`."""
+        file = LockFile(self._calls, os.path.join(path, _READERS), os.O_CREAT | os.O_RDWR)
         try:
             try:
-                self._calls.lock(fd)
+                file.lock()
             except BlockingIOError:
                 raise StorageBusyError(f"{path} is being read") from None
             yield
         finally:
-            with suppress(OSError):
-                self._calls.unlock(fd)
-            self._calls.close(fd)
+            file.close()
+
+    def _is_locked(self, step: int) -> bool:
+        """Return whether somebody saves to a step, or removes it; raise `StorageError` if that cannot be known."""
+        path = os.path.join(self.path(step), _LOCK)
+        try:
+            file = LockFile(self._calls, path, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(f"cannot open {path}: {explained(error)}") from error
+        try:
+            file.lock(shared=True)
+        except OSError:  # another process holds it; or nobody can say, and then it counts as held
+            return True
+        finally:
+            file.close()
+        return False
 
     def _sync(self, path: str) -> None:
         fd = self._calls.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -195,41 +229,6 @@ class Steps:
             self._calls.fsync(fd)
         finally:
             self._calls.close(fd)
-
-
-def _has_manifest(path: str) -> bool:
-    return os.path.exists(os.path.join(path, KEY))
-
-
-def _open_readers(path: str) -> int:
-    flags = os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        return os.open(path, os.O_RDONLY | flags)
-    except FileNotFoundError:
-        return os.open(path, os.O_RDONLY | os.O_CREAT | flags, 0o666)
-
-
-def _is_at(fd: int, path: str) -> bool:
-    with suppress(FileNotFoundError):
-        there, here = os.stat(path, follow_symlinks=False), os.fstat(fd)
-        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
-    return False
-
-
-def _is_locked(path: str) -> bool:
-    """Whether somebody saves to a folder, or removes it."""
-    try:
-        fd = os.open(os.path.join(path, _LOCK), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def _not_there(path: str) -> NotACheckpointError:
