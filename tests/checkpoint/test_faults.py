@@ -25,7 +25,7 @@ FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"
 CODES = {errno.EIO: "Input/output error", errno.ENOSPC: "no space is left on the device"}
 CALLS = ("open", "close", "pwritev", "fsync", "fstat", "rename", "unlink", "mkdir", "listdir", "lock", "unlock")
 # A failure of these changes nothing: what was to be closed or let go of is, and leftovers are left to the next save.
-HARMLESS = ("unlock", "close of a folder", "close of .lock", "close of a token")
+HARMLESS = ("unlock", "close of a folder", "close of .lock", "close of a token", "close of data, read")
 
 
 class FaultyCalls(Calls):
@@ -35,6 +35,7 @@ class FaultyCalls(Calls):
         self.made: list[str] = []
         self._failing, self._code = failing, code
         self._paths: dict[int, str] = {}
+        self._read: set[int] = set()  # the files that were there already
         for name in CALLS:
             setattr(self, name, self._guarded(name, getattr(self, name)))
 
@@ -51,6 +52,9 @@ class FaultyCalls(Calls):
             result = call(*args)
             if name == "open":
                 self._paths[result] = args[0]
+                self._read.discard(result)
+                if not args[1] & os.O_CREAT:
+                    self._read.add(result)
             return result
 
         return guarded
@@ -62,7 +66,9 @@ class FaultyCalls(Calls):
             return "a folder"
         if name.endswith(".begun"):
             return "a token"
-        return "data" if "safetensors" in name else "a temporary" if name.endswith(".tmp") else name
+        if "safetensors" in name:
+            return "data, read" if what in self._read else "data"
+        return "a temporary" if name.endswith(".tmp") else name
 
     @property
     def failed(self) -> str:
@@ -289,3 +295,33 @@ def test_an_interrupt_waits_for_the_threads_that_use_the_memory():
     finally:
         threading.Thread.join = join
     assert seen == ["stopped"]
+
+
+@pytest.mark.parametrize("how", ["removed", "cut off"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_data_file_that_another_program_takes_away_fails_the_save(tmp_path, how, victim):
+    """It is taken when its rank has written it and another rank still writes."""
+
+    def body() -> tuple[str, float]:
+        save(state(1), tmp_path)
+
+        class Taken(Calls):
+            def fsync(self, fd: int) -> None:
+                super().fsync(fd)
+                for path in tmp_path.glob(f"*-0000{victim}-0.safetensors"):
+                    if path.name not in before:
+                        if how == "removed":
+                            path.unlink()
+                        else:
+                            os.truncate(path, 10)
+
+        before = {path.name for path in tmp_path.iterdir()}
+        comm.gather_bytes(b"all have looked")
+        with pytest.raises(RankFailedError, match="another program") as caught:
+            save(state(2), LocalStorage(tmp_path, Taken()))
+        return str(caught.value), float(load(tmp_path)["number"])
+
+    (found,) = set(run_ranks(2, body))
+    assert f"rank {victim}" in found[0]
+    assert found[1] == 1
+    assert data_files(tmp_path) == 2

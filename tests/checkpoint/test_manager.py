@@ -38,6 +38,7 @@ from shardwright.errors import (
 )
 from shardwright.storage import Calls
 from shardwright.testing import Raised, outcomes, run_ranks
+from tests.checkpoint.fuzz import signed, unsigned
 
 
 def state(value: float) -> dict[str, Any]:
@@ -280,7 +281,7 @@ def test_a_step_of_a_newer_library_is_never_removed_and_never_passed_over(tmp_pa
     manager = CheckpointManager(tmp_path, keep_last=1)
     fill_up(manager, 1)
     manifest = Path(manager.path(1), "manifest.json")
-    manifest.write_bytes(manifest.read_bytes().replace(b'"shardwright":1', b'"shardwright":2'))
+    manifest.write_bytes(signed(unsigned(manifest.read_bytes()).replace(b'"shardwright":1', b'"shardwright":2')))
     fill_up(manager, 2, 3)
     assert manager.steps() == [1, 3]
     os.rename(manager.path(1), manager.path(9))
@@ -289,6 +290,18 @@ def test_a_step_of_a_newer_library_is_never_removed_and_never_passed_over(tmp_pa
         manager.restore(state(0))
     with pytest.raises(UnknownVersionError):
         manager.metrics(9)
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_a_flipped_bit_of_the_version_is_damage_and_passed_over(tmp_path: Path, bit: int) -> None:
+    manager = CheckpointManager(tmp_path)
+    fill_up(manager, 1, 2)
+    manifest = Path(manager.path(2), "manifest.json")
+    data = bytearray(manifest.read_bytes())
+    data[data.index(b":") + 1] ^= 1 << bit
+    manifest.write_bytes(data)
+    with pytest.warns(CheckpointWarning, match="step 2"):
+        assert manager.restore(state(0)) == 1
 
 
 class Failing(Calls):

@@ -11,8 +11,9 @@ import torch
 
 import shardwright as sw
 from shardwright import checkpoint, comm
+from shardwright.checkpoint import CheckpointManager
 from shardwright.checkpoint.write.replicas import checksums
-from shardwright.errors import RankFailedError, StateDiffersError
+from shardwright.errors import RankFailedError, StateDiffersError, StorageError
 from shardwright.testing import run_ranks
 
 saving: Any = importlib.import_module("shardwright.checkpoint.save")  # the package has a function of that name
@@ -171,3 +172,69 @@ def test_only_so_many_plans_are_kept(tmp_path: Path) -> None:
     for size in range(1, 9):
         checkpoint.save({"w": torch.ones(size)}, tmp_path)
     assert len(saving._plans) == saving._MOST_PLANS
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/run", "gs://b/r", "HTTP://host/x", "hdfs:/x", Path("s3://bucket/run")])
+def test_a_scheme_that_is_not_served_is_refused_wherever_a_path_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = {"w": torch.ones(2)}
+    for work in (
+        lambda: checkpoint.save(state, path),
+        lambda: checkpoint.async_save(state, path),
+        lambda: checkpoint.load(state, path),
+        lambda: checkpoint.load(path),
+        lambda: checkpoint.open(path),
+        lambda: checkpoint.verify(path),
+        lambda: CheckpointManager(path),
+    ):
+        with pytest.raises(StorageError, match=r"is not served; paths and file:// are"):
+            work()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_url_and_a_folder_with_a_colon_are_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint.save({"w": torch.ones(2)}, f"file://{tmp_path}/a%20b")
+    assert checkpoint.load(tmp_path / "a b")["w"].tolist() == [1, 1]
+    checkpoint.save({"w": torch.ones(2)}, "./s3:/run")
+    assert checkpoint.load(tmp_path / "s3:" / "run")["w"].tolist() == [1, 1]
+    with pytest.raises(StorageError, match="a path of this host"):
+        checkpoint.load(f"file://elsewhere{tmp_path}")
+
+
+class Talks:
+    """An object whose state costs a collective of its own kind, so that ranks in another order would wait for ever."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.calls = name, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self._talk()
+        return {"name": self.name, "inner": self.calls}
+
+    def load_state_dict(self, _state: dict[str, Any]) -> None:
+        self._talk()
+
+    def _talk(self) -> None:
+        self.calls += 1
+        said = comm.gather_bytes(self.name.encode(), what=f"state of {self.name}")
+        assert set(said) == {self.name.encode()}
+
+
+def test_objects_are_called_in_one_order_whatever_the_order_of_the_dicts(tmp_path: Path) -> None:
+    def body(folder: str) -> list[int]:
+        names = ["foo", "bar", "deep", "zed"]
+        objects = {name: Talks(name) for name in (names if comm.rank() else reversed(names))}
+        state: dict[str, Any] = {name: objects[name] for name in objects if name != "deep"}
+        state["own"] = checkpoint.PerRank({"deep": objects["deep"]})
+        if comm.rank():
+            state = {"w": torch.ones(2), **state, "inner": {"b": Talks("b"), "a": Talks("a")}}
+        else:
+            state = {"inner": {"a": Talks("a"), "b": Talks("b")}, **state, "w": torch.ones(2)}
+        checkpoint.save(state, folder)
+        checkpoint.load(state, folder)
+        return [objects[name].calls for name in sorted(objects)]
+
+    assert run_ranks(2, body, str(tmp_path)) == [[3] * 4] * 2

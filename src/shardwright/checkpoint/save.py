@@ -239,7 +239,11 @@ class Saving:
                 self._discard([self._file.name] if self._file else [])
                 raise
             try:
-                said = comm.gather_bytes(msgspec.json.encode(written), group, what="save: what was written")
+                _, said = comm.agree_telling(
+                    lambda: (None, msgspec.json.encode(self._still_there(written))),
+                    what="save: looking at what was written",
+                    group=group,
+                )
                 manifest = comm.agree(lambda: self._commit(said), what="save: committing", group=group)
             except BaseException:
                 # From here on only the first rank may remove anything: it alone knows whether it has committed.
@@ -314,6 +318,30 @@ class Saving:
         except BaseException:
             writer.abort()
             raise
+
+    def _still_there(self, written: Written | None) -> Written | None:
+        """Return what this rank wrote; raise if its file is gone: the others may have taken long to write theirs.
+
+        Each rank looks at its own file: what another host has written, this one may not see yet.
+        """
+        if written is None:
+            return None
+        assert self._file is not None  # it was written
+        name = self._file.name
+        try:
+            with self._storage.open(name) as reader:
+                size = reader.size
+        except MissingKeyError:
+            raise StorageError(
+                f"{name} was removed from {self._storage!r} during the save, by another program. Nothing was "
+                "committed; let no other program remove files there, and save again"
+            ) from None
+        if size != written.size:
+            raise StorageError(
+                f"{name} in {self._storage!r} has {size} bytes, and {written.size} were written: another program has "
+                "changed it. Nothing was committed; save again"
+            )
+        return written
 
     def _commit(self, said: list[bytes]) -> Manifest | None:
         if not self._leads:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import final
 
 from shardwright.errors import MissingKeyError, StorageBusyError, StorageError
+from shardwright.storage.address import folder_of
 from shardwright.storage.base import Reader, Storage, Writer, check_key
 from shardwright.storage.calls import Calls
 from shardwright.storage.files import explained, is_folder, open_regular, status_of
@@ -26,7 +27,8 @@ _NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW
 class LocalStorage(Storage):
     """One folder. Data is flushed before it counts; one rename puts the manifest in place.
 
-    `locks=False` is for file systems without locks: then see to it yourself that one job at a time saves there.
+    `path` is a path or a `file://` URL; a URL of another scheme is a `StorageError`. `locks=False` is for file systems
+    without locks: then see to it yourself that one job at a time saves there.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -37,7 +39,7 @@ class LocalStorage(Storage):
     """
 
     def __init__(self, path: str | os.PathLike[str], calls: Calls | None = None, *, locks: bool = True) -> None:
-        self.path = os.path.abspath(os.fspath(path))
+        self.path = folder_of(path)
         self._calls = calls or Calls()
         self._locks = locks
 

@@ -133,13 +133,14 @@ def _fields(data: bytes) -> dict[str, msgspec.Raw]:
     begins = _BEGIN.match(data)
     if len(data) < length or begins is None:
         raise FormatError("this is no manifest of shardwright")
+    said = data[-34:-2]
+    if digest(data[:-length] + _END % _ZEROS).encode() != said or data[-length:] != _END % said:
+        raise CorruptionError("the manifest is damaged: its digest is not that of its bytes")
+    # Only now: every version ends with its digest, so that a damaged digit is not taken for another version.
     if int(begins[1]) != VERSION:
         raise UnknownVersionError(
             f"the manifest has version {int(begins[1])}, and this library reads version {VERSION}"
         )
-    said = data[-34:-2]
-    if digest(data[:-length] + _END % _ZEROS).encode() != said or data[-length:] != _END % said:
-        raise CorruptionError("the manifest is damaged: its digest is not that of its bytes")
     try:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:

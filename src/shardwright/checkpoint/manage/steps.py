@@ -26,6 +26,7 @@ from shardwright.checkpoint.read.current import read_manifest
 from shardwright.checkpoint.save import is_of_a_save, may_be_removed
 from shardwright.errors import NotACheckpointError, StorageBusyError, StorageError
 from shardwright.storage import Calls, LocalStorage
+from shardwright.storage.address import folder_of
 from shardwright.storage.files import explained, is_folder, status_of
 from shardwright.storage.locks import LockFile
 
@@ -46,7 +47,7 @@ class Steps:
     """
 
     def __init__(self, root: str | os.PathLike[str], calls: Calls | None = None) -> None:
-        self.root = os.path.abspath(os.fspath(root))
+        self.root = folder_of(root)
         self._calls = calls or Calls()
 
     def path(self, step: int) -> str:

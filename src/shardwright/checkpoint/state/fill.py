@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwright.checkpoint.read.match import Match
 from shardwright.checkpoint.state.flatten import Branch, Coded, Flat, Node, Object, OfRank, TensorNode, ValueNode
+from shardwright.checkpoint.state.objects import in_order
 
 __all__ = ["fill"]
 
@@ -67,9 +68,15 @@ class _Fill:
 
     def _mapping(self, original: Any, within: list[Any], children: list[Node], flat: Flat) -> Any:
         changed: dict[Any, Any] = {}
+        waiting: dict[Any, Node] = {}
         for key, child in zip(within, children, strict=True):
-            is_tensor = type(child) is TensorNode and not child.is_array  # as most are: filled where it is
-            new = child.original if is_tensor else self.fill(child, flat)
+            if type(child) is TensorNode and not child.is_array:  # as most are: filled where it is
+                if child.original is not original[key]:
+                    changed[key] = child.original
+            else:
+                waiting[key] = child
+        for key in in_order(waiting):  # an object may communicate when it is given its state
+            new = self.fill(waiting[key], flat)
             if new is not original[key]:
                 changed[key] = new
         if not changed:

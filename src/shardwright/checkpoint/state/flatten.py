@@ -15,8 +15,9 @@ from torch import Size, Tensor
 
 from shardwright import comm
 from shardwright.checkpoint.state.leaves import PLAIN, Leaf, Whole, is_nested, leaf_of, to_ours
-from shardwright.checkpoint.state.marks import PerRank, Stateful
+from shardwright.checkpoint.state.marks import PerRank
 from shardwright.checkpoint.state.names import prefix
+from shardwright.checkpoint.state.objects import Asked, ask_objects, is_object
 from shardwright.checkpoint.state.values import Codec, encode_value
 from shardwright.errors import StateError
 from shardwright.sharded import ShardedTensor
@@ -143,14 +144,21 @@ def flatten(
 
     `complete(object, its state, name, keys)` may give an object's state back with more in it.
     """
-    return _Walk(group, codecs or {}, complete).run(state, "", ())
+    asked = ask_objects(state, codecs or {}, _MOST_DEPTH)
+    return _Walk(group, codecs or {}, complete, asked).run(state, "", ())
 
 
 class _Walk:
     def __init__(
-        self, group: comm.Group, codecs: Mapping[type, Codec], complete: Complete | None, of_one_rank: bool = False
+        self,
+        group: comm.Group,
+        codecs: Mapping[type, Codec],
+        complete: Complete | None,
+        asked: Asked,
+        of_one_rank: bool = False,
     ) -> None:
-        self._group, self._codecs, self._complete, self._of_one_rank = group, codecs, complete, of_one_rank
+        self._group, self._codecs, self._complete, self._asked = group, codecs, complete, asked
+        self._of_one_rank = of_one_rank
         self._flat = Flat(None)  # type: ignore[arg-type]  # the root is set when it is known
         self._above: set[int] = set()
         self._known: dict[Size, Whole] = {}
@@ -181,14 +189,14 @@ class _Walk:
 
     def _inside(self, value: Any, codec: Codec | None, name: str, keys: Keys, depth: int) -> Node:
         if codec is not None:
-            return Coded(codec, self._visit(codec.encode(value), name, keys, depth + 1), value, name, keys)
+            return Coded(codec, self._visit(self._given(value, name, keys), name, keys, depth + 1), value, name, keys)
         if isinstance(value, PerRank):
             if self._of_one_rank:
                 raise StateError(f"{name}: a PerRank within a PerRank: what is within is this rank's own already")
-            inner = _Walk(self._group, self._codecs, self._complete, of_one_rank=True)
+            inner = _Walk(self._group, self._codecs, self._complete, self._asked, of_one_rank=True)
             return OfRank(inner.run(value.value, name, keys), value, name, keys)
-        if type(value) not in (dict, list, tuple) and isinstance(value, Stateful):
-            state = value.state_dict()
+        if is_object(value):
+            state = self._given(value, name, keys)
             if self._complete is not None:
                 state = self._complete(value, state, name, keys)
             return Object(self._visit(state, name, keys, depth + 1), value, name)
@@ -206,6 +214,13 @@ class _Walk:
             f"{name or 'the state'}: a {type(value).__module__}.{type(value).__qualname__} is not stored: nothing is "
             "pickled. Give it state_dict and load_state_dict, or a codec for its type, or store its parts"
         )
+
+    def _given(self, value: Any, name: str, keys: Keys) -> Any:
+        """Return what an object or a codec gave for a value, when all of them were asked."""
+        try:
+            return self._asked[keys, id(value)]
+        except KeyError:  # nobody asks what lies within itself a second time
+            raise StateError(f"{_brief(name)}: the state contains itself, through a PerRank") from None
 
     def _tensor(self, value: Any, name: str, keys: Keys) -> TensorNode:
         """What is no plain tensor, but one of ours, of PyTorch's, or an array."""

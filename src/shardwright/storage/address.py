@@ -1,0 +1,38 @@
+"""Paths as callers write them: a path of the file system, or a `file://` URL. Other schemes are refused."""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import unquote
+
+from shardwright.errors import StorageError
+
+__all__ = ["folder_of"]
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/.*)", re.DOTALL)  # pathlib makes one slash of two
+
+
+def folder_of(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path of the folder that a caller names; raise `StorageError` if a URL is not served.
+
+    >>> folder_of("file:///data/run%201")
+    '/data/run 1'
+    >>> folder_of("s3://bucket/run")
+    Traceback (most recent call last):
+    shardwright.errors.StorageError: 's3://bucket/run': the scheme s3:// is not served; paths and file:// are. ...
+    """
+    text = os.fspath(path)
+    url = _URL.fullmatch(text) if isinstance(text, str) else None
+    if url is None:
+        return os.path.abspath(text)
+    scheme, rest = url.groups()
+    if scheme.lower() != "file":
+        raise StorageError(
+            f"{text!r}: the scheme {scheme}:// is not served; paths and file:// are. Give a path, or a Storage of your "
+            f"own; a folder that is really called {scheme + ':'!r} is './{text}'"
+        )
+    host, slash, local = rest[2:].partition("/") if rest.startswith("//") else ("", "/", rest[1:])
+    if host not in ("", "localhost") or not slash:
+        raise StorageError(f"{text!r}: a file:// URL names a path of this host, as file:///data/run does")
+    return os.path.abspath("/" + unquote(local))
