@@ -25,7 +25,9 @@ from shardwright.tensor.types import REPLICATE
 
 __all__ = ["DTensor"]
 
-_OF_ONE_OBJECT = frozenset(("_layout", "_copied", "_origin", "_seen", "_renewed", "_untracked"))  # a copy has them not
+_OF_ONE_OBJECT = frozenset(
+    ("_layout", "_copied", "_origin", "_seen", "_renewed", "_untracked")
+)  # state of one object, not copied
 _enabled = torch._C._is_torch_function_enabled
 
 
@@ -303,6 +305,11 @@ class DTensor(DTensorBase):
     resize_ = memory.resize_
     resize_as_ = memory.resize_as_  # type: ignore[assignment]  # narrower than torch's
     is_same_size = memory.is_same_size
+    is_set_to = memory.is_set_to
+
+    # Memory is given away only if this rank holds the whole tensor; the other methods that do so are set below.
+    __cuda_array_interface__ = property(memory.cuda_array_interface)
+    __dlpack_c_exchange_api__ = memory.NoExchange()
 
     def stride(self, dim: int | None = None) -> Any:
         if not _enabled():
@@ -367,8 +374,10 @@ class DTensor(DTensorBase):
         return self.full_tensor().numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        whole: Any = self.full_tensor()
-        return whole.__array__() if dtype is None else whole.__array__(dtype)
+        """The whole value as a numpy array, on every rank."""
+        whole: Any = self.full_tensor() if _enabled() else self
+        array = whole.__array__() if dtype is None else whole.__array__(dtype)
+        return array.copy() if copy else array
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -428,18 +437,32 @@ class DTensor(DTensorBase):
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
+    def __copy__(self) -> DTensor:
+        """Return another tensor object on the same memory, with the same attributes."""
+        with no_torch_function():
+            result = tag(self.detach(), self._layout)
+            result.requires_grad_(self.requires_grad)
+        result.__dict__.update({k: v for k, v in self.__dict__.items() if k not in _OF_ONE_OBJECT})
+        return result
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """Return a copy as torch does: of a parameter the values alone, of a tensor also `.grad` and attributes."""
         if id(self) in memo:
             return memo[id(self)]
-        if not self.is_leaf:
+        is_parameter = "_is_param" in self.__dict__
+        if not is_parameter and not self.is_leaf:
             raise RuntimeError("only DTensors created by the user (graph leaves) support the deepcopy protocol")
         with no_torch_function():
-            result = tag(self.detach().clone(), self._layout)
+            local = self.detach()
+            # Tensors that share memory share the copy of it, too; a parameter's copy is torch's clone.
+            copied = local.clone(memory_format=torch.preserve_format) if is_parameter else copy.deepcopy(local, memo)
+            memo[id(self)] = result = tag(copied, self._layout)
             result.requires_grad_(self.requires_grad)
-        memo[id(self)] = result
-        gradient = self.grad
-        if gradient is not None:
-            result.grad = copy.deepcopy(gradient, memo)
+        if is_parameter:
+            result._is_param = True  # what makes isinstance(x, nn.Parameter) true
+            return result
+        if self.grad is not None:
+            result.grad = copy.deepcopy(self.grad, memo)
         others = {k: v for k, v in self.__dict__.items() if k not in _OF_ONE_OBJECT}
         result.__dict__.update(copy.deepcopy(others, memo))
         return result
@@ -454,6 +477,10 @@ class DTensor(DTensorBase):
 
     def __hash__(self) -> int:
         return id(self)
+
+
+for _name in memory.EXPOSING:
+    setattr(DTensor, _name, memory.exposing(_name))
 
 
 def _traced(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -65,10 +65,6 @@ PASS = frozenset(
         "type_hint",
         "_nested_tensor_size",
         "_backward_hooks",
-        "data_ptr",
-        "untyped_storage",
-        "storage",
-        "_typed_storage",
         "storage_offset",
         "_dimI",
         "_dimV",
@@ -88,7 +84,7 @@ def intercept(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     full = name + "_" * inplace
     if full in PASS:
         return disabled(func, types, args, kwargs)
-    own = _own_method(full)
+    own = _own_method(full) or _own_method(getattr(func, "__name__", full))  # __dlpack__ is "dlpack" in its first form
     if own is not None and args and isinstance(args[0], DTensorBase):
         return own(*args, **kwargs)
     if name == "backward" or name == "grad":

@@ -11,6 +11,7 @@ from typing import Any
 from shardwright.errors import InPlaceError
 from shardwright.tensor.dispatch.call import map_tensors, tensors_in
 from shardwright.tensor.dispatch.intercept import PASS_FUNCTIONS
+from shardwright.tensor.dispatch.memory import EXPOSING
 from shardwright.tensor.dispatch.registry import canonical_name
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local import DTensorBase, version_of
@@ -19,7 +20,7 @@ from shardwright.tensor.moving.introduce import functions_of, leave_eager
 __all__ = ["Picked", "current"]
 
 _READING = """to_local full_tensor redistribute item tolist numpy backward register_hook __array__ __bool__ __float__
-__int__ __index__ __complex__ __contains__ __iter__ __format__ __repr__ __deepcopy__ __reduce_ex__""".split()
+__int__ __index__ __complex__ __contains__ __iter__ __format__ __repr__ __copy__ __deepcopy__ __reduce_ex__""".split()
 _OF_THE_OBJECT = frozenset(("__get__", "__set__"))  # attributes: shapes and gradients, which are this object's own
 
 
@@ -82,7 +83,7 @@ def _reading(name: str) -> Any:
     return method
 
 
-for _name in _READING:
+for _name in (*_READING, *EXPOSING):
     setattr(Picked, _name, _reading(_name))
 for _function in functions_of(Picked):
     leave_eager(_function)

@@ -4,7 +4,8 @@ A DTensor *is* its local tensor, so whatever does not ask `__torch_function__` s
 hook, such a path is refused:
 
 - through `__torch_function__`: collectives of `torch.distributed` (functional ones included; torch 2.11 asks for some
-  of them only), dlpack, forward-mode derivatives, sparse and mkldnn layouts, `as_subclass`;
+  of them only), forward-mode derivatives, sparse and mkldnn layouts, `as_subclass`;
+- attributes that give memory away (`data_ptr`, storages, dlpack, …), by methods of DTensor: see `memory`;
 - through torch's hook on the registration of submodules: `DistributedDataParallel` and `DataParallel`, which would
   write one rank's shard over the others';
 - `torch.func` offers no hook, and computes on shards without a word. So importing this package replaces the five
@@ -12,8 +13,7 @@ hook, such a path is refused:
   Beside them, only the method on which hooks of modules hang is replaced, in `gradients.module_hooks`.
 
 Where there is no hook, the shard is what you get, and you are told so here: `torch.tensor(d)`, `torch.Tensor(d)`,
-`plain.new_tensor(d)` (use `d.full_tensor()`), `torch.utils.dlpack.to_dlpack(d)`, `d.data_ptr()`,
-`d.untyped_storage()`, `torch.jit.trace`, `torch.export`, FSDP's own wrapping, modes of `__torch_dispatch__`.
+`plain.new_tensor(d)` (use `d.full_tensor()`), `torch.utils.dlpack.to_dlpack(d)`, `torch.jit.trace`, `torch.export`, FSDP's own wrapping, modes of `__torch_dispatch__`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,9 @@ from shardwright.tensor.local import DTensorBase
 
 __all__ = ["as_subclass", "install", "refuse", "refuse_functional"]
 
-_DLPACK = "would export this rank's shard as if it were the tensor: export `x.to_local()`, or `x.full_tensor()`"
 _FORWARD = "(forward-mode derivatives) is not available for DTensors: use reverse mode, torch.autograd.grad"
 _DENSE = "is not available: the local tensors of a DTensor are dense. Use `x.full_tensor()`, or `x.to_local()`"
 _REASONS = {
-    **dict.fromkeys(("dlpack", "dlpack_device", "_to_dlpack", "to_dlpack"), _DLPACK),
-    "__cuda_array_interface__": _DLPACK,
     **dict.fromkeys(("_make_dual", "_unpack_dual", "_fw_primal"), _FORWARD),
     **dict.fromkeys(("to_sparse", "_to_sparse", "to_sparse_coo", "to_mkldnn"), _DENSE),
     **dict.fromkeys((f"to_sparse_{kind}" for kind in ("csr", "csc", "bsr", "bsc")), _DENSE),

@@ -1,0 +1,258 @@
+"""Foreign code never reads a shard with the global shape: it gets the whole value, the shard as such, or an error."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright import comm
+from shardwright.errors import UnsupportedError
+from shardwright.testing import run_ranks
+
+R, S0, S1, P = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()
+WHOLE = torch.arange(32.0).reshape(8, 4)
+REFUSED = r"x\.to_local\(\).*x\.full_tensor\(\)"
+
+
+def _mesh(*shape: int) -> Any:
+    return sw.init_device_mesh("cpu", shape or (2,))
+
+
+def _split() -> Iterator[Any]:
+    """Tensors of the value WHOLE, none of which is whole on a rank: shards, an uneven one, partial values."""
+    mesh = _mesh()
+    for placement in (S0, S1, sw.Ragged(0, (7, 1))):
+        yield sw.distribute_tensor(WHOLE, mesh, [placement])
+    yield sw.DTensor.from_local(WHOLE / 2, mesh, [P])
+
+
+def _kept() -> Iterator[Any]:
+    """Tensors of the value WHOLE that are whole on both ranks."""
+    yield sw.distribute_tensor(WHOLE, _mesh(), [R])
+    yield sw.distribute_tensor(WHOLE, _mesh(2, 1), [R, S0])
+    yield sw.DTensor.from_local(WHOLE.clone(), _mesh(2, 1), [R, P])
+
+
+def _is_memory(value: Any, storage: torch.UntypedStorage) -> bool:
+    """True for an address inside the storage, and for every kind of object that shows its bytes."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return storage.data_ptr() <= value < storage.data_ptr() + storage.nbytes()
+    if isinstance(value, dict):
+        return "data" in value  # an array interface
+    kinds = (torch.UntypedStorage, torch.TypedStorage, np.ndarray, memoryview)
+    return isinstance(value, kinds) or type(value).__name__ == "PyCapsule"
+
+
+def _answer(tensor: Any, name: str) -> Any:
+    """Return what a tensor gives under this name, called if it can be; None if it raises one of torch's errors."""
+    try:
+        value = getattr(tensor, name)
+        return value() if callable(value) and not isinstance(value, torch.Tensor) else value
+    except UnsupportedError:
+        raise
+    except Exception:  # noqa: BLE001  # torch's own refusals are of many kinds
+        return None
+
+
+SIDE_EFFECTS = {"backward", "register_hook", "__init_subclass__", "__del__", "__dir__", "__subclasshook__", "__class__"}
+
+
+def _exposing_names() -> list[str]:
+    """The attributes of torch.Tensor that give memory away, found by asking a plain tensor for everything."""
+    names = []
+    for name in dir(torch.Tensor):
+        plain = WHOLE.clone()
+        if name not in SIDE_EFFECTS and _is_memory(_answer(plain, name), plain.untyped_storage()):
+            names.append(name)
+    return names
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_attribute_that_gives_memory_away_is_refused_or_whole() -> None:
+    names = _exposing_names()
+    assert {"data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "__array__", "__dlpack__"} <= set(
+        names
+    )
+
+    def on_rank() -> dict[str, str]:
+        import warnings
+
+        warnings.simplefilter("ignore")  # storage() is deprecated
+        wrong = {}
+        for x in _split():
+            for name in names:
+                try:
+                    found = _answer(x, name)
+                except UnsupportedError as error:
+                    if "`x.to_local()`" not in str(error) or "`x.full_tensor()`" not in str(error):
+                        wrong[name] = str(error)
+                    continue
+                if isinstance(found, np.ndarray) and found.shape == WHOLE.shape and (found == WHOLE.numpy()).all():
+                    continue
+                if found is not None:
+                    wrong[name] = f"{x.sharding}: {found!r}"
+        return wrong
+
+    for wrong in run_ranks(2, on_rank):
+        assert wrong == {}
+
+
+def test_addresses_and_capsules_of_a_shard_are_refused_in_every_spelling() -> None:
+    spellings: dict[str, Callable[[Any], Any]] = {
+        "data_ptr": lambda x: x.data_ptr(),
+        "Tensor.data_ptr": lambda x: torch.Tensor.data_ptr(x),
+        "Tensor.untyped_storage": lambda x: torch.Tensor.untyped_storage(x),
+        "Tensor.__dlpack__": lambda x: torch.Tensor.__dlpack__(x),
+        "from_dlpack": lambda x: torch.from_dlpack(x),
+        "utils.dlpack.from_dlpack": lambda x: torch.utils.dlpack.from_dlpack(x),
+        "numpy.from_dlpack": lambda x: np.from_dlpack(x),
+        "ctypes": lambda x: ctypes.string_at(x.data_ptr(), x.nbytes),
+        "ctypes of a detached tensor": lambda x: ctypes.string_at(x.detach().data_ptr(), x.nbytes),
+        "of a parameter": lambda x: nn.Parameter(x).data_ptr(),
+        "of .data": lambda x: x.data.untyped_storage(),
+    }
+
+    def on_rank() -> None:
+        for x in _split():
+            for spelling in spellings.values():
+                with comm.count() as traffic, pytest.raises(UnsupportedError, match=REFUSED):
+                    spelling(x)
+                assert not traffic.calls  # every rank finds out from the layout
+            for probe in ("__array_interface__", "__array_struct__", "__dlpack_c_exchange_api__"):
+                assert not hasattr(x, probe)
+                assert not hasattr(type(x), probe)
+            assert not hasattr(x, "__cuda_array_interface__")  # as of a plain tensor on the CPU
+            for view in (memoryview, np.frombuffer):
+                with pytest.raises(TypeError):
+                    view(x)
+
+    run_ranks(2, on_rank)
+
+
+def test_memory_of_a_tensor_that_is_whole_on_this_rank_is_its_own() -> None:
+    def on_rank() -> None:
+        for x in _kept():
+            size = x.numel() * x.element_size()
+            assert ctypes.string_at(x.data_ptr(), size) == WHOLE.numpy().tobytes()
+            assert x.untyped_storage().nbytes() == size
+            assert torch.equal(torch.from_dlpack(x), WHOLE)
+            assert (np.from_dlpack(x) == WHOLE.numpy()).all()
+        x = sw.ones(3, mesh=sw.Mesh((1,), ranks=(0,)))  # rank 1 is outside of the mesh
+        if comm.rank() == 0:
+            assert x.untyped_storage().nbytes() == 12
+        else:
+            with pytest.raises(UnsupportedError, match="outside its mesh"):
+                x.data_ptr()
+
+    run_ranks(2, on_rank)
+
+
+def test_numpy_gets_the_whole_value() -> None:
+    def on_rank() -> None:
+        for x in (*_split(), *_kept()):
+            for array in (x.numpy(), np.asarray(x), np.array(x), np.array(x, dtype=np.float64), np.stack([x, x])[1]):
+                assert array.shape == WHOLE.shape
+                assert (array == WHOLE.numpy()).all()
+            copied = np.array(x, copy=True)
+            copied += 1
+            assert torch.equal(x.full_tensor(), WHOLE)
+
+    run_ranks(2, on_rank)
+
+
+def test_safetensors_refuses_a_shard_and_writes_a_whole_tensor(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+
+    def on_rank() -> None:
+        from safetensors.torch import load, load_file, save, save_file, save_model
+
+        file = tmp_path / f"{comm.rank()}.safetensors"
+        for x in _split():
+            module = nn.Module()
+            module.w = nn.Parameter(x)
+            for write in (
+                lambda x=x: save({"w": x}),
+                lambda x=x: save_file({"w": x}, file),
+                lambda module=module: save_model(module, file),
+            ):
+                with pytest.raises(UnsupportedError, match=REFUSED):
+                    write()
+            assert not file.exists()
+            save_file({"w": x.full_tensor()}, file)
+            assert torch.equal(load_file(file)["w"], WHOLE)
+            file.unlink()
+            local = load(save({"w": x.to_local().contiguous()}))["w"]
+            assert torch.equal(local, x.to_local())
+        for x in _kept():
+            assert torch.equal(load(save({"w": x}))["w"], WHOLE)
+
+    assert safetensors is not None
+    run_ranks(2, on_rank)
+
+
+def test_pickle_and_torch_save_carry_the_shard_with_its_layout() -> None:
+    def on_rank() -> None:
+        for x in (*_split(), *_kept()):
+            file = io.BytesIO()
+            torch.save({"w": x}, file)
+            file.seek(0)
+            for loaded in (torch.load(file)["w"], pickle.loads(pickle.dumps(x))):
+                assert loaded.sharding is x.sharding
+                assert torch.equal(loaded.to_local(), x.to_local())
+                assert torch.equal(loaded.full_tensor(), WHOLE)
+
+    run_ranks(2, on_rank)
+
+
+def test_copy_shares_memory_and_deepcopy_is_torchs() -> None:
+    """Of a parameter torch copies the values alone; of a tensor also its gradient, its attributes, shared memory."""
+
+    def on_rank() -> None:
+        for x in _split():
+            twin = copy.copy(x)
+            assert twin is not x
+            assert twin.sharding is x.sharding
+            assert twin.is_set_to(x)
+            assert not copy.deepcopy(x).is_set_to(x)
+
+        def like(make: Callable[[torch.Tensor], Any]) -> None:
+            plain, ours = (make(value) for value in (WHOLE.clone(), sw.distribute_tensor(WHOLE, _mesh(), [S0])))
+            for tensor in (plain, ours):
+                tensor.requires_grad_()
+                (tensor * 3).sum().backward()
+                tensor.note = ["kept"]
+            expected, found = copy.deepcopy(plain), copy.deepcopy(ours)
+            assert isinstance(found, sw.DTensor)
+            assert isinstance(found, nn.Parameter) == isinstance(expected, nn.Parameter)
+            assert found.requires_grad
+            assert torch.equal(found.full_tensor(), expected)
+            assert hasattr(found, "note") == hasattr(expected, "note")
+            assert getattr(found, "note", None) is not ours.note
+            assert (found.grad is None) == (expected.grad is None)
+            for tensor in (expected, found):
+                (tensor * 2).sum().backward()
+            assert torch.equal(found.grad.full_tensor(), expected.grad)
+
+        like(lambda value: value)
+        like(nn.Parameter)
+        x = sw.distribute_tensor(WHOLE, _mesh(), [S1])
+        state = copy.deepcopy({"whole": x, "rows": x[2:4], "again": x})
+        assert state["again"] is state["whole"]
+        state["rows"].zero_()
+        assert torch.equal(state["whole"].full_tensor()[2:4], torch.zeros(2, 4))
+        assert torch.equal(x.full_tensor(), WHOLE)
+        with pytest.raises(RuntimeError, match="graph leaves"):
+            copy.deepcopy(x.requires_grad_() * 2)
+
+    run_ranks(2, on_rank)
