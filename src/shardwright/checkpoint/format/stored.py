@@ -22,6 +22,7 @@ __all__ = [
     "check_tree",
     "of_other_ranks",
     "stored_entries",
+    "tensor_names",
 ]
 
 _KEYS = frozenset({str, int, float, bool, type(None)})
@@ -129,6 +130,30 @@ def of_other_ranks(tree: Any, ranks: Collection[int]) -> list[tuple[str, int]]:
             case ["r", *entries]:
                 found += [(name, owner) for owner, _ in _of_ranks(entries) if owner not in ranks]
     return sorted(found)
+
+
+def tensor_names(tree: Any) -> set[str]:
+    """Return the names of all tensors and arrays of a tree; of what is one rank's own, with the rank.
+
+    >>> sorted(tensor_names(["d", "w", 0, "own", ["r", [0, 1], [1, 2]], "epoch", ["v", 3]]))
+    ['own (rank 0)', 'own (rank 1)', 'w']
+    """
+    found: set[str] = set()
+    waiting = [("", "", tree)]
+    while waiting:
+        name, owner, node = waiting.pop()
+        match node:
+            case int() | ["a", int()]:
+                found.add(name + owner)
+            case ["d", *pairs]:
+                waiting += [(joined(name, key), owner, child) for key, child in _pairs(pairs)]
+            case ["l" | "t", *items]:
+                waiting += [(joined(name, place), owner, item) for place, item in enumerate(items)]
+            case ["x", str(), inner]:
+                waiting.append((name, owner, inner))
+            case ["r", *entries]:
+                waiting += [(name, f" (rank {rank})", inner) for rank, inner in _of_ranks(entries)]
+    return found
 
 
 class _Above(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -26,7 +26,7 @@ from shardwright.errors import CheckpointError, CorruptionError, FormatError, Mi
 from shardwright.layout import Region
 from shardwright.storage import Reader, Storage
 
-__all__ = ["Damage", "Report", "verify"]
+__all__ = ["Damage", "Report", "check_files", "verify"]
 
 _WINDOW = 4 * BLOCK  # bytes read in one call
 _MOST_TOLD = 20
@@ -123,14 +123,43 @@ def _replaced(storage: Storage, manifest: Manifest) -> bool:
         return False
 
 
+def check_files(storage: Storage, part: int, parts: int, *, threads: int = 2) -> None:
+    """Verify a part of the files of a checkpoint; raise `CorruptionError` if they are damaged.
+
+    What cannot be read is raised as it is: a failing disk is not damage.
+
+    >>> import torch
+    >>> from shardwright import checkpoint
+    >>> from shardwright.storage import MemoryStorage
+    >>> place = MemoryStorage()
+    >>> checkpoint.save({"w": torch.ones(4)}, place)
+    >>> check_files(place, 0, 1)
+    """
+    manifest = read_manifest(storage)
+    verifying = _Verifying(storage, manifest, None, sorted(manifest.files)[part::parts])
+    report = verifying.run(threads)
+    if verifying.unreadable is not None:
+        raise verifying.unreadable
+    if not report:
+        told = "; ".join(map(str, report.damages[:_MOST_TOLD]))
+        raise CorruptionError(f"{report.where} is damaged: {told}")
+
+
 @final
 class _Verifying:
-    def __init__(self, storage: Storage, manifest: Manifest, progress: Callable[[int, int], None] | None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        manifest: Manifest,
+        progress: Callable[[int, int], None] | None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         self._storage, self._manifest, self._progress = storage, manifest, progress
         self._lock = threading.Lock()
         self._damages: list[tuple[int, int, Damage]] = []  # with the rank and the place in its file: to be in order
-        self._waiting = iter(sorted(manifest.files))
+        self._waiting = iter(sorted(manifest.files) if ranks is None else ranks)
         self._nbytes, self._total = 0, sum(file.size for file in manifest.files.values())
+        self.unreadable: StorageError | None = None  # the first error of the storage itself
 
     def run(self, threads: int) -> Report:
         in_threads(self._work, [(0, 0)] * max(1, min(threads, len(self._manifest.files))))
@@ -163,6 +192,7 @@ class _Verifying:
         except FormatError as error:
             self._found(rank, -1, Damage(name, f"makes no sense: {error}"))
         except StorageError as error:
+            self.unreadable = self.unreadable or error
             self._found(rank, -1, Damage(name, f"cannot be read: {error}"))
 
     def _contents(self, rank: int, name: str, reader: Reader) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import datetime
 from types import TracebackType
@@ -15,6 +15,8 @@ import msgspec
 from shardwright import comm
 from shardwright.checkpoint.api import async_save, load, save
 from shardwright.checkpoint.background import AsyncSave
+from shardwright.checkpoint.look.verify import check_files
+from shardwright.checkpoint.manage.fallback import Fallback
 from shardwright.checkpoint.manage.preemption import Preemption
 from shardwright.checkpoint.manage.record import FIELD, Line, Record, Seen, line_from, newest_line, numbers
 from shardwright.checkpoint.manage.retention import Best, Policy, Saved, best_of, to_remove
@@ -46,6 +48,7 @@ T = TypeVar("T")
 
 _DAMAGE = {kind.__name__ for kind in (CorruptionError, FormatError, MissingKeyError, NotACheckpointError)}
 _MOST_TRIES = 1000
+_VERIFYING = 24 * 3600.0  # seconds: a rank that dies is noticed at once, however long this is
 
 
 class CheckpointWarning(UserWarning):
@@ -268,6 +271,9 @@ class CheckpointManager:
         none is good, that is an error. A state that does not fit, a newer format and a failing disk are raised at once:
         an older step would hide them. Given a `step`, that one is loaded, or what is wrong with it is raised.
 
+        Nothing of a step that was passed over remains in the state. For that, where `on_missing` lets names keep their
+        values, a step is verified before it is loaded if an older one lacks any of its names: it is read twice then.
+
         Steps that a run has left behind (see `save`) are loaded only when they are asked for. The other arguments are
         those of `load`.
         """
@@ -286,13 +292,15 @@ class CheckpointManager:
             self._last = None
             return step
         tried: dict[tuple[int, str], ShardwrightError] = {}
+        fallback = Fallback(self._steps.manifest)
         for _ in range(_MOST_TRIES):
             marks = self._told("restore", self._current, dict[int, str])
             left = {one: mark for one, mark in marks.items() if (one, mark) not in tried}
             newest = max(left, default=None)
             if newest is not None:
                 try:
-                    self._load(state, newest, options)
+                    with _noting({one for one, _ in tried}):
+                        self._load_or_fall_back(state, newest, left, options, fallback)
                 except (RankFailedError, CorruptionError, FormatError, MissingKeyError, NotACheckpointError) as error:
                     if not _is_damage(error):
                         raise
@@ -485,12 +493,46 @@ class CheckpointManager:
         return self._told(f"record of step {step}", lambda: Record.of(self._steps.manifest(step)), Record | None)
 
     def _load(self, state: Any, step: int, options: Mapping[str, Any]) -> None:
-        """Loads a step, held on every rank while it is read."""
+        """Load a step, held on every rank while it is read."""
+        with self._held(step):
+            load(state, self.path(step), **options)
+
+    @contextmanager
+    def _held(self, step: int) -> Iterator[None]:
+        """Keep a step from being removed, on every rank."""
         with ExitStack() as held:
             holding: AbstractContextManager[str] = self._steps.reading(step)
             with raised_as_itself(self._group):
                 comm.agree(lambda: held.enter_context(holding), what=f"restore of step {step}", group=self._group)
-            load(state, self.path(step), **options)
+            yield
+
+    def _load_or_fall_back(
+        self, state: Any, step: int, left: Mapping[int, str], options: Mapping[str, Any], fallback: Fallback
+    ) -> None:
+        """Load a step of which, should it be damaged, nothing may remain in the state when an older one is loaded.
+
+        Where names that are not stored are an error (`on_missing`), any older step replaces all of it.
+        """
+        if options["on_missing"] != "raise":
+            older = [one for one in left if one < step]
+            if self._told("restore: names", lambda: fallback.must_verify(step, older), bool):
+                self._verify(step)
+        try:
+            self._load(state, step, options)
+        except ShardwrightError:
+            fallback.failed(step)
+            raise
+
+    def _verify(self, step: int) -> None:
+        """Verify the files of a step, each on one of the ranks; raise on all of them if any is damaged."""
+        group = self._group
+        threads = self._options["threads"]
+
+        def check() -> None:
+            check_files(self._steps.storage(step), group.rank, group.size, threads=threads)
+
+        with self._held(step), raised_as_itself(group):
+            comm.agree(check, what=f"restore: verifying step {step}", group=group, timeout=_VERIFYING)
 
     def _tell_of(self, bad: Mapping[int, ShardwrightError], restored: int | None) -> None:
         """Says which steps were passed over, or raises where there was no other."""
@@ -545,6 +587,20 @@ def _is_damage(error: ShardwrightError) -> bool:
         # Ranks that waited for what another was to read say that they lost it; that one says why.
         return bool(kinds & _DAMAGE) and kinds <= _DAMAGE | {RankLostError.__name__}
     return not isinstance(error, UnknownVersionError)
+
+
+@contextmanager
+def _noting(steps: Collection[int]) -> Iterator[None]:
+    """Add to what is raised that the state may hold values of damaged steps that were tried before."""
+    try:
+        yield
+    except Exception as error:
+        if steps:
+            told = ", ".join(map(str, sorted(steps)))
+            error.add_note(
+                f"the state is undefined: it may hold values of damaged steps, which were tried first: {told}"
+            )
+        raise
 
 
 def _in_one_line(error: ShardwrightError) -> str:

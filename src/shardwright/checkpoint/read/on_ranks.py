@@ -203,7 +203,7 @@ def _fill(
             begun.append(rank)
             files.open(rank).read(destinations, threads, progress, memory)
         check_bools(targets)
-    except CorruptionError as error:
+    except (CorruptionError, StorageError) as error:
         raise _with_what_was_written(error, targets, files.manifest, begun) from error
 
 
@@ -211,14 +211,14 @@ def _fill_together(files: Files, targets: Sequence[Target], deal: Deal, window: 
     try:
         read_together(window, files, deal, targets, progress)
         check_bools(targets)
-    except CorruptionError as error:
+    except (CorruptionError, StorageError) as error:
         raise _with_what_was_written(error, targets, files.manifest, deal.files) from error
 
 
 def _with_what_was_written(
-    error: CorruptionError, targets: Sequence[Target], manifest: Manifest, begun: Collection[int]
-) -> CorruptionError:
-    """The error, with the names of the caller's tensors that may hold new values by now."""
+    error: CorruptionError | StorageError, targets: Sequence[Target], manifest: Manifest, begun: Collection[int]
+) -> CorruptionError | StorageError:
+    """Return the error with the names of the caller's tensors that may hold new values by now."""
     names = dict.fromkeys(
         target.name
         for target in targets
@@ -226,4 +226,5 @@ def _with_what_was_written(
     )
     told = ", ".join(map(repr, list(names)[:_MOST_TOLD]))
     more = f" and {len(names) - _MOST_TOLD} more" if len(names) > _MOST_TOLD else ""
-    return CorruptionError(f"{error}; written already, in whole or in part: {told}{more}")
+    kind = CorruptionError if isinstance(error, CorruptionError) else StorageError
+    return kind(f"{error}; written already, in whole or in part: {told}{more}")
