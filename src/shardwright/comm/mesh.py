@@ -18,7 +18,8 @@ from shardwright.layout import Mesh
 __all__ = ["DeviceMesh", "bind", "device_mesh_of", "group_along", "init_device_mesh", "rank"]
 
 _abstract: dict[int, tuple[DeviceMesh, Mesh]] = {}  # by identity: hashing a DeviceMesh is slow
-_bound: dict[Mesh, DeviceMesh] = {}
+_bound: dict[Mesh, DeviceMesh] = {}  # whose groups are used
+_latest: dict[tuple[Mesh, str], DeviceMesh] = {}  # by type of device
 _lines: dict[tuple[Mesh, int], Group] = {}
 
 
@@ -39,7 +40,9 @@ def init_device_mesh(
     if device_type == "cuda" and "LOCAL_RANK" not in os.environ:
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())  # a launcher would have said which
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-    return _init_device_mesh(device_type, tuple(mesh_shape), mesh_dim_names=names)
+    mesh = _init_device_mesh(device_type, tuple(mesh_shape), mesh_dim_names=names)
+    bind(mesh)
+    return mesh
 
 
 def bind(mesh: DeviceMesh | Mesh) -> Mesh:
@@ -52,24 +55,28 @@ def bind(mesh: DeviceMesh | Mesh) -> Mesh:
         return mesh
     known = _abstract.get(id(mesh))
     if known is None:
+        world()  # notices a new world first, and forgets the meshes of the old one
         known = _abstract[id(mesh)] = (mesh, Mesh.of(mesh))
         _bound.setdefault(known[1], mesh)
+        _latest[known[1], mesh.device_type] = mesh
     return known[1]
 
 
-def device_mesh_of(mesh: Mesh) -> DeviceMesh:
-    """The DeviceMesh that an abstract mesh was bound to.
+def device_mesh_of(mesh: Mesh, device_type: str | None = None) -> DeviceMesh:
+    """Return the DeviceMesh that an abstract mesh was bound to: of equal ones the last, for this type of device if any.
 
     >>> device_mesh = init_device_mesh("cpu", (1,))
-    >>> device_mesh_of(bind(device_mesh)).size()
-    1
+    >>> device_mesh_of(bind(device_mesh)) is device_mesh
+    True
     """
-    try:
-        return _bound[mesh]
-    except KeyError:
+    world()  # what belongs to a world that is gone is forgotten
+    found = _latest.get((mesh, device_type)) if device_type is not None else None
+    found = found or next((each for (known, _), each in reversed(_latest.items()) if known is mesh), None)
+    if found is None:
         raise MeshError(
             f"{mesh!r} has no DeviceMesh in this process: make one with init_device_mesh, or pass it to bind"
-        ) from None
+        )
+    return found
 
 
 def group_along(mesh: Mesh, dim: int) -> Group:
@@ -102,6 +109,7 @@ def rank() -> int:
 def _forget_meshes() -> None:
     _abstract.clear()
     _bound.clear()
+    _latest.clear()
     _lines.clear()
 
 

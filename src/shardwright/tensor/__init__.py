@@ -10,7 +10,8 @@ from shardwright.tensor.extend.local_map import local_map
 from shardwright.tensor.factories import Making, empty, full, normal, ones, rand, randint, randn, randperm, zeros
 from shardwright.tensor.gradients.enter import defer_gradient_reduction
 from shardwright.tensor.meta import TensorMeta
-from shardwright.tensor.moving.boundary import distribute_module, distribute_tensor
+from shardwright.tensor.moving.boundary import distribute_tensor
+from shardwright.tensor.moving.modules import distribute_module
 from shardwright.tensor.random import OffsetBasedRNGTracker, manual_seed
 from shardwright.tensor.seeing.divergence import verify_ranks
 from shardwright.tensor.seeing.explain import explain

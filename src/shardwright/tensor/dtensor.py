@@ -117,28 +117,45 @@ class DTensor(DTensorBase):
     @staticmethod
     def from_local(
         local_tensor: Tensor,
-        device_mesh: Any,
+        device_mesh: Any = None,
         placements: Sequence[object] | None = None,
         *,
-        run_check: bool = False,
+        run_check: bool | None = None,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
+        grad_placements: Sequence[object] | None = None,
     ) -> DTensor:
-        """A DTensor whose local part is `local_tensor` on every rank, differentiably.
+        """Return a DTensor whose local part is `local_tensor` on every rank, differentiably.
 
-        Without `shape`, the global shape is taken to be that of equal shards (`run_check=True` asks the other ranks
-        and finds uneven ones). With `shape`, the local tensor must be what the layout says; `run_check=True` verifies
-        it on all ranks, with dtypes, and raises on all of them alike. `stride` is accepted for torch's sake: strides
-        follow from the local tensor.
+        Without `shape`, and with a `Shard` among the placements, the ranks along the sharding mesh dimensions gather
+        their local sizes (one small message). Sizes that are not those of `torch.chunk` give a `Ragged` placement;
+        sizes that fit no layout raise `LocalTensorError` on all of them, and so do dtypes or `requires_grad` that
+        differ. Replicates are not compared, and addends of a `Partial` neither: they cost no message.
+
+        `run_check=False` sends nothing: all shards are taken to have this rank's size. `run_check=True` compares all
+        ranks of the mesh, strides and the values of replicas included. With `shape`, only `run_check=True` sends
+        anything; without it each rank checks its own local tensor. `stride` is accepted because PyTorch has it:
+        strides follow from the local tensor. `grad_placements` says how the gradient that reaches `local_tensor` is
+        to be placed: `[Partial()]` for a replicate gives each rank an addend of it.
+
+        A rank outside the mesh gets an empty local tensor, whatever it gives.
 
         >>> import torch, shardwright as sw
         >>> mesh = sw.init_device_mesh("cpu", (1,))
         >>> sw.DTensor.from_local(torch.ones(2, 3), mesh, [sw.Shard(0)]).shape
         torch.Size([2, 3])
         """
-        from shardwright.tensor.moving.boundary import from_local
+        from shardwright.tensor.moving.from_local import from_local
 
-        return from_local(local_tensor, device_mesh, placements, run_check=run_check, shape=shape, stride=stride)
+        return from_local(
+            local_tensor,
+            device_mesh,
+            placements,
+            run_check=run_check,
+            shape=shape,
+            stride=stride,
+            grad_placements=grad_placements,
+        )
 
     def to_local(self, *, grad_placements: Sequence[object] | None = None) -> Tensor:
         """This rank's part, as a plain tensor, differentiably.
@@ -222,8 +239,8 @@ class DTensor(DTensorBase):
 
     @property
     def device_mesh(self) -> comm.DeviceMesh:
-        """The mesh it is spread over."""
-        return comm.device_mesh_of(self._layout.mesh)
+        """The mesh it is spread over, as the DeviceMesh that was given."""
+        return comm.device_mesh_of(self._layout.mesh, self.device.type)
 
     @property
     def shape(self) -> torch.Size:
@@ -310,6 +327,10 @@ class DTensor(DTensorBase):
     # Memory is given away only if this rank holds the whole tensor; the other methods that do so are set below.
     __cuda_array_interface__ = property(memory.cuda_array_interface)
     __dlpack_c_exchange_api__ = memory.NoExchange()
+
+    def _has_compatible_shallow_copy_type(self, other: Tensor) -> bool:
+        """Tell `nn.Module._apply` that `.data =` takes a DTensor on any device, so that it keeps the parameter."""
+        return isinstance(other, DTensor)
 
     def stride(self, dim: int | None = None) -> Any:
         if not _enabled():
@@ -417,7 +438,11 @@ class DTensor(DTensorBase):
             raise MixedTensorsError(f".data of a DTensor {self._layout} is a DTensor, not a plain tensor")
         with no_torch_function():
             alias_of = value.detach()
-            disabled(_set_data, (), (self, alias_of), {})
+            if torch._has_compatible_shallow_copy_type(self, alias_of):
+                disabled(_set_data, (), (self, alias_of), {})
+            else:  # from meta to a device, or between devices: the object stays, as `to_empty` and `to` need for ties
+                alias_of.requires_grad_(self.requires_grad)
+                torch._C._swap_tensor_impl(self, alias_of)
         self._layout = value._layout
         forget_entered()
 

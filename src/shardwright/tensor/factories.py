@@ -8,12 +8,11 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from shardwright import comm
 from shardwright.errors import ArgumentTypeError, TensorError
 from shardwright.layout import Layout
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.local import local_region, tag
-from shardwright.tensor.moving.boundary import default_mesh
+from shardwright.tensor.local import local_region, local_size, tag
+from shardwright.tensor.moving.from_local import bound_mesh
 from shardwright.tensor.random import permutation
 from shardwright.tensor.randomness import next_key
 from shardwright.tensor.types import REPLICATE
@@ -52,11 +51,11 @@ def _make(fill: Callable[..., Tensor], size: Sequence[Any], how: Making) -> DTen
         )
     shape = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     mesh, placements, device = how.get("mesh", how.get("device_mesh")), how.get("placements"), how.get("device")
-    bound = default_mesh() if mesh is None else comm.bind(mesh)
+    bound = bound_mesh(mesh)
     layout = Layout(bound, [REPLICATE] * bound.ndim if placements is None else placements, shape)
     if device is None:
         device = getattr(mesh, "device_type", None)
-    made: DTensor = tag(fill(local_region(layout).size, dtype=how.get("dtype"), device=device), layout)
+    made: DTensor = tag(fill(local_size(layout), dtype=how.get("dtype"), device=device), layout)
     made.requires_grad = how.get("requires_grad", False)
     return made
 

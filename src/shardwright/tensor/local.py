@@ -24,8 +24,10 @@ __all__ = [
     "disabled",
     "layout_of",
     "local_region",
+    "local_size",
     "mark_copied",
     "no_torch_function",
+    "nothing_of",
     "refuse_copied",
     "tag",
     "tag_replicated",
@@ -66,6 +68,20 @@ def local_region(layout: Layout) -> Region:
     if rank in layout.mesh:
         return layout.region(rank)
     return Region((0,) * layout.ndim, (0,) * layout.ndim)
+
+
+def local_size(layout: Layout) -> tuple[int, ...]:
+    """Return the shape of this process's local tensor; outside the mesh that of an empty one, which is never 0-d."""
+    rank = comm.rank()
+    return layout.local_shape(rank) if rank in layout.mesh else (0,) * max(1, layout.ndim)
+
+
+def nothing_of(tensor: Tensor, layout: Layout) -> Tensor:
+    """Return what a rank outside the mesh holds in place of `tensor`: an empty tensor, whose gradient is zero."""
+    with no_torch_function():
+        if tensor.ndim != layout.ndim or not layout.ndim:
+            return tensor.reshape(-1)[:0].view((0,) * max(1, layout.ndim))
+        return tensor[(slice(0, 0),) * layout.ndim]
 
 
 def alias(tensor: Tensor) -> Tensor:

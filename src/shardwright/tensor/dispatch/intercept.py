@@ -60,7 +60,6 @@ PASS = frozenset(
         "_use_count",
         "result_type",
         "can_cast",
-        "_has_compatible_shallow_copy_type",
         "__hash__",
         "type_hint",
         "_nested_tensor_size",

@@ -16,7 +16,7 @@ from shardwright.errors import LocalTensorError, MeshMismatchError, TensorError
 from shardwright.layout import Layout, Mesh, Placement, as_placement
 from shardwright.tensor.dispatch.recording import recording
 from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag
-from shardwright.tensor.moving.boundary import for_gradient, from_local
+from shardwright.tensor.moving.from_local import for_gradient, from_local
 from shardwright.tensor.moving.movement import move
 from shardwright.tensor.types import ENTERED
 
@@ -267,7 +267,5 @@ def _asked(value: Any, mesh: Mesh, placements: list[Placement] | None) -> Layout
     if placements is None or not isinstance(value, Tensor):
         return None
     with torch.no_grad():
-        found = from_local(
-            value.detach(), mesh, placements, run_check=any(p.is_shard() for p in placements), shape=None, stride=None
-        )
+        found = from_local(value.detach(), mesh, placements, run_check=None, shape=None, stride=None)
     return found._layout

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwright import comm
-from shardwright.errors import ArgumentTypeError, LocalTensorError, TensorError
-from shardwright.layout import Layout, Mesh, Placement, Ragged, Shard, as_placement
+from shardwright.errors import ArgumentTypeError, TensorError
+from shardwright.layout import Layout, Mesh
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.local import alias, local_region, no_torch_function, tag
+from shardwright.tensor.local import alias, local_region, no_torch_function, nothing_of, tag
+from shardwright.tensor.moving.from_local import bound_mesh, for_gradient, verify_local
 from shardwright.tensor.moving.introduce import introduce
 from shardwright.tensor.moving.movement import move
 from shardwright.tensor.moving.waiting import start_moving
 from shardwright.tensor.seeing import trace
-from shardwright.tensor.types import ENTERED, REPLICATE
+from shardwright.tensor.types import REPLICATE
 
 __all__ = [
-    "distribute_module",
     "distribute_tensor",
-    "for_gradient",
-    "from_local",
     "rebuild",
     "redistribute",
     "to_local",
@@ -64,8 +61,8 @@ def distribute_tensor(
         whole = tensor.detach()
         if src_data_rank is not None and not whole.is_meta and layout.mesh.size > 1:
             whole = _from_source(whole, layout.mesh, src_data_rank)
-        region = local_region(layout)
-        local = whole[region.slices()]
+        inside = comm.rank() in layout.mesh
+        local = whole[local_region(layout).slices()] if inside else nothing_of(whole, layout)
         # Never the caller's own memory: what is written to one must not show in the other. Nor a piece of the whole's,
         # which would stay alive with it.
         if local.numel() < whole.numel() or _memory(local) == _memory(tensor):
@@ -91,13 +88,8 @@ def _from_source(whole: Tensor, mesh: Mesh, source: int) -> Tensor:
 
 
 def _layout(device_mesh: Any, placements: Any, shape: Sequence[int], order: Any) -> Layout:
-    mesh = default_mesh() if device_mesh is None else comm.bind(device_mesh)
+    mesh = bound_mesh(device_mesh)
     return Layout(mesh, [REPLICATE] * mesh.ndim if placements is None else placements, shape, order)
-
-
-def default_mesh() -> Mesh:
-    """The mesh of all ranks in one dimension, where none is given."""
-    return Mesh((comm.world().size,), ranks=comm.world().ranks)
 
 
 def _refuse_partial(layout: Layout, what: str) -> None:
@@ -106,83 +98,6 @@ def _refuse_partial(layout: Layout, what: str) -> None:
             f"{what}: {layout} is partial: a whole value is no sum of addends. Use DTensor.from_local for addends, "
             "or redistribute afterwards"
         )
-
-
-def from_local(
-    local_tensor: Tensor,
-    device_mesh: Any,
-    placements: Sequence[object] | None,
-    *,
-    run_check: bool,
-    shape: Sequence[int] | None,
-    stride: Sequence[int] | None,
-) -> DTensor:
-    """See `DTensor.from_local`."""
-    if isinstance(local_tensor, DTensor) or not isinstance(local_tensor, Tensor):
-        raise ArgumentTypeError(f"from_local: {type(local_tensor).__name__} is not a plain tensor")
-    mesh = default_mesh() if device_mesh is None else comm.bind(device_mesh)
-    given: list[Placement] = [REPLICATE] * mesh.ndim if placements is None else [as_placement(p) for p in placements]
-    if stride is not None and shape is None:
-        raise TensorError("from_local: stride without shape says nothing: give both")
-    if shape is not None:
-        layout = Layout(mesh, given, shape)
-        _verify(local_tensor, layout, run_check)
-    else:
-        layout = _infer(local_tensor, mesh, given, run_check)
-    return tag(alias(local_tensor), layout)  # type: ignore[no-any-return]  # tag gives a DTensor
-
-
-def _verify(local: Tensor, layout: Layout, on_all_ranks: bool) -> None:
-    def check() -> None:
-        expected = local_region(layout).size
-        if tuple(local.shape) != expected and comm.rank() in layout.mesh:
-            raise LocalTensorError(
-                f"rank {comm.rank()}: a local tensor of shape {tuple(local.shape)} is not the part {expected} that "
-                f"it holds of {layout}"
-            )
-
-    if not on_all_ranks or layout.mesh.size == 1:
-        check()
-        return
-    group = comm.subgroup(sorted(layout.mesh.ranks))
-    comm.agree(check, what="from_local", group=group)
-    dtypes = [entry.decode() for entry in comm.gather_bytes(str(local.dtype).encode(), group=group)]
-    if len(set(dtypes)) > 1:
-        raise LocalTensorError(f"from_local: ranks {group.ranks} hold different dtypes: {', '.join(dtypes)}")
-
-
-def _infer(local: Tensor, mesh: Mesh, placements: list[Placement], run_check: bool) -> Layout:
-    """The layout of local tensors: equal shards, unless the ranks are asked."""
-    shape = list(local.shape)
-    for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, Shard | Ragged):
-            dim = placement.dim
-            if not -len(shape) <= dim < len(shape):
-                raise LocalTensorError(
-                    f"from_local: {placement} on a local tensor of {len(shape)} dimensions: it is out of range"
-                )
-            shape[dim] = sum(placement.sizes) if isinstance(placement, Ragged) else shape[dim] * mesh.shape[mesh_dim]
-    if run_check and mesh.size > 1:
-        shape = _ask_shape(local, mesh, placements)
-    layout = Layout(mesh, placements, shape)
-    if run_check or any(isinstance(placement, Ragged) for placement in placements):
-        _verify(local, layout, run_check)
-    return layout
-
-
-def _ask_shape(local: Tensor, mesh: Mesh, placements: list[Placement]) -> list[int]:
-    """The global shape that the ranks' own local shapes add up to; whether they fit it is verified afterwards."""
-    group = comm.subgroup(sorted(mesh.ranks))
-    said = [json.loads(entry) for entry in comm.gather_bytes(json.dumps(list(local.shape)).encode(), group=group)]
-    if len({len(shape) for shape in said}) > 1:
-        raise LocalTensorError(f"from_local: ranks {group.ranks} hold local tensors of different dimensions: {said}")
-    shapes = dict(zip(group.ranks, said, strict=True))
-    shape = list(shapes[mesh.ranks[0]])
-    for dim in range(len(shape)):
-        cutting = [m for m, p in enumerate(placements) if isinstance(p, Shard | Ragged) and p.dim % len(shape) == dim]
-        line = mesh.array[tuple(slice(None) if m in cutting else 0 for m in range(mesh.ndim))].reshape(-1).tolist()
-        shape[dim] = sum(shapes[rank][dim] for rank in line) if cutting else shape[dim]
-    return shape
 
 
 def to_local(tensor: DTensor, grad_placements: Sequence[object] | None) -> Tensor:
@@ -194,26 +109,6 @@ def to_local(tensor: DTensor, grad_placements: Sequence[object] | None) -> Tenso
         target = for_gradient(layout, grad_placements)
         moved = move(tensor, layout, target)
         return tensor.view_as(tensor) if moved is tensor else moved
-
-
-def for_gradient(layout: Layout, grad_placements: Sequence[object]) -> Layout:
-    """The layout whose gradient has these placements: a replicate with a partial gradient has entered."""
-    given = [as_placement(placement) for placement in grad_placements]
-    if len(given) != layout.mesh.ndim:
-        raise TensorError(f"grad_placements {given} for {layout}: give one per mesh dimension")
-    placements: list[Placement] = []
-    for placement, gradient in zip(layout.placements, given, strict=True):
-        if placement.is_replicate() and gradient.is_partial("sum"):
-            placements.append(ENTERED)
-        elif gradient == placement or (placement.is_partial() and gradient.is_replicate()):
-            placements.append(placement)
-        else:
-            raise TensorError(
-                f"grad_placements {given} for {layout}: the gradient of {placement} is "
-                f"{'Replicate()' if placement.is_partial() else placement}"
-                f"{' or Partial()' if placement.is_replicate() else ''}, not {gradient}"
-            )
-    return layout.replace(placements=placements, order=layout.order)
 
 
 def redistribute(
@@ -254,46 +149,12 @@ def rebuild(local: Tensor, layout: dict[str, Any], saved_by: int, requires_grad:
             f"this part of a DTensor {known} was saved by rank {saved_by}, and is not that of rank {rank}: let every "
             "rank save and load its own, or use shardwright.checkpoint"
         )
-    _verify(local, known, on_all_ranks=False)
+    verify_local(local, known)
     result: DTensor = tag(alias(local.detach()).detach(), known)
     result.requires_grad_(requires_grad)
     if is_parameter:
         result._is_param = True  # what makes isinstance(x, nn.Parameter) true
     return result
-
-
-def distribute_module(
-    module: nn.Module,
-    device_mesh: Any = None,
-    partition_fn: Callable[[str, nn.Module, Any], None] | None = None,
-    input_fn: Callable[[nn.Module, Any, Any], Any] | None = None,
-    output_fn: Callable[[nn.Module, Any, Any], Any] | None = None,
-) -> nn.Module:
-    """The module with its parameters and buffers made DTensors, in place.
-
-    `partition_fn(name, submodule, mesh)` distributes what it wants, submodule by submodule; what it leaves plain is
-    replicated. `input_fn(module, inputs, mesh)` and `output_fn(module, outputs, mesh)` run before and after forward.
-
-    >>> import torch, shardwright as sw
-    >>> mesh = sw.init_device_mesh("cpu", (1,))
-    >>> layer = sw.distribute_module(torch.nn.Linear(4, 2), mesh)
-    >>> print(layer.weight.sharding)
-    [2, 4] (0: R)
-    """
-    for name, submodule in module.named_modules():
-        if partition_fn is not None:
-            partition_fn(name, submodule, device_mesh)
-        for key, parameter in submodule._parameters.items():
-            if parameter is not None and not isinstance(parameter, DTensor):
-                submodule.register_parameter(key, distribute_tensor(parameter, device_mesh))
-        for key, buffer in submodule._buffers.items():
-            if buffer is not None and not isinstance(buffer, DTensor):
-                submodule._buffers[key] = distribute_tensor(buffer, device_mesh)
-    if input_fn is not None:
-        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, device_mesh))
-    if output_fn is not None:
-        module.register_forward_hook(lambda mod, _, outputs: output_fn(mod, outputs, device_mesh))
-    return module
 
 
 introduce(DTensor, rebuild)
