@@ -18,7 +18,7 @@ from shardwright import comm, sharded
 from shardwright.errors import ArgumentTypeError, MixedTensorsError, RandomArgumentError, ShardError, UnsupportedError
 from shardwright.sharded import ChunkShardingSpec, EnumerableShardingSpec, ShardedTensor, ShardingSpec, ShardMetadata
 from shardwright.tensor.dispatch.registry import canonical_name
-from shardwright.tensor.rules.elementwise.pointwise import COPIES, LINEAR_UNARY, NONLINEAR, TO_WHOLE_NUMBERS
+from shardwright.tensor.rules.elementwise.pointwise import CASTS, COPIES, LINEAR_UNARY, NONLINEAR
 from shardwright.testing import run_ranks
 
 SIZE = (5, 6)
@@ -121,7 +121,7 @@ ARGUMENTS: list[tuple[Any, ...]] = [
 ]
 NAMES = sorted(
     {
-        *(*NONLINEAR, *LINEAR_UNARY, *COPIES, *TO_WHOLE_NUMBERS),
+        *(*NONLINEAR, *LINEAR_UNARY, *COPIES, *CASTS),
         *("add", "sub", "rsub", "mul", "div", "lerp", "addcmul", "addcdiv", "where", "copy", "fill", "zero"),
         *("zeros_like", "ones_like", "full_like", "radd", "rmul", "rtruediv", "rpow", "mod", "floordiv", "and"),
     }

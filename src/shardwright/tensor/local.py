@@ -33,6 +33,7 @@ __all__ = [
     "tag_replicated",
     "tag_results",
     "version_of",
+    "with_dtypes",
 ]
 
 comm.on_forget(forget_plans)  # plans know this process's rank
@@ -125,6 +126,28 @@ def tag_results(result: Any, layouts: Sequence[Layout], inputs: Iterable[Tensor]
         return value
 
     return visit(result)
+
+
+def with_dtypes(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
+    """Return a local call's result with its tensors, in order, in these dtypes: what a rank without elements computes
+    in place of the operator may have another one, and ranks that disagree about it misread each other's messages.
+    """
+    each = iter(dtypes)
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value if value.dtype == (dtype := next(each, value.dtype)) else value.to(dtype)
+        if isinstance(value, list | tuple):
+            items = [visit(item) for item in value]
+            if all(new is old for new, old in zip(items, value, strict=True)):
+                return value
+            return (
+                items if isinstance(value, list) else type(value)(items) if hasattr(value, "n_fields") else tuple(items)
+            )
+        return value
+
+    with no_torch_function():
+        return visit(result)
 
 
 def mark_copied(results: Any, operator: str, base: DTensorBase, sharing: Tensor | None = None) -> None:

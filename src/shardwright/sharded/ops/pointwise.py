@@ -19,7 +19,7 @@ from shardwright.sharded.ops.locally import check_operands, kind_of, made_like, 
 from shardwright.sharded.ops.registry import getters, implements, implements_named, name_of, unsupported
 from shardwright.sharded.tensor import ShardedTensor
 from shardwright.tensor.dispatch.registry import canonical_name
-from shardwright.tensor.rules.elementwise.pointwise import COPIES, LINEAR_UNARY, NONLINEAR, TO_WHOLE_NUMBERS
+from shardwright.tensor.rules.elementwise.pointwise import CASTS, COPIES, LINEAR_UNARY, NONLINEAR
 
 __all__ = ["pointwise"]
 
@@ -30,7 +30,7 @@ _MOVES = {"cpu", "cuda", "to", "type"}  # they have answers of their own
 
 
 @implements_named(
-    *(set(NONLINEAR) | set(LINEAR_UNARY) | set(COPIES) | set(TO_WHOLE_NUMBERS)) - _ONLY_OF_COMPLEX - _MOVES,
+    *(set(NONLINEAR) | set(LINEAR_UNARY) | set(COPIES) | set(CASTS)) - _ONLY_OF_COMPLEX - _MOVES,
     *_MORE,
     *_LIKE,
 )

@@ -16,17 +16,21 @@ from torch import Tensor
 from shardwright.tensor.dispatch.call import map_tensors, tensors_in
 from shardwright.tensor.local import DTensorBase
 
-__all__ = ["call_as_cast", "low_dtype"]
+__all__ = ["call_as_cast", "cast_to", "low_dtype"]
 
 _LOW = frozenset((torch.float16, torch.bfloat16))
-# Registered for autocast, and not to be computed in float32: in the low precision, or in the widest of the arguments'.
-_NOT_IN_FLOAT32 = frozenset(
+# Registered for autocast, and computed in the low precision.
+_IN_LOW = frozenset(
     """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution
     scaled_dot_product_attention _scaled_dot_product_flash_attention _native_multi_head_attention
     _transform_bias_rescale_qkv addbmm addmm addmv addr baddbmm bmm chain_matmul linalg_multi_dot linalg_vecdot linear
     matmul mm mv prelu _addmm_activation einsum mkldnn_rnn_layer cudnn_convolution cudnn_convolution_transpose
     gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell _thnn_fused_gru_cell _thnn_fused_lstm_cell
-    addcdiv addcmul atan2 bilinear cat cross dot grid_sampler index_copy index_put scatter_add stack tensordot vdot
+    """.split()
+)
+# Registered for autocast, and computed in the widest of the arguments' dtypes.
+_IN_WIDEST = frozenset(
+    """addcdiv addcmul atan2 bilinear cat cross dot grid_sampler index_copy index_put scatter_add stack tensordot vdot
     """.split()
 )
 
@@ -51,6 +55,15 @@ def low_dtype(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if cast else tensor.dtype
 
 
+def cast_to(name: str, tensor: Tensor) -> tuple[torch.dtype, ...]:
+    """Return the dtype that autocast casts the arguments of this operator to, where that is a low one; else nothing."""
+    if not torch._C._is_any_autocast_enabled() or name not in _IN_LOW:
+        return ()
+    with torch._C.DisableTorchFunctionSubclass():
+        dtype = low_dtype(tensor)
+    return (dtype,) if dtype in _LOW else ()
+
+
 def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in _LOW else tensor
 
@@ -60,7 +73,7 @@ def _treatment(name: str, kind: str) -> Literal["float32", "none", "inner"]:
     """Whether torch computes the operator in float32, leaves it alone, or casts what it is made of."""
     overloads = _overloads().get(name, ())
     if _any_has(overloads, f"Autocast{kind.upper()}"):
-        return "inner" if name in _NOT_IN_FLOAT32 else "float32"
+        return "inner" if name in _IN_LOW or name in _IN_WIDEST else "float32"
     # Of those that torch composes, too, the inner ones are cast; a name that is no operator's is such a one.
     composed = [_any_has((overload,), "CompositeImplicitAutograd") for overload in overloads if _is_main(overload)]
     return "inner" if all(composed) else "none"

@@ -19,10 +19,11 @@ import torch
 from shardwright import comm
 from shardwright.errors import InPlaceError
 from shardwright.layout import Layout
+from shardwright.tensor.dispatch.autocast import cast_to
 from shardwright.tensor.dispatch.call import Call, map_tensors, take_apart
 from shardwright.tensor.dispatch.choose import Impossible, choose
 from shardwright.tensor.dispatch.registry import FAST, Op
-from shardwright.tensor.dispatch.shapes import output_shapes
+from shardwright.tensor.dispatch.shapes import Outputs, outputs_of
 from shardwright.tensor.dispatch.write_through import has_origin, remember_origin
 from shardwright.tensor.gradients.enter import move_operand
 from shardwright.tensor.local import (
@@ -32,10 +33,12 @@ from shardwright.tensor.local import (
     no_torch_function,
     refuse_copied,
     tag_results,
+    with_dtypes,
 )
 from shardwright.tensor.moving.movement import differs
 from shardwright.tensor.rules.elementwise.foreach import LIST_FUNCTIONS
-from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation
+from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation, Ways
+from shardwright.tensor.rules.rounding import completing_first
 from shardwright.tensor.seeing import policy
 from shardwright.tensor.types import settled
 
@@ -57,6 +60,9 @@ class CallPlan:
     enters: bool  # some input enters where a gradient is asked for
     view: bool  # the result may be a view of the first input
     copied: bool  # the input of a view had to move: the result looks like a view, but is a copy
+    dtypes: (
+        tuple[torch.dtype, ...] | None
+    )  # of the results, where this rank computes something else, having no elements
 
 
 def call_uniform(cls: Any, inplace: bool, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -128,6 +134,8 @@ def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call:
             result = plan.run(func, args, kwargs)
     if plan.inplace:
         return call.tensors[0]
+    if plan.dtypes is not None:
+        result = with_dtypes(result, plan.dtypes)
     tagged = tag_results(result, plan.outs, call.tensors)
     if plan.copied:
         mark_copied(tagged, plan.name, call.tensors[0])
@@ -159,11 +167,12 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
     if isinstance(answer, Decided):
         if inplace and answer.ins[0] is not operands[0].layout:
             raise _cannot_keep(op, operands[0], None)
-        ins, outs = list(answer.ins), list(answer.outs)
+        ins, outs, dtypes = list(answer.ins), list(answer.outs), ()
     else:
-        shapes = answer.shapes if answer.shapes is not None else output_shapes(func, args, kwargs)
+        inplace = inplace or answer.unmoved is not None
+        shapes, dtypes = _outputs(answer, operands, inplace, func, args, kwargs)
+        answer = completing_first(answer, operands, cast_to(op.name, call.tensors[0]) or dtypes)
         try:
-            inplace = inplace or answer.unmoved is not None
             ins, outs = choose(operands, replace(answer, unmoved=0 if inplace else None), shapes)
         except Impossible as where:
             if answer.written_back:
@@ -180,7 +189,23 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
     )
     run = answer.run(Situation(tuple(ins), tuple(outs), comm.rank())) if answer.run is not None else None
     copied = (not answer.fresh and moves[0] is not None) or (isinstance(answer, Decided) and answer.copied)
-    return CallPlan(op.name, moves, any(moves), run, tuple(outs), inplace, enters, not answer.fresh, copied)
+    known = dtypes if run is not None and not torch._C._is_any_autocast_enabled() and _is_empty(*ins, *outs) else None
+    return CallPlan(op.name, moves, any(moves), run, tuple(outs), inplace, enters, not answer.fresh, copied, known)
+
+
+def _is_empty(*layouts: Layout) -> bool:
+    """Whether this rank has no elements of one of these: its local call may be another than torch's own."""
+    rank = comm.rank()
+    return any(rank in layout.mesh and 0 in layout.local_shape(rank) for layout in layouts)
+
+
+def _outputs(
+    answer: Ways, operands: list[Operand], inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]
+) -> Outputs:
+    """What torch says that the results will be; what is written to keeps its dtype."""
+    if answer.shapes is None:
+        return outputs_of(func, args, kwargs)
+    return Outputs(answer.shapes, (operands[0].dtype,) if inplace else ())
 
 
 def _in_order(rule: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -214,7 +239,7 @@ def _remember_fast(op: Op, plan: CallPlan, func: Any, args: Any, kwargs: dict[st
     They are found by the second tensor's layout, by the type of the number that is the second operand, or by all
     the static arguments.
     """
-    if kwargs or plan.enters or plan.moving or plan.inplace or len(plan.outs) != 1 or func not in FAST:
+    if kwargs or plan.enters or plan.moving or plan.inplace or plan.dtypes or len(plan.outs) != 1 or func not in FAST:
         return
     if not isinstance(args[0], DTensorBase) or args[0]._layout.is_partial:
         return

@@ -16,9 +16,9 @@ from torch import Tensor
 from shardwright.errors import InPlaceError
 from shardwright.tensor.dispatch.autocast import call_as_cast
 from shardwright.tensor.dispatch.by_rule import call_by_rule
-from shardwright.tensor.dispatch.call import admit
+from shardwright.tensor.dispatch.call import admit, map_tensors
 from shardwright.tensor.dispatch.fallback import call_replicated
-from shardwright.tensor.dispatch.reenter import body_of
+from shardwright.tensor.dispatch.reenter import body_of, writes_on_the_way
 from shardwright.tensor.dispatch.refusals import refuse
 from shardwright.tensor.dispatch.registry import Op, canonical_name, operator
 from shardwright.tensor.dispatch.reshape_in_place import RESHAPES, reshape_in_place
@@ -27,6 +27,7 @@ from shardwright.tensor.gradients import engine
 from shardwright.tensor.local import DTensorBase, disabled, refuse_copied, tag_replicated
 from shardwright.tensor.randomness import refuse_plain_draws
 from shardwright.tensor.rules.elementwise.foreach import LISTS, call_on_lists
+from shardwright.tensor.rules.pieces import completed
 from shardwright.tensor.seeing import trace
 
 __all__ = ["PASS_FUNCTIONS", "intercept", "listen"]
@@ -150,6 +151,8 @@ def _call_cast(op: Op | None, name: str, inplace: bool, func: Any, args: Any, kw
                     return result
         body = body_of(func)
         if body is not None:
+            if writes_on_the_way(func):
+                args, kwargs = map_tensors(args, kwargs, lambda tensor: completed(name, tensor))  # type: ignore[arg-type]  # only DTensors are mapped
             return body(*args, **kwargs)
         record.fell_back = True
         return call_replicated(name, func, args, kwargs)

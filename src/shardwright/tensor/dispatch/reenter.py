@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shardwright.tensor.local import DTensorBase
 
-__all__ = ["body_of", "made_by_torch"]
+__all__ = ["body_of", "made_by_torch", "writes_on_the_way"]
 
 _MARK = "__shardwright_body__"  # among the globals of a function that is run without its first question
 # Functions of their arguments alone, which hand themselves over to nobody.
@@ -50,6 +50,21 @@ def body_of(func: Any) -> FunctionType | None:
     )
     body.__kwdefaults__ = func.__kwdefaults__
     return body
+
+
+@lru_cache(maxsize=1024)
+def writes_on_the_way(func: Any) -> bool:
+    """Return whether a function of torch's writes in place to tensors that it made of its arguments.
+
+    Where an argument is a partial sum, so may they be, and a partial sum cannot be clamped in place: such arguments
+    are summed up first. Functions with an argument `inplace` write to what they were given, and are not meant.
+    """
+    if not isinstance(func, FunctionType) or func.__module__ not in ("torch.nn.functional", "torch.functional"):
+        return False
+    code = func.__code__
+    if "inplace" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        return False
+    return any(name.endswith("_") and not name.startswith("_") and hasattr(Tensor, name) for name in code.co_names)
 
 
 class _Overrides:

@@ -102,19 +102,18 @@ def entry(name: str) -> Entry:
 
 
 @lru_cache(maxsize=8)
-def samples_of(name: str) -> tuple[OpSample, ...]:
-    """One sample of each pattern of an entry, the same in every process.
+def samples_of(name: str, dtype: torch.dtype | None = None) -> tuple[OpSample, ...]:
+    """Return one sample of each pattern of an entry, the same in every process, of its own dtype or of the one given.
 
     >>> [tuple(tensor.shape) for tensor in samples_of("mm")[0].tensors]
     [(5, 10), (10, 5)]
     """
-    return tuple(_samples(entry(name)))
+    one = entry(name)
+    dtype = one.dtype if dtype is None else dtype
+    return tuple(_samples(one, dtype)) if dtype in one.info.supported_dtypes("cpu") else ()
 
 
-def _samples(one: Entry) -> Iterator[OpSample]:
-    dtype = one.dtype
-    if dtype is None:
-        return
+def _samples(one: Entry, dtype: torch.dtype) -> Iterator[OpSample]:
     seed = zlib.crc32(one.name.encode())
     random.seed(seed)
     np.random.seed(seed)
@@ -122,7 +121,7 @@ def _samples(one: Entry) -> Iterator[OpSample]:
     seen: set[Any] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for given in one.info.sample_inputs("cpu", dtype, requires_grad=one.has_gradient):
+        for given in one.info.sample_inputs("cpu", dtype, requires_grad=one.has_gradient and dtype == one.dtype):
             args, kwargs = (given.input, *given.args), dict(given.kwargs)
             sample = OpSample(_unseeded(one.info.op), args, kwargs, given.output_process_fn_grad)
             pattern = (_pattern(args), tuple((key, _pattern(value)) for key, value in sorted(kwargs.items())))

@@ -77,16 +77,25 @@ class _Judged(NamedTuple):
 class Prover:
     """Proves entries of the database; what two of them are both made of is proved once."""
 
-    def __init__(self, ranks: int = 3, most_samples: int = 6, most_placements: int = 60, search: bool = True) -> None:
+    def __init__(
+        self,
+        ranks: int = 3,
+        most_samples: int = 6,
+        most_placements: int = 60,
+        search: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._ranks, self._most_samples, self._most_placements = ranks, most_samples, most_placements
         self._search = search  # for ways that no rule has
+        self._dtype = dtype  # of the samples; None: float64 where there are such
         self._known: dict[Any, _Judged] = {}
 
     def prove(self, name: str) -> EntryProof:
         """What is found of the entry of this name."""
         one = entry(name)
         found = EntryProof(name)
-        samples = [sample for sample in samples_of(name) if all(t.layout == torch.strided for t in sample.tensors)]
+        known = samples_of(name, self._dtype)
+        samples = [sample for sample in known if all(t.layout == torch.strided for t in sample.tensors)]
         found.unproved = _without_proof(one, samples)
         if found.unproved:
             return found

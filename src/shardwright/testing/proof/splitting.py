@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout, Partial
+from shardwright.tensor.redistribute.neutral import neutral
 
 __all__ = ["Mismatch", "assemble", "check_shapes", "compare", "split"]
 
@@ -40,6 +41,8 @@ def split(whole: Tensor, layout: Layout, generator: torch.Generator) -> list[Ten
 def _addends(whole: Tensor, op: str, ranks: int, generator: torch.Generator) -> list[Tensor]:
     owner = torch.randint(ranks, whole.shape, generator=generator)
     mine = [owner == rank for rank in range(ranks)]
+    if op in ("max", "min") and not whole.dtype.is_floating_point:  # nothing less than the least: no wrapping around
+        return [torch.where(here, whole, torch.full_like(whole, neutral(whole.dtype, op))) for here in mine]
     if op in ("max", "min"):
         sign = 1 if op == "max" else -1
         less = [torch.randint(1, 9, whole.shape, generator=generator).to(whole.dtype) * sign for _ in mine]
@@ -58,11 +61,13 @@ def _addends(whole: Tensor, op: str, ranks: int, generator: torch.Generator) -> 
 
 
 def check_shapes(parts: Sequence[Tensor], layout: Layout, what: str) -> None:
-    """`Mismatch` where a rank's part has not the shape that the layout gives it."""
+    """`Mismatch` where a rank's part has not the shape that the layout gives it, or another dtype than rank 0's."""
     for rank, part in enumerate(parts):
         expected = layout.local_shape(rank)
         if tuple(part.shape) != expected:
             raise Mismatch(f"{what} on rank {rank} has shape {tuple(part.shape)}, not {expected} of {layout}")
+        if part.dtype != parts[0].dtype:
+            raise Mismatch(f"{what} on rank {rank} is {part.dtype}, and {parts[0].dtype} on rank 0")
 
 
 def assemble(parts: Sequence[Tensor], layout: Layout, what: str) -> Tensor:

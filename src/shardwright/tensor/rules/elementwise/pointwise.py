@@ -10,6 +10,8 @@ import torch
 from shardwright.tensor.dispatch.registry import composite, mark_fast, mark_uniform, rule
 from shardwright.tensor.rules.elementwise.overwrite import as_addend, overwriting
 from shardwright.tensor.rules.notation import Decided, Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.rules.rounding import keeps_every_value
+from shardwright.tensor.types import REPLICATE
 
 __all__ = ["broadcast_labels", "operands_in", "pointwise"]
 
@@ -35,8 +37,21 @@ special_spherical_bessel_j0
 LINEAR_UNARY = """
 neg positive real imag conj conj_physical resolve_conj resolve_neg clone contiguous detach alias view_as_real
 """.split()
-COPIES = "cpu cuda half float double bfloat16 cfloat cdouble type to".split()
-TO_WHOLE_NUMBERS = "int long short char byte bool".split()
+COPIES = "cpu cuda type to".split()
+CASTS = {
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "double": torch.float64,
+    "cfloat": torch.complex64,
+    "cdouble": torch.complex128,
+    "int": torch.int32,
+    "long": torch.int64,
+    "short": torch.int16,
+    "char": torch.int8,
+    "byte": torch.uint8,
+    "bool": torch.bool,
+}
 
 
 def operands_in(*values: Any) -> list[Operand]:
@@ -111,19 +126,22 @@ def _itself(*_: Any, **__: Any) -> Sequence[Sequence[int]]:
     return [[0]]
 
 
-def _rounding(source: Operand, *args: Any, **kwargs: Any) -> Sequence[Sequence[int]] | None:
-    """Converting is linear among floating types; to whole numbers it is not."""
-    if any(isinstance(v, str) and v.startswith("torch.") for v in (*args, *kwargs.values())):
-        return None  # x.type("torch.LongTensor")
-    wanted = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.dtype)]
-    like = [v.dtype for v in operands_in(*args, *kwargs.values())]
+def _cast(source: Operand, *args: Any, **kwargs: Any) -> Sequence[Sequence[int]] | None:
+    """Converting is linear where it rounds nothing: a sum is completed before any other conversion."""
+    given = (*args, *kwargs.values())
+    if any((isinstance(v, str) and v.startswith("torch.")) or isinstance(v, type(torch.FloatTensor)) for v in given):
+        return None  # x.type("torch.LongTensor"), x.type(torch.LongTensor)
+    wanted = [v for v in given if isinstance(v, torch.dtype)]
+    like = [v.dtype for v in operands_in(*given)]
     target = (wanted or like or [source.dtype])[0]
-    floats = all(dtype.is_floating_point or dtype.is_complex for dtype in (source.dtype, target))
-    return [[0]] if target == source.dtype or floats else None
+    return [[0]] if keeps_every_value(source.dtype, target) else None
+
+
+def _cast_to(target: torch.dtype) -> Terms:
+    return lambda source, *_, **__: _cast(source, target)
 
 
 rule(*NONLINEAR, numbers_by_type=True)(pointwise())
-rule(*TO_WHOLE_NUMBERS, numbers_by_type=True)(pointwise())
 rule("add", "sub", numbers_by_type=True)(pointwise(_sum))
 rule("mul", numbers_by_type=True)(pointwise(_product))
 rule("div", numbers_by_type=True)(pointwise(_quotient))
@@ -151,18 +169,27 @@ def _same(linear: Terms) -> Callable[..., Ways | Decided]:
 
     def answer(source: Operand, *args: Any, **kwargs: Any) -> Ways | Decided:
         labels = list(range(source.ndim))
-        rest = operands_in(*args, *kwargs.values())  # `x.to(other)`: only other's dtype counts
-        if rest and not source.layout.is_partial:
-            return Decided((source.layout, *(other.layout for other in rest)), (source.layout,), fresh=False)
-        ins: list[Labels] = [labels, *([None] * other.ndim for other in rest)]
-        at = index_ways([source, *rest], ins, [labels], terms=linear(source, *args, **kwargs))
+        terms = linear(source, *args, **kwargs)
+        rest = operands_in(
+            *args, *kwargs.values()
+        )  # `x.to(other)`: only other's dtype counts, and it stays where it is
+        if rest:
+            kept = [
+                p if (terms and p.is_partial("sum")) or not p.is_partial() else REPLICATE
+                for p in source.layout.placements
+            ]
+            target = source.layout.replace(placements=kept, order=source.layout.order)
+            return Decided((target, *(other.layout for other in rest)), (target,), fresh=False)
+        at = index_ways([source], [labels], [labels], terms=terms)
         return Ways(at, fresh=False, shapes=(source.shape,))  # a meta tensor cannot be asked `to("cpu")`
 
     return answer
 
 
 rule(*LINEAR_UNARY)(_same(_itself))
-rule(*COPIES)(_same(_rounding))
+rule(*COPIES, "type_as")(_same(_cast))
+for _name, _dtype in CASTS.items():
+    rule(_name)(_same(_cast_to(_dtype)))
 rule("chalf")(_same(lambda *_, **__: None))  # torch does not add complex halves up
 
 
@@ -184,19 +211,19 @@ def _frexp(input: Operand) -> Ways:
     return Ways(index_ways([input], [labels], [labels, labels]))
 
 
-@rule("type_as")
-def _type_as(source: Operand, other: Operand) -> Ways | Decided:
-    return _same(_rounding)(source, other)
-
-
 @rule("copy", numbers_by_type=True)
 def _copy(target: Operand, source: Any, non_blocking: bool = False) -> Ways:
     """`copy_`: the source is brought to where the target is, partial sums included."""
     del non_blocking
     operands = operands_in(target, source)
-    ins, out = broadcast_labels(operands)
-    linear = len(operands) == 2 and (operands[1].dtype == target.dtype or target.dtype.is_floating_point)
-    return Ways(index_ways(operands, ins, [out], terms=[[0], [1]] if linear else None))
+    if len(operands) == 2 and keeps_every_value(operands[1].dtype, target.dtype) and _is_sum(target):
+        ins, out = broadcast_labels(operands)
+        return Ways(index_ways(operands, ins, [out], terms=[[0], [1]]))
+    return _fill(target, source)
+
+
+def _is_sum(target: Operand) -> bool:
+    return not any(p.is_partial() and not p.is_partial("sum") for p in target.layout.placements)
 
 
 @rule("fill", numbers_by_type=True)

@@ -57,7 +57,7 @@ def _rows(situation: Situation, count: int, padding_idx: int) -> Local | None:
         indices = args[1] if len(args) > 1 else kwargs["indices"]
         check_range("embedding", indices, count)
         if not rows:  # still a function of the table: every rank has the same graph
-            return weight.sum(0).expand(*indices.shape, -1).clone()
+            return weight.sum(0, dtype=weight.dtype).expand(*indices.shape, -1).clone()
         inside = (indices >= first) & (indices < first + rows)
         found = torch.embedding(weight, torch.where(inside, indices - first, 0), padding)
         return found.masked_fill(~inside.unsqueeze(-1), 0)

@@ -74,7 +74,15 @@ def _by_sample(input: Operand, target: Operand, *args: Any, weight: Operand | No
     return Ways(index_ways([input, target, *weights], ins, [batch]), shapes=(input.shape[:1] if batch else (),))
 
 
-_reducing("multi_margin_loss", torch._C._nn.multi_margin_loss, 5, _by_sample)
+def _by_class(input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Ways | None:
+    """Likewise, with one class per sample: of a single sample, the loss has the shape of its target, () or (1,)."""
+    if input.ndim == 2 or not target.ndim:
+        return _by_sample(input, target, *args, **kwargs)
+    operands = operands_in(input, target, *args, *kwargs.values())
+    return Ways(index_ways(operands, [[None] * each.ndim for each in operands], [[None]]), shapes=(target.shape,))
+
+
+_reducing("multi_margin_loss", torch._C._nn.multi_margin_loss, 5, _by_class)
 _reducing("multilabel_margin_loss", torch._C._nn.multilabel_margin_loss, 2, _by_sample)
 
 

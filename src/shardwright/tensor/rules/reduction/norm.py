@@ -32,7 +32,7 @@ def _vector_norm_cut(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = Fals
     """Along a cut dimension: what each rank has of the sum or of the extreme, put together before the root."""
     dims = _named(x, dim)
     narrow = x.dtype in (torch.float16, torch.bfloat16) and dtype in (None, x.dtype)  # powers would overflow
-    if not is_cut(x, dims) or (ord in SUMS and not narrow) or -INF < ord < 0:
+    if not is_cut(x, dims) or (ord in SUMS and not narrow) or -INF < ord < 0 or 0 in x.shape:  # torch knows of nothing
         return NotImplemented
     if narrow:
         return torch.linalg.vector_norm(x.float(), ord, dim, keepdim).to(x.dtype)
@@ -102,7 +102,7 @@ def _matrix_norm_cut(
     if A.ndim < 2 or len(dim) != 2:
         return NotImplemented
     rows, columns = _matrix_dims(A.ndim, dim)
-    if rows == columns or not is_cut(A, [rows, columns]):
+    if rows == columns or not is_cut(A, [rows, columns]) or 0 in A.shape:
         return NotImplemented
     if ord == "fro":
         return torch.linalg.vector_norm(A, 2, (rows, columns), keepdim, dtype=dtype)

@@ -84,17 +84,20 @@ def _extreme(op: str) -> Callable[..., Ways]:
         ins, out = reduction_labels(input, dims, keepdim)
         # A partial maximum has no gradient: where one is asked for, the reduced dimensions are not cut.
         reduction = None if input.grad or 0 in input.shape or input.dtype.is_complex else op
-        return Ways(index_ways([input], [ins], [out], reduction=reduction), run=lambda s: _extreme_of_nothing(s, op))
+
+        def run(situation: Situation) -> Local | None:
+            """The maximum of nothing is an error: a rank that has nothing along these dimensions says the least."""
+            mine = situation.ins[0].local_shape(situation.rank)
+            if all(
+                mine[d] or not input.shape[d] for d in dims
+            ):  # of what is empty altogether, torch says what is wrong
+                return None
+            result = situation.outs[0].local_shape(situation.rank)
+            return lambda _, args, __: args[0].new_full(result, neutral(args[0].dtype, op))
+
+        return Ways(index_ways([input], [ins], [out], reduction=reduction), run=run)
 
     return answer
-
-
-def _extreme_of_nothing(situation: Situation, op: str) -> Local | None:
-    """The maximum of nothing is an error: a rank that has nothing says the least there is."""
-    mine, result = (layout.local_shape(situation.rank) for layout in (situation.ins[0], situation.outs[0]))
-    if all(mine) or not all(result):
-        return None
-    return lambda _, args, __: args[0].new_full(result, neutral(args[0].dtype, op))
 
 
 rule("amax")(_extreme("max"))

@@ -73,7 +73,8 @@ def _resized(
     name: str, spatial: int, neighbours: int, corners: bool, halo: bool, input: Operand, *args: Any, **named: Any
 ) -> Ways:
     labels: Labels = [0, 1, *[None] * spatial]
-    at = index_ways([input], [labels], [labels], terms=[[0]], reduction=None)
+    linear = input.dtype.is_floating_point or not neighbours  # a blend of whole numbers is rounded
+    at = index_ways([input], [labels], [labels], terms=[[0]] if linear else None, reduction=None)
     if not halo:
         return Ways(at, run=or_nothing)
     sizes, scales, aligned = _numbers(spatial, corners, *args, **named)
@@ -151,7 +152,7 @@ for _pattern, (_neighbours, _corners) in _MODES.items():
             rule(_name)(partial(_resize, False))
             by_halo(_name, getattr(torch._C._nn, _name), partial(_resize, True), _n)
 for _name in _WHOLE:
-    rule(_name)(partial(_resized, _name, 2, 0, True, False))
+    rule(_name)(partial(_resized, _name, 2, 1, True, False))
 
 
 @rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol, final
 
@@ -94,8 +95,12 @@ def each(value: Any, count: int) -> tuple[Any, ...]:
 
 
 def nothing_of(*tensors: Tensor | None) -> Any:
-    """Zero, as a function of these tensors: a rank with nothing to compute has the same graph as the others."""
-    return sum(tensor.reshape(-1)[:0].sum() for tensor in tensors if tensor is not None)
+    """Zero, as a function of these tensors: a rank with nothing to compute has the same graph as the others.
+
+    It has their dtype, of small whole numbers and truths too, which torch otherwise sums up as int64.
+    """
+    zeros = [tensor.reshape(-1)[:0].sum(dtype=tensor.dtype) for tensor in tensors if tensor is not None]
+    return reduce(torch.add, zeros)
 
 
 def _owned(reach: Reach, pieces: Sequence[int]) -> list[int]:

@@ -1,0 +1,57 @@
+"""Which casts of a partial sum may be made before it is summed up: those that change no partial value.
+
+The sum of rounded values is not the rounded sum: partial values that cancel out may lose everything. Small whole
+numbers wrap around when they are summed up, and would not in a wider type. So only a cast to a dtype that holds every
+value of the floating dtype before it is made on partial values; for any other the sum is completed first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from shardwright.tensor.rules.notation import Operand, Way, Ways
+
+__all__ = ["completing_first", "keeps_every_value", "never_partial"]
+
+
+@lru_cache(maxsize=1024)
+def keeps_every_value(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether a partial sum of `source` may be cast to `target` value by value.
+
+    >>> keeps_every_value(torch.bfloat16, torch.float32), keeps_every_value(torch.float32, torch.bfloat16)
+    (True, False)
+    >>> keeps_every_value(torch.int8, torch.int32)  # 100 + 100 is -56 in int8, and would become 200
+    False
+    """
+    if source == target:
+        return True
+    if not all(dtype.is_floating_point or dtype.is_complex for dtype in (source, target)):
+        return False
+    have, wanted = (torch.finfo(dtype) for dtype in (source, target))  # of complex dtypes: of their real parts
+    return wanted.eps <= have.eps and wanted.max >= have.max and wanted.smallest_normal <= have.smallest_normal
+
+
+def completing_first(ways: Ways, operands: Sequence[Operand], dtypes: Sequence[torch.dtype]) -> Ways:
+    """Return the ways that cast no partial values, given the dtypes of the results: all where there is no such cast.
+
+    A value that is whole may still be made partial: one rank casts it, the others cast zeros.
+    """
+    rounded = [place for place in never_partial(operands, dtypes) if operands[place].layout.is_partial]
+    return replace(ways, at=_without_partial(ways.at, rounded)) if rounded else ways
+
+
+def never_partial(operands: Sequence[Operand], dtypes: Sequence[torch.dtype]) -> list[int]:
+    """Return the places of the operands whose partial values would be rounded in results of these dtypes."""
+    return [
+        place
+        for place, operand in enumerate(operands)
+        if not all(keeps_every_value(operand.dtype, dtype) for dtype in dtypes)
+    ]
+
+
+def _without_partial(at: Callable[[int], list[Way]], rounded: Sequence[int]) -> Callable[[int], list[Way]]:
+    return lambda mesh_dim: [way for way in at(mesh_dim) if not any(way.ins[place].is_partial() for place in rounded)]
