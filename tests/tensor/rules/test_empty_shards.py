@@ -1,4 +1,4 @@
-"""Where some ranks, or all, have no elements: torch's result in torch's dtype, or torch's error, on every rank alike."""
+"""Where some ranks, or all, have no elements: torch's result in torch's dtype, or torch's error, on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 import shardwright as sw
 from shardwright.tensor.dispatch.by_rule import call_by_rule
@@ -48,7 +48,7 @@ ALONG_ONE: dict[str, Callable[[Tensor, int], Any]] = {
     "logsumexp": lambda x, d: x.logsumexp(d),
     "softmax": lambda x, d: x.softmax(d),
     "log_softmax": lambda x, d: x.log_softmax(d),
-    "softmin": lambda x, d: F.softmin(x, d),
+    "softmin": lambda x, d: functional.softmin(x, d),
     "norm(inf)": lambda x, d: torch.linalg.vector_norm(x, INF, d),
     "norm(-inf)": lambda x, d: torch.linalg.vector_norm(x, -INF, d),
     "norm(0)": lambda x, d: torch.linalg.vector_norm(x, 0, d),
@@ -56,7 +56,7 @@ ALONG_ONE: dict[str, Callable[[Tensor, int], Any]] = {
     "norm(2)": lambda x, d: torch.linalg.vector_norm(x, 2, d),
     "norm(3)": lambda x, d: torch.linalg.vector_norm(x, 3, d),
     "norm(-1)": lambda x, d: torch.linalg.vector_norm(x, -1, d),
-    "normalize": lambda x, d: F.normalize(x, dim=d),
+    "normalize": lambda x, d: functional.normalize(x, dim=d),
     "sum": lambda x, d: x.sum(d),
     "mean": lambda x, d: x.mean(d),
     "var": lambda x, d: x.var(d, unbiased=False),
@@ -94,8 +94,8 @@ OF_ALL: dict[str, Callable[[Tensor], Any]] = {
     "unique": lambda x: torch.unique(x),
     "sort": lambda x: x.flatten().sort().values,
     "trace": lambda x: x.trace(),
-    "mse_loss": lambda x: F.mse_loss(x, x * 2),
-    "cross_entropy": lambda x: F.cross_entropy(x, x.detach().argmax(1)),
+    "mse_loss": lambda x: functional.mse_loss(x, x * 2),
+    "cross_entropy": lambda x: functional.cross_entropy(x, x.detach().argmax(1)),
     "histc": lambda x: x.histc(3),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 import shardwright as sw
 from shardwright.errors import InPlaceError
@@ -104,7 +104,7 @@ def test_autocast_sums_up_before_it_casts() -> None:
     x = partial_sum(CANCEL, torch.float32).reshape(1, 3)
     weight = sw.distribute_tensor(w, sw.init_device_mesh("cpu", (2,)), [R()])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = [x @ weight, F.linear(x, weight), torch.einsum("bi,ij->bj", x, weight)]
+        found = [x @ weight, functional.linear(x, weight), torch.einsum("bi,ij->bj", x, weight)]
         expected = x.full_tensor() @ w
     for one in found:
         assert torch.equal(one.full_tensor(), expected)
@@ -144,26 +144,28 @@ def test_functions_of_torch_that_write_in_place_on_their_way_take_partial_sums()
     spread = [
         sw.distribute_tensor(t, mesh, [R()]).redistribute(placements=[P()]).requires_grad_() for t in (x, target, var)
     ]
-    loss = F.gaussian_nll_loss(*spread, full=True)
+    loss = functional.gaussian_nll_loss(*spread, full=True)
     own = [t.clone().requires_grad_() for t in (x, target, var)]
-    expected = F.gaussian_nll_loss(*own, full=True)
+    expected = functional.gaussian_nll_loss(*own, full=True)
     torch.testing.assert_close(loss.full_tensor(), expected)
     loss.backward()
     expected.backward()
     for ours, theirs in zip(spread, own, strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
     sw.manual_seed(0)
-    drawn = F.gumbel_softmax(spread[0], hard=True).full_tensor()
+    drawn = functional.gumbel_softmax(spread[0], hard=True).full_tensor()
     assert drawn.sum(-1).tolist() == [1.0] * 3
     out = sw.distribute_tensor(torch.zeros(3, 3), mesh, [S(0)])
     for place in (P(), S(1)):
         with torch.no_grad():
-            F.normalize(sw.distribute_tensor(x, mesh, [R()]).redistribute(placements=[place]), p=1.0, out=out)
-        torch.testing.assert_close(out.full_tensor(), F.normalize(x, p=1.0))
+            functional.normalize(sw.distribute_tensor(x, mesh, [R()]).redistribute(placements=[place]), p=1.0, out=out)
+        torch.testing.assert_close(out.full_tensor(), functional.normalize(x, p=1.0))
 
 
 def test_every_function_of_torch_that_writes_on_its_way_is_known_here() -> None:
-    public = [getattr(module, name) for module in (F, torch.functional) for name in dir(module) if name[0] != "_"]
+    public = [
+        getattr(module, name) for module in (functional, torch.functional) for name in dir(module) if name[0] != "_"
+    ]
     found = {f.__name__ for f in public if callable(f) and body_of(f) is not None and writes_on_the_way(f)}
     # All of these are tried above with partial sums; a new one of torch's belongs there too.
     assert found <= {"gaussian_nll_loss", "gumbel_softmax", "normalize"}, found
@@ -190,5 +192,5 @@ def test_a_module_in_half_precision_takes_a_partial_sum() -> None:
     layer = sw.distribute_module(nn.Linear(3, 2).bfloat16(), sw.init_device_mesh("cpu", (2,)))
     x = partial_sum(CANCEL, torch.float32).reshape(1, 3)
     found = layer(x.to(layer.weight.dtype)).full_tensor()
-    expected = F.linear(x.full_tensor().bfloat16(), layer.weight.full_tensor(), layer.bias.full_tensor())
+    expected = functional.linear(x.full_tensor().bfloat16(), layer.weight.full_tensor(), layer.bias.full_tensor())
     assert torch.equal(found, expected)

@@ -159,6 +159,7 @@ def _moved(plan: CallPlan, args: Any, kwargs: dict[str, Any], call: Call) -> tup
 
 def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any], call: Call) -> CallPlan | None:
     assert op.rule is not None
+    dtypes: tuple[torch.dtype, ...] = ()
     operands = [_operand(tensor) for tensor in call.tensors]
     stand_ins = iter(operands)
     answer = op.rule(*(spec := map_tensors(args, kwargs, lambda _: next(stand_ins)))[0], **spec[1])
@@ -167,7 +168,7 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
     if isinstance(answer, Decided):
         if inplace and answer.ins[0] is not operands[0].layout:
             raise _cannot_keep(op, operands[0], None)
-        ins, outs, dtypes = list(answer.ins), list(answer.outs), ()
+        ins, outs = list(answer.ins), list(answer.outs)
     else:
         inplace = inplace or answer.unmoved is not None
         shapes, dtypes = _outputs(answer, operands, inplace, func, args, kwargs)

@@ -110,7 +110,9 @@ def samples_of(name: str, dtype: torch.dtype | None = None) -> tuple[OpSample, .
     """
     one = entry(name)
     dtype = one.dtype if dtype is None else dtype
-    return tuple(_samples(one, dtype)) if dtype in one.info.supported_dtypes("cpu") else ()
+    if dtype is None or dtype not in one.info.supported_dtypes("cpu"):
+        return ()
+    return tuple(_samples(one, dtype))
 
 
 def _samples(one: Entry, dtype: torch.dtype) -> Iterator[OpSample]:

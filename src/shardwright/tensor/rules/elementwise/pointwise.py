@@ -219,15 +219,14 @@ def _copy(target: Operand, source: Any, non_blocking: bool = False) -> Ways:
     if len(operands) == 2 and keeps_every_value(operands[1].dtype, target.dtype) and _is_sum(target):
         ins, out = broadcast_labels(operands)
         return Ways(index_ways(operands, ins, [out], terms=[[0], [1]]))
-    return _fill(target, source)
+    return _overwrite(target, source)
 
 
 def _is_sum(target: Operand) -> bool:
     return not any(p.is_partial() and not p.is_partial("sum") for p in target.layout.placements)
 
 
-@rule("fill", numbers_by_type=True)
-def _fill(target: Operand, value: Any) -> Ways:
+def _overwrite(target: Operand, value: Any) -> Ways:
     operands = operands_in(target, value)
     ins, out = broadcast_labels(operands)
 
@@ -240,6 +239,7 @@ def _fill(target: Operand, value: Any) -> Ways:
     return Ways(overwriting(index_ways(operands, ins, [out]), target, len(operands)), run=run)
 
 
+rule("fill", numbers_by_type=True)(_overwrite)
 rule("zero")(pointwise(_itself))  # addends that are all zero add up to zero
 
 mark_fast(*NONLINEAR, "complex", "ldexp", "add", "sub", "mul", "div", "neg", "clone", "detach")
