@@ -1,4 +1,4 @@
-"""What looks like a view shows what is written to the original, or is refused: never what was there before."""
+"""What looks like a view shows and passes on what torch's view would, or is refused before anything is written."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 import shardwright as sw
 from shardwright.errors import InPlaceError, LoadMismatchError
+from shardwright.tensor.copied import is_copied
 from shardwright.tensor.local import version_of
 from shardwright.testing import on_ranks, run_ranks
 
@@ -26,97 +27,238 @@ def whole(*shape: int) -> Tensor:
     return torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
 
 
-def written_to_the_original(x: Any) -> Any:
-    row = x[2]
-    x[2] = 5.0
-    return row
-
-
-def written_to_another(x: Any) -> Any:
-    first, second = x[0], x[0]
-    first.add_(1)
-    return first + second
-
-
-def unbound(x: Any) -> Any:
-    pieces = x.unbind(0)
-    x.add_(1)
-    return pieces[3] * pieces[0]
-
-
-def a_view_of_what_was_picked(x: Any) -> Any:
-    part = x[0][1:3]
-    x.mul_(3)
-    return part
-
-
-def twice(x: Any) -> Any:
-    row = x[1]
-    x.add_(1)
-    before = row * 1
-    x.add_(1)
-    return torch.cat([before, row])
-
-
-def in_a_list(x: Any) -> Any:
-    row = x[3]
-    x[3:4] = 0.0
-    return torch.stack([row, x[0]])
-
-
-@pytest.mark.parametrize(
-    "body", [written_to_the_original, written_to_another, unbound, a_view_of_what_was_picked, twice, in_a_list]
-)
-@on_ranks(4)
-def test_what_was_picked_shows_what_is_written_later(body: Callable[[Any], Any]) -> None:
-    torch.testing.assert_close(body(rows(whole(4, 6))).full_tensor(), body(whole(4, 6)))
+USES: list[Callable[[Any], Any]] = [
+    lambda row: row + 1,
+    lambda row: row * row,
+    lambda row: torch.stack([row, row]),
+    lambda row: torch.cat((row.new_zeros(1), row)),
+    lambda row: row[:1],
+    lambda row: row.item(),
+    lambda row: row.tolist(),
+    lambda row: float(row),
+    lambda row: bool(row),
+    lambda row: row.full_tensor(),
+    lambda row: row.to_local(),
+    lambda row: row.numpy(),
+    lambda row: row.data,
+    lambda row: row.detach(),
+    lambda row: repr(row),
+    lambda row: copy.deepcopy(row),
+    lambda row: row.redistribute(placements=[sw.Replicate()]),
+    lambda row: row.add_(1),
+    lambda row: row.__setitem__(0, 1.0),
+    lambda row: torch.add(row.clone(), 1, out=row),
+]
 
 
 @on_ranks(4)
-def test_gradients_go_through_what_was_written() -> None:
-    found = []
-    for x in (whole(4, 2), rows(whole(4, 2))):
-        x.requires_grad_()
-        y = x * 1
-        row = y[0]
-        y.mul_(2)
-        (row * row).sum().backward()
-        found.append(x.grad)
-    torch.testing.assert_close(found[1].full_tensor(), found[0])
+def test_every_use_of_a_pick_is_refused_once_the_original_was_written_to() -> None:
+    for use in USES:
+        x = rows(whole(4, 1))
+        row = x[2]
+        use(row)  # up to date
+        x, row = (y := rows(whole(4, 1))), y[2]
+        x[0] = 5.0
+        with pytest.raises(InPlaceError, match=r"looks like a view but is a copy.*again after the write, or clone"):
+            use(row)
+        assert x.full_tensor().tolist() == [[5], [2], [3], [4]]  # a refused write has written nothing
+        assert tuple(row.shape) == (1,)  # what is known without its values
 
 
 @on_ranks(4)
-def test_values_read_in_every_manner_are_those_of_now() -> None:
-    x = rows(whole(4, 1))
-    row = x[2]
-    x.zero_()
-    assert row.item() == 0
-    assert row.tolist() == [0]
-    assert float(row) == 0
-    assert not row
-    assert row.full_tensor().tolist() == [0]
-    assert row.numpy().tolist() == [0]
-    assert copy.deepcopy(row).full_tensor().tolist() == [0]
-    assert row.redistribute(placements=[sw.Replicate()]).to_local().tolist() == [0]
+def test_a_pick_is_refused_however_the_original_was_written_to() -> None:
+    def through_data(x: Any) -> None:
+        x.data[1] = 5.0
 
+    def through_data_taken_before(x: Any, before: Any) -> None:
+        before[1] = 5.0
 
-@on_ranks(4)
-def test_where_no_index_says_how_to_pick_it_again_it_is_refused() -> None:
-    for made in (lambda x: x.view(2, 2, 6), lambda x: x.reshape(3, 8), lambda x: x.unfold(0, 2, 1)):
-        x = rows(whole(4, 6))
-        view = made(x)
-        assert view.sum().item() != 0  # as long as nothing was written
-        x.zero_()
-        with pytest.raises(InPlaceError, match=r"looks like a view but is a copy.*again after the write"):
-            view.sum()
+    other = rows(whole(4, 4))
+    writes: list[Callable[[Any], Any]] = [
+        lambda x: x.add_(1), lambda x: x[2:3].zero_(), lambda x: x.view(16).zero_(), lambda x: x.detach().zero_(),
+        through_data, lambda x: x[1].add_(1), lambda x: x[1].data.add_(1), lambda x: x.to_local().add_(1),
+        lambda x: x.t_(), lambda x: x.transpose_(0, 1), lambda x: x.unsqueeze_(0), lambda x: x.squeeze_(),
+        lambda x: x.resize_(2, 4), lambda x: x.set_(x + 100), lambda x: setattr(x, "data", other),
+    ]  # fmt: skip
+    for write in writes:
+        x = rows(whole(4, 4))
+        row = x[1]
+        write(x)
         with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
-            view.full_tensor()
-        assert made(x).sum().item() == 0
+            row.sum()
+    x = rows(whole(4, 4))
+    before = x.data
+    row = x[1]
+    through_data_taken_before(x, before)
+    with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
+        row.sum()
+    x, y = rows(whole(4, 4)), rows(whole(4, 4))
+    y.data = x  # its writes are counted by another counter
+    row = x[1]
+    y.zero_()
+    with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
+        row.sum()
+
+
+@on_ranks(4)
+def test_a_pick_is_refused_where_what_it_was_picked_of_is_a_pick_or_a_view() -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    for places in ([sw.Shard(0), sw.Shard(1)], [sw.Shard(1), sw.Shard(0)], [sw.Shard(0), sw.Shard(0)]):
+        for take in (lambda x: x[1][2], lambda x: x[1:3][0][1:2], lambda x: x.t()[1], lambda x: x.unbind(dim=1)[0]):
+            x = sw.distribute_tensor(whole(4, 4), mesh, places)
+            taken = take(x)
+            torch.testing.assert_close(taken.full_tensor(), take(whole(4, 4)))
+            x.zero_()
+            if not is_copied(taken):  # a view, along dimensions that are not sharded
+                assert taken.sum().item() == 0
+                continue
+            with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
+                taken.sum()
+            assert take(x).sum().item() == 0
+
+
+@on_ranks(4)
+def test_dimensions_and_memory_of_a_pick_are_not_changed_in_place() -> None:
+    changes: list[Callable[[Any], Any]] = [
+        lambda row: row.t_(), lambda row: row.transpose_(0, 1), lambda row: row.unsqueeze_(0),
+        lambda row: row.squeeze_(), lambda row: row.resize_(2), lambda row: row.resize_as_(row.clone()),
+        lambda row: row.set_(row.clone()),
+        lambda row: setattr(row, "data", row.clone()), lambda row: row.detach_(),
+    ]  # fmt: skip
+    for change in changes:
+        x = rows(whole(4, 2, 2))
+        row = x[1]
+        with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
+            change(row)
+        assert tuple(row.shape) == (2, 2)
+        assert torch.equal(row.full_tensor(), whole(4, 2, 2)[1])
+
+
+@on_ranks(4)
+def test_where_no_index_says_what_was_taken_it_cannot_be_written_to() -> None:
+    for made in (lambda x: x.view(2, 2, 6), lambda x: x.reshape(3, 8), lambda x: x.unfold(0, 2, 1)):
+        for _ in range(2):  # the second call is answered from its plan
+            x = rows(whole(4, 6))
+            view = made(x)
+            assert view.sum().item() != 0  # as long as nothing was written
+            for write in (lambda view: view.zero_(), lambda view: view[0].add_(1), lambda view: view.data.add_(1)):
+                with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
+                    write(view)
+            assert torch.equal(x.full_tensor(), whole(4, 6))
+            x.zero_()
+            with pytest.raises(InPlaceError, match=r"looks like a view but is a copy.*again after the write"):
+                view.sum()
+            assert made(x).sum().item() == 0
+
+
+def plus_equals(x: Any, w: Any) -> Any:
+    x[1] += w
+    return x
+
+
+def in_place(x: Any, w: Any) -> Any:
+    row = x[1]
+    row.mul_(w).add_(1)
+    return x * row
+
+
+def a_part_of_a_row(x: Any, w: Any) -> Any:
+    row = x[3]
+    row[:1] += w[:1]
+    return x.sum() + (row * row).sum()
+
+
+def a_place_of_a_row(x: Any, w: Any) -> Any:
+    x[2][1] = w[0]
+    x[0][0] *= 2
+    return x
+
+
+def a_row_used_before(x: Any, w: Any) -> Any:
+    row = x[1]
+    used = row * 3
+    row.add_(w)
+    return used.sum() + (row * x[0]).sum() + x.sum()
+
+
+def detached(x: Any, w: Any) -> Any:
+    x[1].detach().mul_(2)
+    return x * w
+
+
+def without_gradients(x: Any, w: Any) -> Any:
+    row = x[1]
+    with torch.no_grad():
+        row.mul_(2)
+    return x * w + row
+
+
+def retained(x: Any, w: Any) -> Any:
+    row = x[1]
+    row.retain_grad()
+    row.mul_(2)
+    (row * w).sum().backward(retain_graph=True)
+    return x * row.grad
+
+
+WRITES = [
+    plus_equals, in_place, a_part_of_a_row, a_place_of_a_row, a_row_used_before, detached, without_gradients, retained,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", WRITES)
+@pytest.mark.parametrize("grads", ["both", "original", "value", "none"])
+@on_ranks(4)
+def test_a_write_to_a_pick_is_torchs_with_its_gradients(body: Callable[[Any, Any], Any], grads: str) -> None:
+    found: list[list[Any]] = []
+    for make in (lambda t: t, rows):
+        x, w = make(whole(4, 2)), make(torch.tensor([2.0, 3.0]))
+        x.requires_grad_(grads in ("both", "original"))
+        w.requires_grad_(grads in ("both", "value"))
+        if body is retained and grads in ("value", "none"):
+            return  # there is nothing to retain
+        y = x * 1 if x.requires_grad else x.clone()
+        result = body(y, w)
+        seen = [result.detach(), y.detach()]
+        if result.requires_grad:
+            for _ in range(2):
+                result.sum().backward(retain_graph=True)
+            seen += [tensor.grad for tensor in (x, w) if tensor.grad is not None]
+        found.append(seen)
+    want, got = found
+    assert len(want) == len(got)
+    for one, other in zip(want, got, strict=True):
+        torch.testing.assert_close(other.full_tensor(), one)
+
+
+@on_ranks(4)
+def test_a_write_that_autograd_refuses_has_written_nothing() -> None:
+    def with_a_hook(row: Any) -> Any:
+        row.register_hook(lambda gradient: None)
+        return row.add_(1)
+
+    cases: list[tuple[bool, Callable[[Any], Any]]] = [
+        (True, lambda x: x[1].add_(1)),
+        (True, lambda x: x[1].__setitem__(0, 1.0)),
+        (False, lambda x: x.unbind(0)[1].add_(1)),
+        (False, lambda x: with_a_hook(x[1])),
+        (False, lambda x: x.detach()[1].requires_grad_().add_(1)),
+        (False, lambda x: x[1].add_(rows(torch.ones(3)))),  # no such shape
+        (False, lambda x: torch.aminmax(x, dim=0, out=(x[1], x.view(2, 4)[0][:2]))),
+    ]
+    for is_leaf, write in cases:
+        leaf = rows(whole(4, 2)).requires_grad_()
+        x = leaf if is_leaf else leaf * 1
+        with pytest.raises(RuntimeError):
+            write(x)
+        assert torch.equal(x.detach().full_tensor(), whole(4, 2))
+        (x * 2).sum().backward()
+        assert torch.equal(leaf.grad.full_tensor(), torch.full((4, 2), 2.0))
 
 
 @on_ranks(4)
 def test_a_write_is_counted_alike_on_every_rank() -> None:
-    """It decides whether ranks pick anew, together: also those count that hold nothing of what is written."""
+    """It decides whether a use of a pick is refused, on all ranks: ranks that hold nothing of what is written count."""
     first = rows(torch.tensor([0]), sw.Replicate())
     one = rows(torch.ones(1, 2), sw.Replicate())
     mask = rows(torch.tensor([True, False, False, False, False, True]))
@@ -149,23 +291,33 @@ def test_a_write_is_counted_alike_on_every_rank() -> None:
 
 
 @on_ranks(4)
-def test_a_compiled_program_gets_what_is_there_now() -> None:
+def test_a_compiled_program_neither_takes_nor_returns_a_pick_that_is_out_of_date() -> None:
     x = rows(whole(4, 2))
     row, view = x[1], x.view(2, 2, 2)
     doubled = sw.compile(lambda a: a * 2)
-    assert doubled(row).tolist() == [6, 8]
+    for _ in range(2):
+        assert doubled(row).tolist() == [6, 8]
     x.zero_()
-    assert doubled(row).tolist() == [0, 0]
-    with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
-        doubled(view)
+    for stale in (row, view):
+        with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
+            doubled(stale)
 
-    def program(a: Any) -> Any:
+    def written_after(a: Any) -> Any:
         b = a * 1
         picked = b[1]
         b.add_(1)
         return picked
 
-    assert sw.compile(program)(x).tolist() == program(x).tolist() == [1, 1]
+    with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
+        sw.compile(written_after)(x)
+    compiled = sw.compile(lambda a: (a[1], (a * 2)[2]))
+    for _ in range(2):
+        of_the_input, of_its_own = compiled(x)
+        x.add_(1)
+        assert of_its_own.tolist() == [0, 0]
+        with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
+            of_the_input.tolist()
+        x.zero_()
 
 
 def load_into_a_copy(folder: str) -> None:

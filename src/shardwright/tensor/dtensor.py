@@ -22,12 +22,11 @@ from shardwright.tensor.local import DTensorBase, disabled, no_torch_function, t
 from shardwright.tensor.seeing.trace import on_trace
 from shardwright.tensor.strides import global_stride
 from shardwright.tensor.types import REPLICATE
+from shardwright.tensor.writes import count_writes_through, data_of
 
 __all__ = ["DTensor"]
 
-_OF_ONE_OBJECT = frozenset(
-    ("_layout", "_copied", "_origin", "_seen", "_renewed", "_untracked")
-)  # state of one object, not copied
+_OF_ONE_OBJECT = frozenset(("_layout", "_copied", "_origin", "_seen", "_looked_up", "_untracked"))  # not copied
 _enabled = torch._C._is_torch_function_enabled
 
 
@@ -37,7 +36,7 @@ def _attribute(name: str) -> Any:
 
 
 _get_grad, _set_grad = _attribute("grad").__get__, _attribute("grad").__set__
-_get_data, _set_data = _attribute("data").__get__, _attribute("data").__set__
+_set_data = _attribute("data").__set__
 _get_requires_grad, _set_requires_grad = _attribute("requires_grad").__get__, _attribute("requires_grad").__set__
 _get_shape, _get_dtype, _get_device = (_attribute(name).__get__ for name in ("shape", "dtype", "device"))
 
@@ -427,10 +426,9 @@ class DTensor(DTensorBase):
 
     @property
     def data(self) -> DTensor:
-        plain = disabled(_get_data, (), (self,), {})
-        self._untracked = True  # what is written there is not counted as a change of this tensor
+        self._untracked = True  # what is written there is not counted by autograd as a change of this tensor
         forget_entered()
-        return tag(plain, self._layout)
+        return tag(data_of(self), self._layout)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -444,6 +442,7 @@ class DTensor(DTensorBase):
                 alias_of.requires_grad_(self.requires_grad)
                 torch._C._swap_tensor_impl(self, alias_of)
         self._layout = value._layout
+        count_writes_through(self)
         forget_entered()
 
     def backward(

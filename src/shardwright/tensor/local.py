@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from shardwright import comm
-from shardwright.errors import InPlaceError
 from shardwright.layout import Layout, Mesh, Region
 from shardwright.layout.layout import forget_plans
 from shardwright.tensor.types import REPLICATE
@@ -25,10 +24,8 @@ __all__ = [
     "layout_of",
     "local_region",
     "local_size",
-    "mark_copied",
     "no_torch_function",
     "nothing_of",
-    "refuse_copied",
     "tag",
     "tag_replicated",
     "tag_results",
@@ -47,8 +44,9 @@ class DTensorBase(Tensor):
 
     _layout: Layout
     _copied: str  # set where the tensor looks like a view but is a copy: which operator made it
-    _origin: tuple[DTensorBase, Any] | None  # what it was picked of, and by which index; None: nothing to write back
-    _seen: tuple[DTensorBase, int | None]  # what it is a copy of, written to how often; None: it shares its memory
+    _origin: tuple[DTensorBase, Any]  # what it was picked of, and by which index, where one index says it
+    _seen: tuple[DTensorBase, Any]  # what it is a copy of, and the state of its memory then; None: it shares its memory
+    _looked_up: bool  # set on partial results of lookups, which are new tensors in torch and may be overwritten
     _untracked: bool  # set where its memory may be written to behind autograd's back
     concrete: ClassVar[type[DTensorBase]]
     copies: ClassVar[type[DTensorBase]]  # of what looks like a view and is none
@@ -150,34 +148,7 @@ def with_dtypes(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
         return visit(result)
 
 
-def mark_copied(results: Any, operator: str, base: DTensorBase, sharing: Tensor | None = None) -> None:
-    """Notes that what looks like a view of `base` is a copy; if `sharing` is given, only what shares memory with it."""
-    if isinstance(results, DTensorBase):
-        if results is not base and (sharing is None or _memory(results) == _memory(sharing)):
-            results.__class__ = DTensorBase.copies
-            results._copied = operator
-            results._seen = base, None if sharing is base else version_of(base)
-    elif isinstance(results, list | tuple):
-        for result in results:
-            mark_copied(result, operator, base, sharing)
-
-
 def version_of(tensor: Tensor) -> int:
     """How often a tensor's memory was written to; tensors of inference mode do not count."""
     with no_torch_function():
         return 0 if tensor.is_inference() else tensor._version
-
-
-def _memory(tensor: Tensor) -> int:
-    with no_torch_function():
-        return int(tensor.untyped_storage()._cdata)
-
-
-def refuse_copied(name: str, target: DTensorBase) -> None:
-    """Refuses to write to what looks like a view but is a copy: the write would be lost."""
-    if "_copied" in target.__dict__:
-        raise InPlaceError(
-            f"{name}: this tensor looks like a view but is a copy, because {target._copied} of a sharded dimension "
-            "needed communication: write to the original tensor (x[i] = …, or through x[i:i+1], which is a view), or "
-            "take the view along a dimension that is not sharded"
-        )

@@ -160,15 +160,3 @@ def test_resizing_keeps_the_elements_in_order_and_the_cuts_that_still_are() -> N
         assert x.to_local().shape == x.sharding.local_shape(torch.distributed.get_rank())
     with pytest.raises(InPlaceError, match="its gradient is asked for"):
         sw.ones(4, mesh=mesh).requires_grad_().resize_(3)
-
-
-@on_ranks(3)
-def test_a_write_to_what_was_picked_sees_what_was_written_to_the_original_meanwhile() -> None:
-    whole = torch.arange(8.0).reshape(4, 2)
-    x = sw.distribute_tensor(whole.clone(), sw.init_device_mesh("cpu", (3,)), [sw.Shard(0)])
-    here, there = x[1], whole[1]
-    for tensor, picked in ((x, here), (whole, there)):
-        tensor.mul_(10)
-        picked.add_(1)
-    assert torch.equal(x.full_tensor(), whole)
-    assert torch.equal(here.full_tensor(), there)

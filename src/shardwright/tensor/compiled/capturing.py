@@ -74,7 +74,7 @@ def capture(call: Callable[[], Any], tensors: Sequence[Tensor]) -> tuple[Any, Pr
     clean(module.graph, torch.is_grad_enabled())
     _check(module)
     module.recompile()
-    return results[0], Program(module, results[0])
+    return results[0], Program(module, results[0], tensors)
 
 
 @contextmanager

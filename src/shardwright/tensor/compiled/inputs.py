@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from shardwright.errors import CaptureError
 from shardwright.tensor.compiled.holding import Held
 from shardwright.tensor.compiled.looking import Looks
-from shardwright.tensor.dispatch.picked import Picked, current
+from shardwright.tensor.copied import refuse_stale
+from shardwright.tensor.dispatch.picked import Picked
 from shardwright.tensor.local import DTensorBase, no_torch_function
 from shardwright.tensor.seeing import policy
 
@@ -67,8 +68,7 @@ class _Inputs:
     def add_tensor(self, tensor: Tensor) -> None:
         """A tensor: by layout or shape, dtype, strides, and whether a gradient is asked for."""
         if type(tensor) is Picked:
-            with torch._C._EnableTorchFunction():  # it is picked by operators, if need be
-                tensor = current(tensor)
+            refuse_stale("sw.compile", tensor)
         place = self._places.setdefault(id(tensor), len(self.tensors))
         if place < len(self.tensors):
             self.key.append(place)

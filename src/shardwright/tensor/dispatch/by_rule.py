@@ -19,19 +19,18 @@ import torch
 from shardwright import comm
 from shardwright.errors import InPlaceError
 from shardwright.layout import Layout
+from shardwright.tensor.copied import mark_copied, refuse_copied, remember_origin
 from shardwright.tensor.dispatch.autocast import cast_to
 from shardwright.tensor.dispatch.call import Call, map_tensors, take_apart
 from shardwright.tensor.dispatch.choose import Impossible, choose
 from shardwright.tensor.dispatch.registry import FAST, Op
 from shardwright.tensor.dispatch.shapes import Outputs, outputs_of
-from shardwright.tensor.dispatch.write_through import has_origin, remember_origin
+from shardwright.tensor.dispatch.write_through import is_looked_up
 from shardwright.tensor.gradients.enter import move_operand
 from shardwright.tensor.local import (
     DTensorBase,
     disabled,
-    mark_copied,
     no_torch_function,
-    refuse_copied,
     tag_results,
     with_dtypes,
 )
@@ -99,7 +98,7 @@ def call_known(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if call.key is None or not call.tensors:
         return NotImplemented
     plan = call.tensors[0]._layout.plans.get(call.key)
-    if plan is None or (plan.inplace and has_origin(call.tensors[0])):
+    if plan is None or (plan.inplace and is_looked_up(call.tensors[0])):
         return NotImplemented
     return _execute(plan, func, args, kwargs, call)
 
@@ -139,10 +138,9 @@ def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call:
     tagged = tag_results(result, plan.outs, call.tensors)
     if plan.copied:
         mark_copied(tagged, plan.name, call.tensors[0])
-        remember_origin(tagged, plan.name, call.tensors[0], args)
+        remember_origin(tagged, plan.name, call.tensors[0], args, kwargs)
     elif plan.view and "_copied" in call.tensors[0].__dict__:  # a view of a copy is no view of the original either
         mark_copied(tagged, call.tensors[0]._copied, call.tensors[0], sharing=call.tensors[0])
-        remember_origin(tagged, plan.name, call.tensors[0], args)
     return tagged
 
 
@@ -189,7 +187,7 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
         for operand, layout in zip(operands, ins, strict=True)
     )
     run = answer.run(Situation(tuple(ins), tuple(outs), comm.rank())) if answer.run is not None else None
-    copied = (not answer.fresh and moves[0] is not None) or (isinstance(answer, Decided) and answer.copied)
+    copied = answer.copied or (not answer.fresh and moves[0] is not None)
     known = dtypes if run is not None and not torch._C._is_any_autocast_enabled() and _is_empty(*ins, *outs) else None
     return CallPlan(op.name, moves, any(moves), run, tuple(outs), inplace, enters, not answer.fresh, copied, known)
 

@@ -8,16 +8,11 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout
+from shardwright.tensor.copied import is_copied, mark_copied, refuse_copied
 from shardwright.tensor.dispatch.call import map_tensors, take_apart
 from shardwright.tensor.dispatch.registry import canonical_name
-from shardwright.tensor.local import (
-    DTensorBase,
-    mark_copied,
-    no_torch_function,
-    refuse_copied,
-    tag_results,
-    version_of,
-)
+from shardwright.tensor.dispatch.write_through import refuse_unwritable
+from shardwright.tensor.local import DTensorBase, no_torch_function, tag_results, version_of
 from shardwright.tensor.moving.movement import move
 from shardwright.tensor.seeing import policy
 from shardwright.tensor.types import REPLICATE
@@ -36,6 +31,7 @@ def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     policy.check(name, [(tensor._layout, target) for tensor, target in zip(call.tensors, targets, strict=True)])
     with no_torch_function():
         whole = [move(tensor, tensor._layout, target) for tensor, target in zip(call.tensors, targets, strict=True)]
+        whole = [moved.clone() if is_copied(moved) else moved for moved in whole]  # a write to it must be refused first
         if "::" in name:
             whole = [tensor.view_as(tensor) for tensor in whole]  # a user's operator may save them for its backward
         versions = [version_of(tensor) for tensor in whole]
@@ -43,13 +39,17 @@ def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> 
         plain_args, plain_kwargs = map_tensors(args, kwargs, lambda _: next(each))
         result = func(*plain_args, **plain_kwargs)
         silent = [args[i] for i in _SILENT_WRITES.get(name, ()) if i < len(args)]
+        written = []
         for tensor, moved, version, target in zip(call.tensors, whole, versions, targets, strict=True):
             first_in_place = moved is whole[0] and canonical_name(func)[1]
-            written = version_of(moved) != version or first_in_place or any(tensor is other for other in silent)
-            if written:
+            if version_of(moved) != version or first_in_place or any(tensor is other for other in silent):
                 refuse_copied(name, tensor)
-            if written and moved is not tensor:
-                tensor.copy_(move(moved, target, tensor._layout))
+                if moved is not tensor:
+                    records = torch.is_grad_enabled() and (tensor.requires_grad or moved.requires_grad)
+                    refuse_unwritable(name, tensor, records)
+                    written.append((tensor, moved, target))
+        for tensor, moved, target in written:  # nothing was refused
+            tensor.copy_(move(moved, target, tensor._layout))
     returned = {id(moved): tensor for moved, tensor in zip(whole, call.tensors, strict=True)}
     tagged = _tag(result, mesh, returned)
     for tensor, moved in zip(call.tensors, whole, strict=True):

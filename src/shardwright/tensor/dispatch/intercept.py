@@ -22,9 +22,9 @@ from shardwright.tensor.dispatch.reenter import body_of, writes_on_the_way
 from shardwright.tensor.dispatch.refusals import refuse
 from shardwright.tensor.dispatch.registry import Op, canonical_name, operator
 from shardwright.tensor.dispatch.reshape_in_place import RESHAPES, reshape_in_place
-from shardwright.tensor.dispatch.write_through import has_origin, write_through
+from shardwright.tensor.dispatch.write_through import is_looked_up, overwrite, written_with
 from shardwright.tensor.gradients import engine
-from shardwright.tensor.local import DTensorBase, disabled, refuse_copied, tag_replicated
+from shardwright.tensor.local import DTensorBase, disabled, tag_replicated
 from shardwright.tensor.randomness import refuse_plain_draws
 from shardwright.tensor.rules.elementwise.foreach import LISTS, call_on_lists
 from shardwright.tensor.rules.pieces import completed
@@ -138,8 +138,8 @@ def _call_cast(op: Op | None, name: str, inplace: bool, func: Any, args: Any, kw
     with trace.operation(name) as record:
         if inplace and name in RESHAPES:
             return reshape_in_place(name, func, args[0], args[1:], kwargs)
-        if inplace and args and has_origin(args[0]) and name != "detach":
-            return write_through(func, *args, **kwargs)
+        if inplace and args and is_looked_up(args[0]) and name != "detach":
+            return overwrite(func, *args, **kwargs)
         if op is not None and not _is_spelled_otherwise(func, kwargs):
             if op.composite is not None and not inplace:
                 result = op.composite(*args, **kwargs)
@@ -196,20 +196,22 @@ def _into(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = func(*args, **kwargs)
     results = result if isinstance(result, list | tuple) else (result,)
     for target, value in zip(targets, results, strict=True):
-        if tuple(target.shape) != tuple(value.shape):
-            raise InPlaceError(
-                f"{canonical_name(func)[0]}: `out` {target._layout} has not the shape {tuple(value.shape)} of the "
-                "result: a DTensor is not resized"
-            )
+        _refuse_out(canonical_name(func)[0], target, value)
+    for target, value in zip(targets, results, strict=True):  # nothing was refused
         if not isinstance(value, DTensorBase):  # torch.eye(3, out=x): made of numbers alone, the same on every rank
-            mesh = target._layout.mesh
-            value = tag_replicated(value, mesh)
-        if not torch.can_cast(value.dtype, target.dtype):
-            raise InPlaceError(
-                f"{canonical_name(func)[0]}: `out` of {target.dtype} cannot hold the result of {value.dtype}"
-            )
-        if not has_origin(target):
-            refuse_copied(canonical_name(func)[0], target)
+            value = tag_replicated(value, target._layout.mesh)
         with torch.no_grad():
             target.copy_(value)
     return type(result)(targets) if hasattr(type(result), "n_fields") else out
+
+
+def _refuse_out(name: str, target: DTensorBase, value: Tensor) -> None:
+    """Raise where a result cannot be written to a tensor given as `out`."""
+    if tuple(target.shape) != tuple(value.shape):
+        raise InPlaceError(
+            f"{name}: `out` {target._layout} does not have the shape {tuple(value.shape)} of the result: a DTensor is "
+            "not resized"
+        )
+    if not torch.can_cast(value.dtype, target.dtype):
+        raise InPlaceError(f"{name}: `out` of {target.dtype} cannot hold the result of {value.dtype}")
+    written_with(name, target)

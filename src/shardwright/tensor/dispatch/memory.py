@@ -21,6 +21,7 @@ from shardwright.layout import Layout, Placement, Ragged, Shard
 from shardwright.tensor.gradients.enter import forget_entered
 from shardwright.tensor.local import DTensorBase, disabled
 from shardwright.tensor.types import REPLICATE
+from shardwright.tensor.writes import count_writes_through
 
 __all__ = [
     "EXPOSING",
@@ -118,6 +119,7 @@ def set_(target: DTensorBase, source: Any = None, *where: Any, **named: Any) -> 
         )
     disabled(Tensor.set_, (), (target, source), {})
     target._layout = source._layout
+    count_writes_through(target)
     forget_entered()
     return target
 

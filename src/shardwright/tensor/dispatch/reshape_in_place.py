@@ -1,23 +1,34 @@
-"""`t_`, `transpose_` and `unsqueeze_`: the tensor itself gets other dimensions, and a layout that says so."""
+"""`t_`, `transpose_`, `unsqueeze_` and `squeeze_`: the tensor itself gets other dimensions, and another layout."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from shardwright.errors import InPlaceError
+from shardwright.tensor.copied import is_copied
 from shardwright.tensor.local import DTensorBase, no_torch_function
 
 __all__ = ["RESHAPES", "reshape_in_place"]
 
-RESHAPES = frozenset({"t", "transpose", "unsqueeze"})
+RESHAPES = frozenset({"t", "transpose", "unsqueeze", "squeeze"})
 
 
 def reshape_in_place(name: str, func: Any, target: DTensorBase, args: Any, kwargs: dict[str, Any]) -> DTensorBase:
-    """The tensor, with its dimensions changed; refused where that would need communication."""
+    """Change the dimensions of a tensor in place and return it. Raise InPlaceError where that needs communication."""
     shown: DTensorBase = getattr(target.detach(), name)(*args, **kwargs)
-    if "_copied" in shown.__dict__:
+    if is_copied(shown):
         raise InPlaceError(f"{name}_ of {target._layout} would need communication: use the out-of-place {name}")
+    before = target._layout.shape
     with no_torch_function():
-        func(target, *args, **kwargs)
+        if name == "squeeze":  # by number: a dimension that has size 1 only in this shard must stay
+            target.squeeze_(_squeezed(before, *args, **kwargs))
+        else:
+            func(target, *args, **kwargs)
     target._layout = shown._layout
     return target
+
+
+def _squeezed(shape: tuple[int, ...], dim: Any = None) -> tuple[int, ...]:
+    """Return the dimensions of size 1 that are dropped."""
+    named = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
+    return tuple(sorted({d % len(shape) for d in named if shape and shape[d] == 1}))

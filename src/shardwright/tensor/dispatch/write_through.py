@@ -1,60 +1,118 @@
-"""Writes to what was picked of a sharded dimension, of which every rank has an addend: `x[i] += 1`.
+"""Writes to copies that look like views (`x[i] += 1` along a sharded dimension), and to partial results of lookups.
 
-The sum is completed, written to, and kept as addends again. `x[i]` looks like a view but is a copy: what is written to
-it goes on to the original.
+A rank may hold a partial value only: the value is completed, written to, and stored as partial values again. What is
+written to a copy is then written to the original, at the index it was picked with. Everything that could raise comes
+before the first write: a refused write leaves the copy and the original as they were.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from shardwright.tensor.local import DTensorBase, no_torch_function, tag, version_of
+import torch
+from torch import Tensor
+
+from shardwright.errors import InPlaceError
+from shardwright.tensor.copied import is_copied, refuse_copied, source_of
+from shardwright.tensor.dispatch.registry import canonical_name
+from shardwright.tensor.local import DTensorBase, no_torch_function, tag
 from shardwright.tensor.moving.movement import move
 from shardwright.tensor.types import REPLICATE
+from shardwright.tensor.writes import writes_to
 
-__all__ = ["has_origin", "remember_origin", "write_through"]
-
-
-def remember_origin(picked: Any, name: str, base: DTensorBase, args: Any) -> None:
-    """Notes what was picked of which tensor, where one index says it."""
-    if name == "unbind" and isinstance(picked, tuple):
-        for place, one in enumerate(picked):
-            one._origin = (base, _along(base, args[1] if len(args) > 1 else 0, place))
-    if not isinstance(picked, DTensorBase):
-        return
-    if name == "__getitem__" and len(args) == 2:
-        picked._origin = (base, args[1])
-    elif name == "select" and len(args) == 3:
-        picked._origin = (base, _along(base, args[1], args[2]))
+__all__ = ["is_looked_up", "overwrite", "refuse_unwritable", "write_through", "written_with"]
 
 
-def _along(base: DTensorBase, dim: int, place: int) -> tuple[Any, ...]:
-    return (*[slice(None)] * (dim % len(base._layout.shape)), place)
+def is_looked_up(tensor: Any) -> bool:
+    """Return whether this is a partial result of a lookup (`x[indices]`), which torch's user may overwrite."""
+    return isinstance(tensor, DTensorBase) and "_looked_up" in tensor.__dict__
 
 
-def has_origin(tensor: Any) -> bool:
-    """Whether this tensor was picked of another, so that `write_through` knows what a write to it means."""
-    return isinstance(tensor, DTensorBase) and "_origin" in tensor.__dict__
+def overwrite(func: Any, target: DTensorBase, *args: Any, **kwargs: Any) -> DTensorBase:
+    """Call an in-place operator on a partial result of a lookup, and return the result. Collective."""
+    fresh = _written(func, target, args, kwargs)
+    with no_torch_function():
+        target.copy_(move(fresh, fresh._layout, target._layout))
+    return target
 
 
 def write_through(func: Any, target: DTensorBase, *args: Any, **kwargs: Any) -> DTensorBase:
-    """The picked tensor, written to; so is what it was picked of. Every rank takes part.
+    """Call an in-place operator on a copy that looks like a view, and write to the original too. Collective.
 
-    It is picked again first: a view would have seen what was written to the original meanwhile.
+    The copy must be up to date. Raise InPlaceError where the original cannot be written to: nothing is written then.
     """
-    layout = target._layout
-    current: Any = target if target._origin is None else target._origin[0][target._origin[1]]
-    placements = [REPLICATE if placement.is_partial() else placement for placement in layout.placements]
-    whole = layout.replace(placements=placements, order=layout.order)
+    name = canonical_name(func)[0]
+    chain = written_with(name, target)
+    fresh = _written(func, target, args, kwargs)
     with no_torch_function():
-        moved = move(current, current._layout, whole)
-        fresh = tag(moved.clone() if moved is current else moved, whole)
-    func(fresh, *args, **kwargs)
-    if target._origin is not None:
-        base, index = target._origin
-        base[index] = fresh
-    with no_torch_function():
-        target.copy_(move(fresh, whole, layout))
-    if "_seen" in target.__dict__ and target._seen[1] is not None:
-        target._seen = target._seen[0], version_of(target._seen[0])  # it has what was written
+        # As torch does: a write to a detached alias is not recorded, even if the original requires grad.
+        records = torch.is_grad_enabled() and (target.requires_grad or fresh.requires_grad)
+    for tensor in chain:
+        refuse_unwritable(name, tensor, records)
+    with torch.set_grad_enabled(records):
+        with no_torch_function():
+            target.copy_(move(fresh, fresh._layout, target._layout))
+        _pass_on(source_of(target))
     return target
+
+
+def _pass_on(copy: DTensorBase) -> None:
+    """Write a copy to the original it was picked of."""
+    base, index = copy._origin
+    base[index] = copy
+    copy._seen = base, writes_to(base)
+
+
+def _written(func: Any, target: DTensorBase, args: Any, kwargs: dict[str, Any]) -> DTensorBase:
+    """Return a new tensor: the complete value of `target`, written to by an in-place operator."""
+    layout = target._layout
+    placements = [REPLICATE if placement.is_partial() else placement for placement in layout.placements]
+    complete = layout.replace(placements=placements, order=layout.order)
+    with no_torch_function():
+        fresh: DTensorBase = tag(move(target, layout, complete).clone(), complete)
+    func(fresh, *args, **kwargs)
+    return fresh
+
+
+def written_with(name: str, target: DTensorBase) -> list[DTensorBase]:
+    """Return all tensors that a write to this one writes to; raise where no index says what of the original it is."""
+    chain: list[DTensorBase] = []
+    while is_copied(target):
+        copy = source_of(target)
+        if "_origin" not in copy.__dict__:
+            refuse_copied(name, copy)
+        chain += [target] if target is copy else [target, copy]
+        target = copy._origin[0]
+    return [*chain, target]
+
+
+def refuse_unwritable(name: str, tensor: DTensorBase, records: bool) -> None:
+    """Raise InPlaceError where autograd would refuse a write, or could not follow it as torch follows a view's.
+
+    `records`: a gradient of what is written is recorded.
+    """
+    with no_torch_function():
+        reason = _unwritable(tensor, records)
+    if reason is not None:
+        raise InPlaceError(f"{name}: a write to {tensor._layout} is refused, and nothing was written: {reason}")
+
+
+def _unwritable(tensor: DTensorBase, records: bool) -> str | None:
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return "it was made in inference mode: clone() it first"
+    if not records:
+        return None
+    if tensor.requires_grad and tensor.is_leaf:
+        return "it is a leaf that requires grad: write under torch.no_grad(), or to a clone()"
+    if is_copied(tensor):
+        if tensor._copied == "unbind":
+            return "it is one of several views that unbind made, which torch does not let you write to: use x[i]"
+        if tensor._backward_hooks:
+            return "it looks like a view but is a copy, and has hooks, which would not be called as a view's are"
+    if tensor._is_view():
+        base: Tensor | None = tensor._base
+        if base is not None and base.requires_grad and base.is_leaf:
+            return "it is a view of a leaf that requires grad: write under torch.no_grad(), or to a clone()"
+        if torch._C._autograd._get_creation_meta(tensor) != torch._C._autograd.CreationMeta.DEFAULT:
+            return "it is a view that was made without gradients, or one of several: write to the original"
+    return None

@@ -79,6 +79,7 @@ class Ways:
     shapes: tuple[tuple[int, ...], ...] | None = None  # of the outputs, where running on meta tensors cannot tell
     unmoved: int | None = None  # an input that must stay where it is, because it is written to: the first, if any
     written_back: bool = False  # in place, where no way keeps the target's layout: computed whole and written back
+    copied: bool = False  # the result looks like a view, but is none
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardwright.tensor.dispatch.registry import composite, rule
-from shardwright.tensor.dispatch.write_through import has_origin, write_through
-from shardwright.tensor.local import DTensorBase, layout_of, refuse_copied, tag_replicated
+from shardwright.tensor.dispatch.write_through import is_looked_up, overwrite
+from shardwright.tensor.local import DTensorBase, layout_of, tag_replicated
 from shardwright.tensor.rules.index.gather import advanced_ways
 from shardwright.tensor.rules.index.masked import pick_masked
 from shardwright.tensor.rules.index.pick import Item, cutting, moves, pick, resolved
@@ -70,7 +70,7 @@ def _getitem_in_steps(input: Any, index: Any) -> Any:
     basic, advanced = _in_two(items, input.ndim)
     found = input[advanced] if _is_everything(basic) else input[basic][advanced]
     if found._layout.is_partial and not layout_of(input).is_partial:
-        found._origin = None  # a copy in torch, too: it may be written to
+        found._looked_up = True  # a copy in torch, too: it may be written to
     return found
 
 
@@ -147,10 +147,9 @@ def _setitem(input: Operand, index: Any, value: Any) -> Ways | None:
 @composite("__setitem__")
 def _setitem_in_steps(input: Any, index: Any, value: Any) -> Any:
     """A write to the view that the index is: to the overlap of every shard, and nowhere else."""
-    if has_origin(input):
-        write_through(torch.Tensor.__setitem__, input, index, value)
+    if is_looked_up(input):
+        overwrite(torch.Tensor.__setitem__, input, index, value)
         return None
-    refuse_copied("x[...] = value", input)
     if type(value) not in (int, float, bool, complex) and not isinstance(value, DTensorBase):
         return NotImplemented
     given = index if isinstance(index, tuple) else (index,)

@@ -72,7 +72,7 @@ def _nothing(situation: Situation, source: Tensor) -> Tensor:
 
 def _addend(found: Tensor) -> Tensor:
     """What a rank has found, marked: it may be written to, as what torch has looked up."""
-    found._origin = None  # type: ignore[attr-defined]  # it is about to become a DTensor
+    found._looked_up = True  # type: ignore[attr-defined]  # it is about to become a DTensor
     return found
 
 

@@ -15,7 +15,7 @@ import torch
 from shardwright.layout import Layout, Placement, Ragged, Shard
 from shardwright.tensor.dispatch import by_rule  # it imports the rules, and is there by the time they are asked
 from shardwright.tensor.dispatch.registry import Op, composite, rule
-from shardwright.tensor.local import DTensorBase, layout_of, local_region, mark_copied, no_torch_function, tag
+from shardwright.tensor.local import DTensorBase, layout_of, local_region, no_torch_function, tag
 from shardwright.tensor.moving.halo import widen
 from shardwright.tensor.rules.index.pick import cutting, first_tensor
 from shardwright.tensor.rules.notation import Label, Local, Operand, Situation, Way, Ways, index_ways
@@ -209,7 +209,7 @@ def _unfold(halo: bool, input: Operand, dimension: int, size: int, step: int) ->
 
         return local
 
-    return Ways(with_halo(at, input, reaches, 0, 1), run=run)
+    return Ways(with_halo(at, input, reaches, 0, 1), run=run, copied=True)
 
 
 rule("unfold")(partial(_unfold, False))
@@ -224,6 +224,4 @@ def _unfold_cut(input: Any, dimension: int, size: int, step: int) -> Any:
     dim = dimension % layout.ndim
     if not cutting(layout, dim) or not 0 < size <= layout.shape[dim] or step < 1:
         return NotImplemented
-    result = by_rule.call_by_rule(_WINDOWS, False, torch.Tensor.unfold, (input, dimension, size, step), {})
-    mark_copied(result, "unfold", input)
-    return result
+    return by_rule.call_by_rule(_WINDOWS, False, torch.Tensor.unfold, (input, dimension, size, step), {})

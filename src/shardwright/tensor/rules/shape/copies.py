@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from shardwright.errors import UnsupportedError
+from shardwright.tensor.copied import mark_copied
 from shardwright.tensor.dispatch.registry import composite, rule
-from shardwright.tensor.local import DTensorBase, layout_of
+from shardwright.tensor.local import DTensorBase, layout_of, no_torch_function
 from shardwright.tensor.rules.notation import Operand, Ways, index_ways
-from shardwright.tensor.strides import global_stride
+from shardwright.tensor.strides import is_contiguous
+from shardwright.tensor.types import REPLICATE
 
 __all__: list[str] = []
 
@@ -70,14 +72,42 @@ def _as_strided_scatter(input: Operand, src: Operand, *_: Any, **__: Any) -> Way
     return Ways(index_ways([input, src], labels, [[None] * input.ndim], terms=[[0], [1]], reduction=None))
 
 
-@composite("as_strided", "as_strided_scatter")
-def _in_memory(input: Any, *_: Any, **__: Any) -> Any:
-    """Refused where there is no memory of the whole that would be what the numbers mean."""
+@composite("as_strided")
+def _in_memory(input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Read from the whole tensor: strides are places in the memory of one tensor."""
+    if layout_of(input).is_replicated:
+        return NotImplemented
+    _refuse_unknown_memory("as_strided", input, (*args[2:], kwargs.get("storage_offset")))
+    result = _whole(input).as_strided(*args, **kwargs)
+    mark_copied(result, "as_strided", input)
+    return result
+
+
+@composite("as_strided_scatter")
+def _into_memory(input: Any, src: Any, *args: Any, **kwargs: Any) -> Any:
+    if layout_of(input).is_replicated and layout_of(src).is_replicated:
+        return NotImplemented
+    _refuse_unknown_memory("as_strided_scatter", input, (*args[2:], kwargs.get("storage_offset")))
+    return torch.as_strided_scatter(_whole(input), _whole(src), *args, **kwargs)
+
+
+def _whole(input: Any) -> Any:
+    mesh = layout_of(input).mesh
+    return input.redistribute(placements=[REPLICATE] * mesh.ndim)
+
+
+def _refuse_unknown_memory(name: str, input: Any, offsets: tuple[int | None, ...]) -> None:
+    """Raise where no memory of the whole tensor would be what the strides, or the offset from its start, mean."""
     layout = layout_of(input)
-    whole = torch.empty(layout.shape, device="meta")
-    if not layout.is_replicated and not layout.is_partial and global_stride(input) != whole.stride():
+    if not is_contiguous(input):
         raise UnsupportedError(
-            f"as_strided of a DTensor {layout}, which is not contiguous: strides are places in the memory of one "
-            "tensor, and this is spread over many. Use `x.contiguous()` first, or views that name dimensions"
+            f"{name} of a DTensor {layout}, which is not contiguous: strides are places in the memory of one tensor, "
+            "and this is spread over many. Use `x.contiguous()` first, or views that name dimensions"
         )
-    return NotImplemented
+    with no_torch_function():
+        is_view = input.is_inference() or isinstance(input._base, DTensorBase)
+    if is_view and any(offset is not None for offset in offsets):
+        raise UnsupportedError(
+            f"{name} of a DTensor {layout} with a storage offset: it may be a view, whose memory on one device would "
+            "begin somewhere in another tensor's. Leave the offset out to count from its first element, or clone() it"
+        )

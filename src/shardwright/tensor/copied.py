@@ -1,0 +1,87 @@
+"""Copies that look like views: `x[i]` along a sharded dimension, `x.view(…)` that had to move its input.
+
+Torch's view would show what is written to the original later, and pass on what is written to it. A copy remembers what
+it is a copy of, and the state of that memory when it was made. Where it would show something else than torch's view,
+using it is refused. What the state is, is the same on every rank: so is the refusal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from shardwright.errors import InPlaceError
+from shardwright.tensor.local import DTensorBase
+from shardwright.tensor.writes import storage_of, was_written, writes_to
+
+__all__ = ["is_copied", "mark_copied", "refuse_copied", "refuse_stale", "remember_origin", "source_of"]
+
+
+def is_copied(tensor: Tensor) -> bool:
+    """Return whether a tensor looks like a view but is a copy, or shares the memory of one that is."""
+    return "_copied" in tensor.__dict__
+
+
+def mark_copied(results: Any, operator: str, base: DTensorBase, sharing: Tensor | None = None) -> None:
+    """Record that what looks like a view of `base` is a copy; given `sharing`, only what shares memory with it."""
+    if isinstance(results, DTensorBase):
+        if results is not base and (sharing is None or storage_of(results) is storage_of(sharing)):
+            results.__class__ = DTensorBase.copies
+            results._copied = operator
+            results._seen = base, None if sharing is base else writes_to(base)
+    elif isinstance(results, list | tuple):
+        for result in results:
+            mark_copied(result, operator, base, sharing)
+
+
+def remember_origin(copied: Any, name: str, base: DTensorBase, args: Any, kwargs: dict[str, Any]) -> None:
+    """Record which index of `base` a copy is, where one index says it: what is written to it is written there too."""
+    if name == "unbind" and isinstance(copied, tuple):
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        for place, each in enumerate(copied):
+            each._origin = (base, _along(base, dim, place))
+    elif name == "__getitem__" and len(args) == 2:
+        copied._origin = (base, args[1])
+    elif name == "select" and len(args) == 3:
+        copied._origin = (base, _along(base, args[1], args[2]))
+
+
+def _along(base: DTensorBase, dim: int, place: int) -> tuple[Any, ...]:
+    return (*[slice(None)] * (dim % len(base._layout.shape)), place)
+
+
+def source_of(tensor: DTensorBase) -> DTensorBase:
+    """Return the copy whose memory a tensor shares: itself, where it was not made as a view of a copy."""
+    while tensor._seen[1] is None:
+        tensor = tensor._seen[0]
+    return tensor
+
+
+def refuse_stale(name: str, tensor: Any) -> None:
+    """Raise InPlaceError if the original of a copy was written to since the copy was made."""
+    link = tensor
+    while is_copied(link):
+        base, before = link._seen
+        if before is not None and was_written(base, before):
+            raise InPlaceError(
+                f"{name}: this tensor, {tensor._layout}, looks like a view but is a copy, because {_spoken(link)} of a "
+                "sharded dimension needed communication; the original was written to since, which a view would show "
+                f"and a copy does not: take {_spoken(link)} again after the write, or clone() it before, if the old "
+                "values are meant"
+            )
+        link = base
+
+
+def _spoken(copy: DTensorBase) -> str:
+    return {"__getitem__": "x[...]"}.get(copy._copied, copy._copied)
+
+
+def refuse_copied(name: str, target: DTensorBase) -> None:
+    """Raise InPlaceError for a write to what looks like a view but is a copy: the write would be lost."""
+    if is_copied(target):
+        raise InPlaceError(
+            f"{name}: this tensor looks like a view but is a copy, because {_spoken(target)} of a sharded dimension "
+            "needed communication: write to the original tensor (x[i] = …, or through x[i:i+1], which is a view), or "
+            "take the view along a dimension that is not sharded"
+        )
