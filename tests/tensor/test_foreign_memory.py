@@ -256,3 +256,108 @@ def test_copy_shares_memory_and_deepcopy_is_torchs() -> None:
             copy.deepcopy(x.requires_grad_() * 2)
 
     run_ranks(2, on_rank)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_made_from_a_dtensor_have_its_whole_value() -> None:
+    def on_rank() -> None:
+        import warnings
+
+        warnings.simplefilter("ignore")  # torch.tensor(tensor) advises clone()
+        plain = torch.zeros(1, dtype=torch.float64)
+        for x in (*_split(), *_kept()):
+            for made in (torch.tensor(x), torch.tensor(data=x), plain.new_tensor(x), plain.new_tensor(data=x)):
+                assert type(made) is torch.Tensor
+                assert made.shape == WHOLE.shape
+                assert not made.requires_grad
+                assert torch.equal(made.float(), WHOLE)
+            assert plain.new_tensor(x).dtype == plain.new_tensor(WHOLE).dtype
+            assert torch.equal(torch.zeros(1).new(x), WHOLE)
+            assert torch.tensor(x.requires_grad_(), requires_grad=True).is_leaf
+            x.requires_grad_(False)
+            assert torch.as_tensor(x) is x
+            assert torch.asarray(x) is x
+            assert torch.asarray(x, copy=False) is x
+            for made in (
+                torch.as_tensor(x, dtype=torch.float64),
+                torch.asarray(x, dtype=torch.float64),
+                torch.asarray(x, copy=True),
+                torch.as_tensor(x, device="cpu", dtype=torch.int64),
+                x.new_tensor(x),
+            ):
+                assert isinstance(made, sw.DTensor)
+                assert made is not x
+                assert torch.equal(made.full_tensor().float(), WHOLE)
+            with pytest.raises(ValueError, match="copy=False"):
+                torch.asarray(x, dtype=torch.float64, copy=False)
+            assert torch.equal(torch.stack(list(x)).full_tensor(), WHOLE)
+            assert torch.tensor([row.sum() for row in x]).tolist() == WHOLE.sum(1).tolist()
+        assert torch.asarray(sw.ones(2, mesh=_mesh()), requires_grad=True).requires_grad
+
+    run_ranks(2, on_rank)
+
+
+def test_numbers_that_torch_reads_from_a_dtensor_are_whole() -> None:
+    """A partial number is one addend on each rank, of the shape of the sum."""
+
+    def on_rank() -> None:
+        n = sw.DTensor.from_local(torch.tensor(2), _mesh(), [P])  # 4
+        assert torch.equal(torch.full((2,), n), torch.full((2,), 4))
+        assert torch.equal(torch.full((2,), fill_value=n), torch.full((2,), 4))
+        assert torch.equal(torch.arange(n), torch.arange(4))
+        assert torch.equal(torch.arange(0, n, 2), torch.arange(0, 4, 2))
+        assert torch.equal(torch.linspace(0, 1, steps=n), torch.linspace(0, 1, 4))
+        assert torch.equal(torch.eye(n), torch.eye(4))
+        assert torch.scalar_tensor(n).item() == 4
+        assert sorted(torch.randperm(n).tolist()) == [0, 1, 2, 3]
+        assert torch.equal(torch.tril_indices(n, n), torch.tril_indices(4, 4))
+        assert torch.equal(torch.hann_window(n), torch.hann_window(4))
+        assert torch.equal(torch.arange(8.0)[n:], torch.arange(4.0, 8.0))
+        assert [*range(n)] == [0, 1, 2, 3]
+        half = sw.DTensor.from_local(torch.tensor(0.5), _mesh(), [P])
+        with pytest.raises(TypeError):
+            torch.full((2,), half.requires_grad_())  # as of a plain tensor: its gradient would be lost
+
+    run_ranks(2, on_rank)
+
+
+def test_constructors_that_know_no_layout_are_refused() -> None:
+    def on_rank() -> None:
+        indices = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7]])
+        for x in _split():
+            for make in (
+                lambda x=x: torch.sparse_coo_tensor(indices, x),
+                lambda x=x: torch.sparse_csr_tensor(indices[0], indices[0], values=x),
+                lambda x=x: torch.nested.nested_tensor([x, x]),
+                lambda x=x: torch.nested.as_nested_tensor([x, x]),
+                lambda x=x: torch.utils.dlpack.to_dlpack(x),
+                lambda x=x: torch.to_dlpack(x),
+            ):
+                with pytest.raises(UnsupportedError, match=r"x\.full_tensor\(\)"):
+                    make()
+
+    run_ranks(2, on_rank)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_plain_torch_makes_tensors_as_before() -> None:
+    """What is replaced for DTensors is torch's own for others: default devices, TorchScript, compiled code, pickle."""
+
+    def make(x: torch.Tensor) -> torch.Tensor:
+        made = torch.tensor([1.0, 2.0]) + torch.as_tensor([3.0, 4.0]) + torch.asarray([5.0, 6.0]) + torch.arange(2)
+        return made + torch.full((2,), 1.0) + torch.eye(2)[0] + x.new_tensor([7.0, 8.0]) + torch.scalar_tensor(2.0)
+
+    expected = torch.tensor([20.0, 24.0])
+    assert torch.equal(make(torch.ones(2)), expected)
+    assert torch.equal(torch.compile(make, backend="aot_eager", fullgraph=True)(torch.ones(2)), expected)
+    with torch.device("meta"):
+        made = [torch.tensor(1.0), torch.as_tensor([1.0]), torch.asarray([1.0]), torch.arange(2), torch.full((1,), 1.0)]
+    assert {tensor.device.type for tensor in made} == {"meta"}
+    scripted = torch.jit.script(_scripted)
+    assert torch.equal(scripted(torch.ones(2)), torch.tensor([3.0, 4.0]))
+    for function in (torch.tensor, torch.arange):
+        assert pickle.loads(pickle.dumps(function)) is function
+
+
+def _scripted(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.tensor([1.0, 1.0]) + torch.arange(2) + torch.full([2], 1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -144,22 +143,19 @@ def test_refusals_are_tensor_errors_and_runtime_errors() -> None:
 
 
 def test_paths_without_a_hook_are_the_documented_ones() -> None:
-    """Trap 21: these see the shard, and the documentation says so. If one begins to ask, refuse it."""
+    """Trap 21: these see the shard, with its own shape, and the documentation says so."""
 
     def on_rank() -> None:
         x = sw.distribute_tensor(torch.arange(4.0), sw.init_device_mesh("cpu", (2,)), [S0])
-        for seen in (torch.tensor(x), torch.Tensor(x), torch.ones(1).new_tensor(x)):
+        replaced = torch.zeros(4)
+        replaced.data = x
+        for seen in (torch.Tensor(x), torch.FloatTensor(x), replaced, torch.zeros(0).set_(x)):
             assert type(seen) is torch.Tensor
             assert seen.shape == (2,)
-        for name in ("torch.tensor(d)", "torch.Tensor(d)", "plain.new_tensor(d)", "torch.export"):
+        for name in ("torch.Tensor(d)", "torch.FloatTensor(d)", "plain.data = d", "plain.set_(d)"):
             assert name in str(refusals.__doc__)
 
-    def quietly() -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch advises clone() instead of torch.tensor()
-            on_rank()
-
-    run_ranks(2, quietly)
+    run_ranks(2, on_rank)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -66,6 +66,7 @@ PASS = frozenset(
         "_nested_tensor_size",
         "_backward_hooks",
         "storage_offset",
+        "storage_type",
         "_dimI",
         "_dimV",
         "_has_symbolic_sizes_strides",

@@ -39,6 +39,8 @@ def body_of(func: Any) -> FunctionType | None:
     if "if_true" in func.__code__.co_freevars:
         return None  # one of two functions (unique with or without counts), both of which would ask for this one again
     wrapped = func.__dict__.get("__wrapped__")
+    if wrapped is not None and not isinstance(wrapped, FunctionType):
+        return None  # a C function that `constructors` has replaced
     if isinstance(wrapped, FunctionType) and "has_torch_function" in func.__code__.co_names:
         func = wrapped  # Tensor.__rsub__ and its like: a decorator asks the question
     names = {name for name in func.__code__.co_names if name.startswith("has_torch_function")}

@@ -10,10 +10,12 @@ hook, such a path is refused:
   write one rank's shard over the others';
 - `torch.func` offers no hook, and computes on shards without a word. So importing this package replaces the five
   functions through which its transforms take hold of a tensor, and let go of it, by ones that look at it first.
-  Beside them, only the method on which hooks of modules hang is replaced, in `gradients.module_hooks`.
+  Likewise functions that make tensors from data or numbers: see `constructors`.
 
-Where there is no hook, the shard is what you get, and you are told so here: `torch.tensor(d)`, `torch.Tensor(d)`,
-`plain.new_tensor(d)` (use `d.full_tensor()`), `torch.utils.dlpack.to_dlpack(d)`, `torch.jit.trace`, `torch.export`, FSDP's own wrapping, modes of `__torch_dispatch__`.
+Where there is no hook, the shard is what you get, with its own shape: `torch.Tensor(d)`, `torch.FloatTensor(d)`,
+`plain.data = d`, `plain.set_(d)`, `torch.Tensor.as_subclass(d, kind)`, C++ extensions that take an `at::Tensor`,
+`torch.jit.trace`, `torch.export`, FSDP's own wrapping, modes of `__torch_dispatch__`. A number that an operator of
+plain tensors reads from a DTensor (`plain.add(plain, alpha=d)`) is this rank's. Use `d.full_tensor()` or `d.item()`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from shardwright.errors import UnsupportedError
+from shardwright.tensor.dispatch import constructors
 from shardwright.tensor.local import DTensorBase
 
 __all__ = ["as_subclass", "install", "refuse", "refuse_functional"]
@@ -111,5 +114,6 @@ def install() -> None:
         original = getattr(module, name)
         if not hasattr(original, "__wrapped__"):
             setattr(module, name, _looking_first(original))
+    constructors.install()
     if _refuse_replicas not in nn.modules.module._global_module_registration_hooks.values():
         register_module_module_registration_hook(_refuse_replicas)
