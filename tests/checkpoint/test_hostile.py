@@ -10,22 +10,29 @@ import resource
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import crc32c
+import numpy as np
 import pytest
 import torch
 
 from shardwright import checkpoint
 from shardwright.checkpoint.format.manifest import Manifest
+from shardwright.checkpoint.format.tiling import tiles
+from shardwright.checkpoint.read.current import check_sizes
 from shardwright.checkpoint.read.file import FileReader
+from shardwright.checkpoint.read.on_ranks import read_alone
+from shardwright.checkpoint.read.targets import Target
+from shardwright.checkpoint.state.values import DTYPES
 from shardwright.checkpoint.write.file import Written
-from shardwright.errors import CheckpointError, CorruptionError, FormatError, StorageError
+from shardwright.errors import CheckpointError, CorruptionError, FormatError, MissingKeyError, StorageError
 from shardwright.layout import Region
-from shardwright.storage import Reader
-from tests.checkpoint.fuzz import mutated_bytes, mutated_values, signed, unsigned, written
+from shardwright.storage import LocalStorage, Reader
+from tests.checkpoint.fuzz import mutated_bytes, mutated_structure, mutated_values, signed, unsigned, written
 
 FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"
 MUTATIONS = 100_000 if FULL else 10_000
@@ -111,7 +118,7 @@ LIES: dict[str, tuple[Callable[[Fields], None], str]] = {
     "pieces outside": (put("tensors", 4, 0, to=[-1, [4, 6], [1, 0], [4, 6], [0]]), "do not tile it: outside"),
     "pieces that do not add up": (put("tensors", 4, 0, to=[-1, [4, 6], [0], [4, 6], [0]]), "1 offsets, 2 sizes"),
     "pieces past 64 bits": (put("tensors", 4, 0, to=[-1, [4], [1 << 63], [4], [0]]), "cannot be|range"),
-    "pieces in 40 dimensions": (put("tensors", 4, 0, to=[-1, [2] * 40, [0] * 40, [1] * 40, [0]]), "more than any"),
+    "pieces in 40 dimensions": (put("tensors", 4, 0, to=[-1, [2] * 40, [0] * 40, [1] * 40, [0]]), "do not tile it"),
     "a tensor without dimensions, twice": (put("tensors", 4, 0, to=[-1, [], [], [], [0, 0]]), "held once"),
     "a file without a header": (put("files", 2, 0, to=0), "cannot be"),
     "a header longer than its file": (put("files", 2, 0, to=1 << 20), "cannot be"),
@@ -354,10 +361,43 @@ def use(manifest: Manifest) -> None:
     Manifest.decode(manifest.encode())
 
 
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, by the name that its file has for it."""
+    storage = LocalStorage(path)
+    manifest = Manifest.decode((path / "manifest.json").read_bytes())
+    check_sizes(storage, manifest)
+    table, made = manifest.tensors, []
+    for number, name in enumerate(table.names):
+        dtype, whole = DTYPES[table.dtypes[number]], Region.whole(table.shape(number))
+        made.append(Target(name, number, torch.empty(whole.size, dtype=dtype), whole, dtype))
+    read_alone(storage, manifest, made, threads=1, progress=None)
+    return {target.name: target.tensor for target in made}
+
+
+@contextmanager
+def memory_bound(nbytes: int) -> Iterator[None]:
+    """Lets this process take so much more memory than it has, and no more."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
 @pytest.mark.timeout(1200)  # all of them take minutes
-@pytest.mark.parametrize("how", [mutated_bytes, mutated_values])
+@pytest.mark.parametrize("how", [mutated_bytes, mutated_values, mutated_structure])
 def test_mutated_manifests_are_read_or_refused(saved: Path, how: Callable[[bytes, random.Random], bytes]) -> None:
     original = (saved / "manifest.json").read_bytes()
+    right = read_tensors(saved)
+    with memory_bound(2 << 30):
+        _read_or_refuse(saved, how, original, right)
+
+
+def _read_or_refuse(
+    saved: Path, how: Callable[[bytes, random.Random], bytes], original: bytes, right: dict[str, torch.Tensor]
+) -> None:
     read = refused = 0
     loads = 2000 if FULL else 100
     longest = 0.0
@@ -369,8 +409,10 @@ def test_mutated_manifests_are_read_or_refused(saved: Path, how: Callable[[bytes
             read += 1
             if read <= loads:
                 (saved / "manifest.json").write_bytes(data)
+                for name, tensor in read_tensors(saved).items():  # what is read is what was stored under that name
+                    assert tensor.numel() == 0 or same_bytes(tensor, right[name]), name
                 checkpoint.load(saved)
-        except (FormatError, CorruptionError):
+        except (FormatError, CorruptionError, MissingKeyError):
             refused += 1
         except Exception as error:
             raise AssertionError(f"{how.__name__} {number}: {type(error).__name__}: {error}") from error
@@ -378,6 +420,94 @@ def test_mutated_manifests_are_read_or_refused(saved: Path, how: Callable[[bytes
     assert refused > MUTATIONS // 10
     assert read > MUTATIONS // 100
     assert longest < 20
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    return alike and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def bomb(tensors: Any, size: int) -> Callable[[Fields], None]:
+    """A manifest of these tensors, in one file of so many bytes of data."""
+
+    def how(fields: Fields) -> None:
+        fields["tensors"], fields["tree"] = tensors, ["d", *(n for i in range(len(tensors[0])) for n in (f"w{i}", i))]
+        fields["files"] = [[0], [(1 << 18) + size], [1 << 18], ["0" * 32]]
+
+    return how
+
+
+def guillotine(dims: int, rank: int) -> list[Any]:
+    """Boxes that tile a tensor of two in each dimension, and cut all of them."""
+    offsets = [n for i in range(dims) for n in [1] * i + [0] * (dims - i)] + [1] * dims
+    sizes = [n for i in range(dims) for n in [1] * (i + 1) + [2] * (dims - i - 1)] + [1] * dims
+    return [-1, [2] * dims, offsets, sizes, [rank + n for n in range(dims + 1)]]
+
+
+def bytes_of(spreads: list[Any], placings: list[Any]) -> list[Any]:
+    """The tensors of a manifest: one of bytes for each placing."""
+    numbers = range(len(placings))
+    return [[f"w{n}" for n in numbers], [["uint8", 1]], [0] * len(placings), spreads, placings, [*numbers]]
+
+
+ALL = 1 << 18  # ranks
+MANY = range(100)
+BOMBS = {
+    "one piece in 23 dimensions": bomb(bytes_of([], [[-1, [2] * 23, [0] * 23, [1] * 23, [0]]]), 1 << 23),
+    "tilings that cut 17 dimensions": bomb(bytes_of([], [guillotine(17, n) for n in range(16)]), 16 << 17),
+    "meshes of all ranks": bomb(
+        bytes_of([[[ALL], [f"n{n}"], None, [["r"]], None] for n in MANY], [[n, [1]] for n in MANY]), 100
+    ),
+    "shapes cut over all ranks": bomb(
+        bytes_of([[[ALL], None, None, [["s", 0]], None]], [[0, [1, n + 1]] for n in MANY]), 5050
+    ),
+    "thousands of shapes on all ranks": bomb(
+        bytes_of([[[ALL], None, None, [["r"]], None]], [[0, [n + 1]] for n in range(3000)]), 4501500
+    ),
+}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("how", BOMBS.values(), ids=BOMBS)
+def test_a_small_manifest_costs_little_whatever_it_says(one: Path, how: Callable[[Fields], None]) -> None:
+    change(one, how)
+    assert (one / "manifest.json").stat().st_size < 1 << 17
+    fields = json.loads((one / "manifest.json").read_bytes())
+    with (one / f"{fields['save']}-00000-0.safetensors").open("wb") as file:
+        file.truncate(fields["files"][1][0])  # as large as it is said to be, so that all is planned
+    with memory_bound(1 << 30):
+        with pytest.raises((FormatError, CorruptionError)):
+            checkpoint.load(one)
+        assert not checkpoint.verify(one)
+
+
+def test_boxes_tile_where_every_element_is_held_once() -> None:
+    chance = random.Random(3)
+    seen = {True: 0, False: 0}
+    for _ in range(2000):
+        shape = tuple(chance.randrange(0, 4) for _ in range(chance.randrange(1, 4)))
+        boxes = [([0] * len(shape), list(shape))]
+        for _ in range(chance.randrange(6)):
+            offset, size = boxes.pop(chance.randrange(len(boxes)))
+            dim = chance.randrange(len(shape))
+            cut = chance.randint(0, size[dim])
+            low, high, after = list(size), list(size), list(offset)
+            low[dim], high[dim], after[dim] = cut, size[dim] - cut, offset[dim] + cut
+            boxes += [(offset, low), (after, high)]
+        if chance.random() < 0.5:
+            place = chance.randrange(len(boxes))
+            boxes[place][chance.randrange(2)][chance.randrange(len(shape))] += chance.choice([-1, 1])
+        offsets = np.array([offset for offset, _ in boxes]).reshape(-1, len(shape))
+        sizes = np.array([size for _, size in boxes]).reshape(-1, len(shape))
+        held = np.zeros([extent + 2 for extent in shape], np.int64)
+        inside = (offsets >= 0).all() and (sizes >= 0).all() and (offsets + sizes <= shape).all()
+        if inside:
+            for offset, size in zip(offsets, sizes, strict=True):
+                held[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))] += 1
+        right = bool(inside and (held[tuple(map(slice, shape))] == 1).all())
+        assert tiles(shape, offsets, sizes) == right
+        seen[right] += 1
+    assert min(seen.values()) > 300
 
 
 class Bytes(Reader):

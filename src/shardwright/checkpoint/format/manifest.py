@@ -7,6 +7,7 @@ say is checked before anything is built from it: counts, bounds, names, that reg
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +20,7 @@ import numpy as np
 from shardwright.checkpoint.format.datafile import MOST_HEADER, DataFile, digest, file_name
 from shardwright.checkpoint.format.stored import check_tree
 from shardwright.checkpoint.format.tensors import Pieces, Placing, TensorTable
+from shardwright.checkpoint.format.tiling import tiles
 from shardwright.checkpoint.plan.find import Finder
 from shardwright.checkpoint.state.values import DTYPES
 from shardwright.checkpoint.write.file import Written
@@ -35,8 +37,9 @@ MOST_BYTES = 1 << 28
 _MOST_DIMENSIONS = 64
 _MOST_MESH_DIMENSIONS = 16
 _MOST_RANKS = 1 << 18
-_MOST_PLACES = 1 << 28  # ranks of the meshes of all placings together
-_MOST_CORNERS = 1 << 24
+_MOST_PLACES = 1 << 25  # ranks of the meshes of all placings together, and
+_PLACES_PER_BYTE = 64  # so many more for each byte of a manifest
+_MOST_CORNERS = 1 << 12  # that are looked at to say where boxes do not tile
 _MOST_DATA = 1 << 62
 _LEAST_ENTRY = 40  # bytes of a chunk's entry in a header
 _ZEROS = b"0" * 32
@@ -81,11 +84,12 @@ class Manifest:
     def encode(self) -> bytes:
         """The bytes of the manifest, its own digest at the end."""
         ranks = sorted(self.files)
+        tensors = msgspec.json.encode(_tensors_to_json(self.tensors))
         fields: dict[str, Any] = {
             "shardwright": VERSION,
             "save": self.save_id,
             "tree": self.tree,
-            "tensors": _tensors_to_json(self.tensors),
+            "tensors": msgspec.Raw(tensors),
             "files": [
                 ranks,
                 [self.files[rank].size for rank in ranks],
@@ -99,6 +103,12 @@ class Manifest:
             raise StateError(
                 f"the manifest would have {len(body)} bytes, and at most {MOST_BYTES} are read: store large values as "
                 "tensors or arrays"
+            )
+        places = sum(placing.mesh.size for placing in self.tensors.placings if isinstance(placing, Layout))
+        if places > _places_of(len(tensors)):
+            raise StateError(
+                f"the state has {len(self.tensors.placings)} different shapes and layouts on meshes of {places} ranks "
+                f"together, and at most {_places_of(len(tensors))} are read: use fewer"
             )
         return body + _END % digest(body + _END % _ZEROS).encode()
 
@@ -236,10 +246,8 @@ def _tensors_from_json(raw: msgspec.Raw) -> TensorTable:
     for name, itemsize in dtypes:
         if name not in DTYPES or DTYPES[name].itemsize != itemsize:
             raise FormatError(f"dtype {name[:60]!r} of {itemsize} bytes is unknown to this PyTorch")
+    _check_places(placings, spreads, len(bytes(raw)))
     built = [placing_from_json(_numbered(placing, spreads)) for placing in placings]
-    places = sum(placing.mesh.size for placing in built if isinstance(placing, Layout))
-    if places > _MOST_PLACES:
-        raise FormatError(f"{len(built)} placings on meshes of {places} ranks together are more than any")
     return TensorTable(
         tuple(names),
         tuple(dtypes[number][0] for number in kinds_of_dtype),
@@ -247,6 +255,22 @@ def _tensors_from_json(raw: msgspec.Raw) -> TensorTable:
         np.array(kinds, np.int64),
         tuple(built),
     )
+
+
+def _check_places(placings: list[list[Any]], spreads: list[Any], nbytes: int) -> None:
+    """Refuse more than a manifest of this size can be about, before anything is made for it."""
+    sizes = [prod(max(1, size) for size in mesh_shape) for mesh_shape, *_ in spreads]
+    if any(size > _MOST_RANKS for size in sizes):
+        raise FormatError(f"a mesh of {max(sizes)} ranks is larger than any: {_MOST_RANKS} are the most")
+    numbers = (placing[0] for placing in placings if placing and type(placing[0]) is int)
+    places = sum(sizes[number] for number in numbers if 0 <= number < len(sizes))
+    if places > _places_of(nbytes):
+        raise FormatError(f"{len(placings)} placings on meshes of {places} ranks together are more than any")
+
+
+def _places_of(nbytes: int) -> int:
+    """Return how many ranks the meshes of all placings have together, at most, in a manifest of so many bytes."""
+    return _MOST_PLACES + _PLACES_PER_BYTE * nbytes
 
 
 def _numbered(value: list[Any], spreads: list[Any]) -> list[Any]:
@@ -294,18 +318,17 @@ def _pieces(shape: tuple[int, ...], offsets: list[int], sizes: list[int], ranks:
     _check_shape(offsets, every=False)
     _check_shape(sizes, every=False)
     _check_ranks(ranks)
-    # Whether boxes tile is seen from their corners, of which there are two for each dimension that is cut.
-    cut = sum(any(n != shape[dim] for n in sizes[dim::ndim]) for dim in range(ndim))
-    if (len(ranks) + 1) << cut > _MOST_CORNERS:
-        raise FormatError(f"{len(ranks)} pieces that cut {cut} dimensions are more than any")
+    if not ndim and len(ranks) != 1:
+        raise FormatError(f"{len(ranks)} pieces of a tensor without dimensions: it is held once")
+    grid = (len(ranks), ndim)
+    is_tiled = tiles(shape, np.array(offsets, np.int64).reshape(grid), np.array(sizes, np.int64).reshape(grid))
     regions = tuple(
         Region(offsets[ndim * n : ndim * (n + 1)], sizes[ndim * n : ndim * (n + 1)]) for n in range(len(ranks))
     )
-    if not ndim and len(ranks) != 1:
-        raise FormatError(f"{len(ranks)} pieces of a tensor without dimensions: it is held once")
-    found = Region.whole(shape).covers(regions)
-    if not found:
-        raise FormatError(f"pieces of a tensor of shape {shape} do not tile it: {found}")
+    if not is_tiled:
+        few = len(ranks) << ndim <= _MOST_CORNERS
+        where = f": {Region.whole(shape).covers(regions)}" if few else ""
+        raise FormatError(f"pieces of a tensor of shape {shape} do not tile it{where}")
     return Pieces(shape, regions, tuple(ranks))
 
 
@@ -343,12 +366,30 @@ def _check_claims(table: TensorTable, files: Mapping[int, Written]) -> None:
     if chunks * _LEAST_ENTRY > sum(file.header_size for file in files.values()):
         raise FormatError(f"the headers of {len(files)} files have no room for {chunks} chunks")
     for placing in table.placings:
-        if isinstance(placing, Layout) and placing.mesh.size > len(files):
-            pieces = prod(int(np.count_nonzero(lengths)) for _, lengths in placing._pieces)
-            if 0 not in placing.shape and pieces > len(files):
+        if isinstance(placing, Layout) and placing.mesh.size > len(files) and 0 not in placing.shape:
+            pieces = prod(_pieces_along(placing, dim) for dim in range(placing.ndim))
+            if pieces > len(files):
                 raise FormatError(
                     f"a tensor lies in {pieces} pieces on as many ranks, and there are {len(files)} files"
                 )
+
+
+def _pieces_along(layout: Layout, dim: int) -> int:
+    """Return into how many pieces that are not empty a dimension is cut: counted, not listed."""
+    lengths = {layout.shape[dim]: 1}  # of the pieces, and how many have each
+    for mesh_dim in layout.cut_by(dim):
+        placement, ranks = layout.placements[mesh_dim], layout.mesh.shape[mesh_dim]
+        if isinstance(placement, Ragged):  # it cuts first
+            lengths = dict(Counter(placement.sizes))
+            continue
+        shorter: Counter[int] = Counter()
+        for length, count in lengths.items():
+            chunk = -(-length // ranks)
+            if chunk:
+                shorter[chunk] += count * (length // chunk)
+                shorter[length % chunk] += count
+        lengths = shorter
+    return sum(count for length, count in lengths.items() if length)
 
 
 def _check_ranks(ranks: list[int], *, distinct: bool = False) -> None:
