@@ -141,6 +141,53 @@ def test_ranks_that_draw_different_plain_numbers_agree() -> None:
     assert [key.offset for key in found[0]] == [0, 1, 0, 2, 3, 2, 4, 5, 4, 6, 7, 6]
 
 
+@pytest.mark.parametrize("how", ["seed", "fork", "state", "sw"])
+def test_ranks_that_draw_other_plain_numbers_the_second_time_agree(how: str) -> None:
+    """The same seed or state twice, with plain draws before and between operators that only some ranks repeat."""
+    found = []
+    for rank in range(3):
+        rng = OffsetBasedRNGTracker()
+        rng.manual_seed(11)
+        torch.manual_seed(5)
+        start, keys = torch.get_rng_state(), []
+        for epoch in range(3):
+            with torch.random.fork_rng(devices=()) if how == "fork" else contextlib.nullcontext():
+                if how == "state":
+                    torch.set_rng_state(start)
+                else:
+                    (rng.manual_seed if how == "sw" else torch.manual_seed)(5)
+                for step in range(4):
+                    torch.rand(3 + epoch * rank * (step != 1))
+                    keys.append(rng.next_offset())
+                    inner = torch.get_rng_state()
+                    keys.append(rng.next_offset())
+                    with torch.random.fork_rng(devices=()):  # a recompute
+                        torch.set_rng_state(inner)
+                        torch.rand(epoch * rank)
+                        keys.append(rng.next_offset())
+        found.append(keys)
+    assert found[0] == found[1] == found[2]
+    assert [key.offset for key in found[0][:12]] == [0, 1, 1, 2, 3, 3, 4, 5, 5, 6, 7, 7]
+    assert found[0][:12] == found[0][12:24] == found[0][24:]
+
+
+def test_a_generator_that_is_rewound_behind_our_back_is_found_out(rng: OffsetBasedRNGTracker) -> None:
+    assert offsets(rng, 2) == [0, 1]
+    state = torch.default_generator.get_state()
+    assert offsets(rng, 3) == [2, 3, 4]
+    torch.default_generator.set_state(state)
+    assert offsets(rng, 3) == [2, 3, 4]
+    assert offsets(rng, 1) == [5]
+
+
+def test_a_fork_with_the_seed_of_outside_repeats_inside_only(rng: OffsetBasedRNGTracker) -> None:
+    assert offsets(rng, 3) == [0, 1, 2]
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(1)
+        assert offsets(rng, 2) == [0, 1]
+    assert offsets(rng, 2) == [3, 4]
+
+
 def test_ranks_with_different_torch_seeds_take_the_seed_they_agree_on() -> None:
     asked: list[int] = []
 
@@ -175,11 +222,14 @@ def test_looking_at_the_state_does_not_stand_in_for_the_agreement() -> None:
 def test_what_is_remembered_is_bounded(rng: OffsetBasedRNGTracker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offsets_module, "_REMEMBERED_DRAWS", 100)
     monkeypatch.setattr(offsets_module, "_REMEMBERED_SEEDS", 10)
+    monkeypatch.setattr(offsets_module, "_REMEMBERED_STATES", 20)
     assert offsets(rng, 500) == list(range(500))
+    assert len(rng._keys) == 100
     for seed in range(50):
         torch.manual_seed(seed)
+        torch.get_rng_state()
         rng.next_offset()
-    assert (len(rng._keys), len(rng._streams)) == (100, 10)
+    assert (len(rng._saved), len(rng._streams)) == (20, 10)
 
 
 def test_the_state_dict_is_plain_and_goes_on_in_another_process(rng: OffsetBasedRNGTracker) -> None:

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import RandomArgumentError
+from shardwright.tensor.random import events
 from shardwright.tensor.random.philox import Key
 
 __all__ = ["OffsetBasedRNGTracker", "manual_seed", "tracker"]
 
 _REMEMBERED_DRAWS = 32_768
+_REMEMBERED_STATES = 32_768
 _REMEMBERED_SEEDS = 256
 _STATE = struct.Struct("<QQ")
 
@@ -37,21 +39,18 @@ class _Stream:
 class OffsetBasedRNGTracker:
     """Gives each random operator its (seed, offset), in step with torch's default CPU generator.
 
-    Every operator takes the next offset of the seed. torch is not patched: each operator draws one 63-bit number from
-    torch's default CPU generator, and the tracker learns from it what happened to that generator meanwhile:
+    Every operator takes the next offset of the seed, whatever plain numbers are drawn in between: ranks that draw
+    different amounts of them agree on every offset. The offset follows what the program does to torch's generator:
 
-    - *reseeded*: `torch.initial_seed()` is one that the tracker has not met. Ranks may have given torch different
-      seeds (`torch.manual_seed(seed + rank)`), so `agree_seed` maps it to the one they share; the offset is 0. A seed
-      met before goes on where it was, so that `fork_rng` with a seed of its own inside repeats nothing outside; where
-      the draw is the very first of that seed, and new, it starts at offset 0 again.
-    - *rewound*: the number was drawn before (activation checkpointing restores the generator, and so does
-      `torch.manual_seed` with the seed of before). The operator gets what the operator of that draw had; the next draw
-      that is new gets the next offset that no operator has had. The last 32,768 draws are known.
-    - *otherwise* nothing, or plain numbers were drawn, as many as you like. Only that a draw was seen before matters,
-      never which number it is: ranks that draw different amounts of plain numbers still agree on every offset.
-
-    One thing cannot be seen: that torch was given its old seed, and then, before the first operator, drew other plain
-    numbers than the time before. The offset goes on then. `manual_seed` of shardwright forgets all draws, and is sure.
+    - *seeded* by `torch.manual_seed`: the offset is 0 again. Ranks may have given torch different seeds
+      (`torch.manual_seed(seed + rank)`), so `agree_seed` maps the seed to the one they share.
+    - *restored* by `torch.set_rng_state` to a state that `torch.get_rng_state` gave: the offset is what it was when the
+      state was taken. So a recompute of activation checkpointing gets the offsets of the first pass, and what comes
+      after `fork_rng` goes on where it was. The last 32,768 states are known.
+    - done to the generator itself (`torch.default_generator.set_state`): nobody tells. So each operator also draws one
+      63-bit number from the generator: a number that was drawn before means that it was rewound, and the operator gets
+      what the operator of that draw had. Here ranks must have drawn the same amounts of plain numbers. The last 32,768
+      draws are known, until the generator is seeded or restored as above.
 
     >>> rng = OffsetBasedRNGTracker()
     >>> rng.manual_seed(7)
@@ -70,6 +69,8 @@ class OffsetBasedRNGTracker:
         self._cell = torch.empty((), dtype=torch.int64, device="cpu")
         self._streams: OrderedDict[int, _Stream] = OrderedDict()  # by torch's seed, the last used at the end
         self._keys: OrderedDict[int, Key] = OrderedDict()  # by draw, the oldest first
+        self._saved: OrderedDict[int, tuple[int, int]] = OrderedDict()  # by state: torch's seed and the next offset
+        events.listen(self)
 
     def manual_seed(self, seed: int) -> None:
         """Start at offset 0 of this seed, and seed torch with it. Call it with one seed on all ranks.
@@ -108,6 +109,53 @@ class OffsetBasedRNGTracker:
         if len(self._keys) > _REMEMBERED_DRAWS:
             self._keys.popitem(last=False)
         return key
+
+    def seeded(self) -> None:
+        """Start at offset 0: torch has been given a seed, one of before or a new one.
+
+        >>> rng = OffsetBasedRNGTracker()
+        >>> for _ in range(2):
+        ...     _ = torch.manual_seed(7)
+        ...     _ = torch.rand(3)
+        ...     rng.next_offset()
+        Key(seed=7, offset=0)
+        Key(seed=7, offset=0)
+        """
+        self._keys.clear()
+        stream = self._streams.get(torch.initial_seed())
+        if stream is not None:
+            stream.next_offset = 0
+
+    def saved(self, state: Tensor) -> None:
+        """Remember the offset at which this state of torch's generator was taken.
+
+        >>> rng = OffsetBasedRNGTracker()
+        >>> rng.saved(torch.get_rng_state())
+        """
+        stream = self._streams.get(torch.initial_seed())
+        self._saved[_digest(state)] = torch.initial_seed(), 0 if stream is None else stream.next_offset
+        if len(self._saved) > _REMEMBERED_STATES:
+            self._saved.popitem(last=False)
+
+    def restored(self, state: Tensor) -> None:
+        """Go on at the offset at which this state of torch's generator was taken, where it is known.
+
+        >>> rng = OffsetBasedRNGTracker()
+        >>> rng.manual_seed(7)
+        >>> before = torch.get_rng_state()
+        >>> first = rng.next_offset()
+        >>> torch.set_rng_state(before)
+        >>> _ = torch.rand(5)
+        >>> rng.next_offset() == first
+        True
+        """
+        known = self._saved.get(_digest(state))
+        if known is None:
+            return
+        self._keys.clear()
+        stream = self._streams.get(known[0])
+        if stream is not None:
+            stream.next_offset = known[1]
 
     def get_state(self) -> Tensor:
         """Seed and next offset in 16 bytes: what `set_state` takes.
@@ -177,6 +225,7 @@ class OffsetBasedRNGTracker:
         """
         self._streams.clear()
         self._keys.clear()
+        self._saved.clear()
 
     @contextmanager
     def fork(self) -> Iterator[None]:
@@ -191,16 +240,17 @@ class OffsetBasedRNGTracker:
         >>> rng.next_offset()
         Key(seed=7, offset=0)
         """
-        streams, keys = deepcopy(self._streams), self._keys.copy()
+        streams, keys, saved = deepcopy(self._streams), self._keys.copy(), self._saved.copy()
         with torch.random.fork_rng(devices=()):
             try:
                 yield
             finally:
-                self._streams, self._keys = streams, keys
+                self._streams, self._keys, self._saved = streams, keys, saved
 
     def _start_at(self, stream: _Stream) -> None:
         """Forget all draws and go on from here, under torch's present seed and under the seed itself."""
         self._keys.clear()
+        self._saved.clear()
         self._streams = OrderedDict({stream.seed: stream, torch.initial_seed(): stream})
 
     def _position(self) -> Key:
@@ -231,6 +281,10 @@ class OffsetBasedRNGTracker:
 
     def _draw(self, generator: torch.Generator | None) -> int:
         return int(self._cell.random_(generator=generator).item())
+
+
+def _digest(state: Tensor) -> int:
+    return hash(state.numpy().tobytes())
 
 
 tracker = OffsetBasedRNGTracker()
