@@ -337,7 +337,7 @@ class LocalTensorError(TensorError, ValueError):
     >>> import torch, shardwright as sw
     >>> sw.DTensor.from_local(torch.ones(3), sw.Mesh((1,)), [sw.Shard(0)], shape=(4,))
     Traceback (most recent call last):
-    shardwright.errors.LocalTensorError: rank 0: a local tensor of shape (3,) ...
+    shardwright.errors.LocalTensorError: from_local: rank 0 has a local tensor of shape (3,), ...
     """
 
 

@@ -278,3 +278,32 @@ def test_conversion_by_swapping_keeps_layouts() -> None:
             torch.__future__.set_swap_module_params_on_conversion(False)
 
     run_ranks(4, on_rank)
+
+
+class _Rotary(nn.Module):
+    def forward(self, x: Any) -> Any:
+        angles = torch.arange(4.0)
+        return x * angles
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), _Rotary())])
+
+    def forward(self, x: Any, plain: Any = None) -> Any:
+        return self.layers[0](x if plain is None else plain)
+
+
+def test_a_plain_tensor_in_a_model_is_refused_with_the_module_and_the_line() -> None:
+    """Models make plain tensors on their way (positions, masks): which one it was must be found without a debugger."""
+    mesh = sw.init_device_mesh("cpu", (1,))
+    model = sw.distribute_module(_Model(), mesh)
+    with pytest.raises(MixedTensorsError) as made:
+        model(sw.ones(2, 4, mesh=mesh))
+    line = _Rotary.forward.__code__.co_firstlineno + 2
+    assert f"(at test_modules.py:{line}, `return x * angles`, in _Rotary 'layers.0.1' of _Model)" in str(made.value)
+    with pytest.raises(MixedTensorsError, match=r"test_modules\.py:\d+, .*, in Linear 'layers\.0\.0' of _Model\)"):
+        model(None, torch.ones(2, 4))
+    with pytest.raises(MixedTensorsError, match=r"\(at test_modules\.py:\d+, `[^`]*torch\.ones\(4\)[^`]*`\)$"):
+        torch.add(sw.ones(2, 4, mesh=mesh), torch.ones(4))

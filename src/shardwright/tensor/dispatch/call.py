@@ -14,7 +14,7 @@ from shardwright.tensor.dispatch.reenter import made_by_torch
 from shardwright.tensor.dispatch.refusals import refuse_functional
 from shardwright.tensor.dispatch.registry import takes_numbers_by_type
 from shardwright.tensor.local import DTensorBase, alias, disabled, tag, tag_replicated
-from shardwright.tensor.seeing import policy
+from shardwright.tensor.seeing import policy, trace
 from shardwright.tensor.types import REPLICATE
 
 __all__ = ["Call", "admit", "map_tensors", "take_apart", "tensors_in"]
@@ -139,7 +139,7 @@ def admit(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Seque
             raise MixedTensorsError(
                 f"{name}: {where} is a plain tensor of shape {tuple(value.shape)} beside a DTensor {beside}: say how "
                 "it is laid out, with distribute_tensor(tensor, mesh, placements) or DTensor.from_local, or open "
-                "`with sw.implicit_replication():` where every rank holds the same values"
+                f"`with sw.implicit_replication():` where every rank holds the same values ({trace.source_place()})"
             )
         if type(value) in (list, tuple):
             return type(value)(visit(item, f"{where}[{place}]") for place, item in enumerate(value))

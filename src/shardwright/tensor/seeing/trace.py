@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from shardwright import comm
 from shardwright.layout import Layout
@@ -28,6 +30,7 @@ __all__ = [
     "on_trace",
     "operation",
     "source_line",
+    "source_place",
     "trace",
 ]
 
@@ -220,3 +223,25 @@ def source_line() -> str:
             return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
+
+
+def source_place() -> str:
+    """The user's line being run with its code, and the module it belongs to with its path in the outermost one.
+
+    It walks the stack and reads the file: meant for error messages.
+    """
+    frame: Any = sys._getframe(1)
+    line, modules = "", list[nn.Module]()
+    while frame is not None:
+        if not line and is_of_the_user(frame):
+            file, number = frame.f_code.co_filename, frame.f_lineno
+            code = linecache.getline(file, number, frame.f_globals).strip()
+            line = f"{file.rsplit('/', 1)[-1]}:{number}" + (f", `{code}`" if code else "")
+        if isinstance(module := frame.f_locals.get("self"), nn.Module):
+            modules.append(module)
+        frame = frame.f_back
+    if not modules:
+        return f"at {line or '?'}"
+    inner, outer = modules[0], modules[-1]
+    path = next((name for name, module in outer.named_modules() if module is inner), "")
+    return f"at {line}, in {type(inner).__qualname__}" + (f" {path!r} of {type(outer).__qualname__}" if path else "")
