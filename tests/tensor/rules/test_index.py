@@ -324,3 +324,85 @@ def test_nothing_equals_none() -> None:
         x = sw.DTensor.from_local(torch.ones(2), mesh, [placement])
         assert (x == None) is False  # noqa: E711  # what torch answers
         assert (x != None) is True  # noqa: E711  # likewise
+
+
+INDEXED_BY_NUMBERS: list[Callable[[Any, Callable[..., Any]], Any]] = [
+    lambda x, t: x[t(1), 1:3, t([0, 1])],
+    lambda x, t: x[t(True)],
+    lambda x, t: x[t(False)],
+    lambda x, t: x[t(1), t([True, False, True, True])],
+    lambda x, t: x[:, t(True)],
+    lambda x, t: x[t(0) : t(2)],
+    lambda x, t: (x.__setitem__((t(1), slice(1, 3)), t(5.0)), x)[1],
+    lambda x, t: (x.__setitem__((t(1), slice(None), t(2)), t([1.0, 2, 3, 4])), x)[1],
+    lambda x, t: (x.__setitem__(t(True), t(5.0)), x)[1],
+    lambda x, t: (x.__setitem__((..., t(1)), x[..., t(0)]), x)[1],
+    lambda x, t: x.index_put((t(1),), t(5.0)),
+    lambda x, t: x.index_put((t(1), t(2), t(3)), t(5.0)),
+    lambda x, t: x.index_put((t(1), t([0, 1])), t(5.0)),
+    lambda x, t: x.index_put((t(1), t(0)), t([1.0, 2, 3, 4, 5, 6]), accumulate=True),
+    lambda x, t: x.index_put_((t(1), t(2), t(3)), t(5.0)),
+    lambda x, t: x.index_put((t(-1), t(-1)), t(5.0)),
+    lambda x, t: x.index_select(1, t(2)),
+    lambda x, t: x.take(t(-1)),
+    lambda x, t: torch.take_along_dim(x, t(13)),
+    lambda x, t: x.index_fill(1, t(3), 9.0),
+    lambda x, t: x.flatten().index_copy(0, t(3), t(2.0)),
+    lambda x, t: x.flatten().gather(0, t(3)),
+    lambda x, t: x.flatten().scatter(0, t(3), t(2.0)),
+    lambda x, t: x.put(t(3), t(2.0)),
+    lambda x, t: x.narrow(1, t(1), 2),
+]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@on_ranks(4)
+def test_an_index_without_dimensions_gives_what_it_gives_on_one_device(plain: bool) -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(48.0).reshape(2, 4, 6)
+
+    def spread(value: Any) -> Any:
+        number = torch.tensor(value)
+        return number if plain and not number.ndim else sw.distribute_tensor(number, mesh)
+
+    for dims in ((0, 1), (2, 1), (1, 1)):
+        for place, program in enumerate(INDEXED_BY_NUMBERS):
+            x = sw.distribute_tensor(whole, mesh, [sw.Shard(dim) for dim in dims])
+            found = program(x, spread).full_tensor()
+            assert torch.equal(found, program(whole.clone(), torch.tensor)), (dims, place)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 1), (1, 2)])
+@on_ranks(2)
+def test_an_assignment_reads_before_it_writes(mesh_shape: tuple[int, ...]) -> None:
+    mesh = sw.init_device_mesh("cpu", mesh_shape)
+    whole = torch.arange(12.0).reshape(4, 3)
+
+    def rows(x: Any) -> None:
+        x[:] = x[2]
+
+    def columns(x: Any) -> None:
+        x[:, :] = x[:, 1:2]
+
+    def itself(x: Any) -> None:
+        x[1:3] += 1
+        x[1] += x[2]
+
+    for dim, write in itertools.product((0, 1), (rows, columns, itself)):
+        for order in itertools.permutations(range(len(mesh_shape))):
+            x, plain = sw.distribute_tensor(whole, mesh, [sw.Shard(dim)] * len(mesh_shape), order=order), whole.clone()
+            write(x)
+            write(plain)
+            assert torch.equal(x.full_tensor(), plain), (dim, order)
+
+
+@on_ranks(2)
+def test_squeezing_in_place_drops_what_has_one_element_globally() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    for args in ((), (0,), (-1,), ((0, 3),), (1,)):
+        for placement in (sw.Shard(1), sw.Shard(2), sw.Replicate()):
+            plain = torch.arange(8.0).reshape(1, 2, 4, 1)
+            x = sw.distribute_tensor(plain, mesh, [placement])
+            assert x.squeeze_(*args) is x
+            assert torch.equal(x.full_tensor(), plain.squeeze_(*args)), (args, placement)
+            assert x.to_local().shape == x.sharding.local_shape(torch.distributed.get_rank())

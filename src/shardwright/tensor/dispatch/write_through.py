@@ -59,6 +59,7 @@ def write_through(func: Any, target: DTensorBase, *args: Any, **kwargs: Any) -> 
 def _pass_on(copy: DTensorBase) -> None:
     """Write a copy to the original it was picked of."""
     base, index = copy._origin
+    copy._seen = base, writes_to(base)
     base[index] = copy
     copy._seen = base, writes_to(base)
 

@@ -27,12 +27,19 @@ def differs(source: Layout, target: Layout) -> bool:
     """Whether anything must be done: placements on mesh dimensions of one rank make no difference."""
     if source is target:
         return False
-    if source.mesh is not target.mesh or source.order != target.order:
+    if source.mesh is not target.mesh:
+        return True
+    if source.order != target.order and _cutting_order(source) != _cutting_order(target):
         return True
     return any(
         a != b and ranks > 1
         for a, b, ranks in zip(source.placements, target.placements, source.mesh.shape, strict=True)
     )
+
+
+def _cutting_order(layout: Layout) -> list[int]:
+    """The order in which mesh dimensions cut, without those of one rank, which cut nothing."""
+    return [mesh_dim for mesh_dim in layout.order if layout.mesh.shape[mesh_dim] > 1]
 
 
 def move(local: Tensor, source: Layout, target: Layout) -> Tensor:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.dispatch.write_through import is_looked_up, overwrite
-from shardwright.tensor.local import DTensorBase, layout_of, tag_replicated
+from shardwright.tensor.local import DTensorBase, layout_of, no_torch_function, tag_replicated
 from shardwright.tensor.rules.index.gather import advanced_ways
 from shardwright.tensor.rules.index.masked import pick_masked
 from shardwright.tensor.rules.index.pick import Item, cutting, moves, pick, resolved
 from shardwright.tensor.rules.index.scatter import written_ways
 from shardwright.tensor.rules.notation import Decided, Operand, Ways
+from shardwright.tensor.writes import storage_of
 
 __all__: list[str] = []
 
@@ -186,12 +187,21 @@ def _write(input: Any, items: tuple[Any, ...], value: Any) -> Any:
         items, spots = _sliced(picked, cuts)
     target = input[items]
     if isinstance(value, Tensor):
-        target.copy_(_beside(value, target.ndim, spots))
+        target.copy_(_read_first(_beside(value, target.ndim, spots), target))
     elif value == 0 and layout.is_partial:
         target.zero_()
     else:
         target.fill_(value)
     return None
+
+
+def _read_first(value: Any, target: Any) -> Any:
+    """Return a value that the write does not change: `x[:] = x[2]` reads the row before it writes."""
+    if storage_of(value) is not storage_of(target):
+        return value
+    with no_torch_function():
+        itself = value.data_ptr() == target.data_ptr() and value.stride() == target.stride()
+    return value if itself and layout_of(value) is layout_of(target) else value.clone()
 
 
 def _sliced(picked: tuple[Item, ...], cuts: list[tuple[int, ...]]) -> tuple[tuple[Item, ...], list[int]]:

@@ -43,7 +43,7 @@ def written_ways(
     ins, out = advanced_labels(input, indices)
     operands, terms = [input, *numbers], None
     if values is not None:
-        shape = _chosen_shape(input, indices)
+        shape = _chosen_shape(input, numbers, out)
         first = len(shape) - values.ndim
         if first < 0:
             return None
@@ -58,10 +58,12 @@ def written_ways(
     return Ways(at, run=_write_own(input, indices, values is not None, accumulate), written_back=True)
 
 
-def _chosen_shape(input: Operand, indices: Sequence[Operand | None]) -> tuple[int, ...]:
-    whole = torch.empty(input.shape, device="meta")
-    places = (slice(None) if i is None else torch.empty(i.shape, dtype=torch.long, device="meta") for i in indices)
-    return tuple(whole[tuple(places)].shape)
+def _chosen_shape(input: Operand, numbers: Sequence[Operand], out: Labels) -> tuple[int, ...]:
+    """Return the shape of what is chosen, by its labels: torch would ask a 0-dimensional index for its value."""
+    chosen: tuple[int, ...] = torch.broadcast_shapes(*(index.shape for index in numbers))  # type: ignore[no-untyped-call]  # torch leaves it out
+    sizes: dict[Label, int] = {("chosen", d): size for d, size in enumerate(chosen)}
+    sizes |= dict(enumerate(input.shape))
+    return tuple(sizes[label] for label in out)
 
 
 def _write_own(input: Operand, indices: Sequence[Operand | None], is_tensor: bool, accumulate: bool) -> Run:
