@@ -243,12 +243,12 @@ def test_functions_of_your_own_see_dtensors_in_backward() -> None:
         mesh = _mesh()
         for placements in ([S0, S1], [R, S0], [R, R]):
             ours, plain = _pair(mesh, placements, 5, 4)
-            for x, cube in ((ours, sw.tensor.tagged_function(Cube)), (plain, Cube.apply)):
+            for x, cube in ((ours, Cube.apply), (plain, Cube.apply)):
                 first, second = cube(x, 2.0)
                 ((first * 0.5).sum() + (second @ second.T).sum()).backward()
             _same(ours.grad, plain.grad)
             ours.grad = plain.grad = None
-            for x, sine in ((ours, sw.tensor.tagged_function(Sine)), (plain, Sine.apply)):
+            for x, sine in ((ours, Sine.apply), (plain, Sine.apply)):
                 (slope,) = torch.autograd.grad(sine(x).sum(), x, create_graph=True)
                 (slope**2).sum().backward()
             _same(ours.grad, plain.grad)
@@ -273,10 +273,10 @@ def test_a_functions_gradient_may_come_in_any_layout_but_not_plain() -> None:
 
     def on_rank() -> None:
         ours, plain = _pair(_mesh(), [S0, S1], 5, 4)
-        (sw.tensor.tagged_function(Replicated)(ours) ** 2).sum().backward()
+        (Replicated.apply(ours) ** 2).sum().backward()
         _same(ours.grad, 2 * plain.detach())
         with pytest.raises(MixedTensorsError, match=r"Plain\.backward returned a plain tensor"):
-            sw.tensor.tagged_function(Plain)(ours).sum().backward()
+            Plain.apply(ours).sum().backward()
 
     run_ranks(4, on_rank)
 

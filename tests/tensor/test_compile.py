@@ -314,7 +314,7 @@ def on_local(x: sw.DTensor) -> sw.DTensor:
     return sw.DTensor.from_local(Cube.apply(x.to_local()), x.device_mesh, x.placements)
 
 
-@pytest.mark.parametrize("function", [on_local, sw.tensor.tagged_function(Cube)])
+@pytest.mark.parametrize("function", [on_local, Cube.apply])
 def test_autograd_functions_keep_their_backward(function: Callable[..., Any]) -> None:
     compiled = sw.compile(lambda x: function(x * 1).sum())
     for _ in range(3):

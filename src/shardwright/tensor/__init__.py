@@ -5,7 +5,6 @@ from shardwright.tensor.compiled import Compiled, compile
 from shardwright.tensor.dispatch import picked
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.extend.custom import Registration, register_rule
-from shardwright.tensor.extend.functions import tagged_function
 from shardwright.tensor.extend.local_map import local_map
 from shardwright.tensor.factories import Making, empty, full, normal, ones, rand, randint, randn, randperm, zeros
 from shardwright.tensor.gradients.enter import defer_gradient_reduction
@@ -50,7 +49,6 @@ __all__ = [
     "randperm",
     "register_rule",
     "rules",
-    "tagged_function",
     "trace",
     "verify_ranks",
     "visualize",

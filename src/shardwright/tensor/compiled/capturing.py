@@ -13,8 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
-from torch.autograd import Function
-from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -23,7 +21,7 @@ from shardwright.errors import CaptureError
 from shardwright.tensor.compiled.cleaning import clean
 from shardwright.tensor.compiled.program import Program
 from shardwright.tensor.dispatch.call import tensors_in
-from shardwright.tensor.dispatch.recording import as_step, foreign, is_recording, recording, refuse_to_record
+from shardwright.tensor.dispatch.recording import foreign, is_recording, recording, refuse_to_record
 from shardwright.tensor.gradients.enter import forget_entered
 from shardwright.tensor.seeing.trace import is_of_the_user, source_line
 
@@ -82,7 +80,6 @@ def _watching(tracer: Any) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(recording())
         stack.enter_context(comm.listen(_refuse_transfer))
-        stack.enter_context(_functions_as_steps())
         stack.enter_context(_without_hooks())
         stack.enter_context(_Watch(tracer))
         yield
@@ -90,26 +87,6 @@ def _watching(tracer: Any) -> Iterator[None]:
 
 def _refuse_transfer(_: comm.Transfer) -> None:
     refuse_to_record("the program communicates by other means than movements of DTensors")
-
-
-@contextmanager
-def _functions_as_steps() -> Iterator[None]:
-    """Autograd functions are recorded as one step each: what they do inside is not differentiated, they are."""
-    apply = Function.__dict__["apply"]
-
-    def stepped(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is BackwardHookFunction:
-            refuse_to_record(
-                "a module has a backward hook, which a replay would not call: remove it, or leave the module out of "
-                "what is compiled"
-            )
-        return as_step(apply.__get__(None, cls), *args, **kwargs)
-
-    Function.apply = classmethod(stepped)  # type: ignore[method-assign, assignment]  # put back below
-    try:
-        yield
-    finally:
-        Function.apply = apply  # type: ignore[method-assign]  # likewise
 
 
 @contextmanager

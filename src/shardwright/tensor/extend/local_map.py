@@ -15,6 +15,7 @@ from shardwright import comm
 from shardwright.errors import LocalTensorError, MeshMismatchError, TensorError
 from shardwright.layout import Layout, Mesh, Placement, as_placement
 from shardwright.tensor.dispatch.recording import recording
+from shardwright.tensor.gradients.below_autograd import expect_plain_roots
 from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.moving.from_local import for_gradient, from_local
 from shardwright.tensor.moving.movement import move
@@ -206,6 +207,7 @@ def _flattened(outs: Sequence[Any]) -> list[list[Placement] | None]:
 
 def _local(value: DTensorBase, target: Layout | None) -> Tensor:
     assert target is not None
+    expect_plain_roots()
     moved = move(value, value._layout, target)
     return value.view_as(value) if moved is value else moved
 

@@ -16,14 +16,13 @@ from torch.autograd.graph import GradientEdge
 from shardwright.errors import MixedTensorsError, TensorError
 from shardwright.layout import Layout, Partial
 from shardwright.tensor.dispatch.recording import refuse_to_record
+from shardwright.tensor.gradients.below_autograd import run_backward
 from shardwright.tensor.gradients.enter import forget_entered, reducing_now
 from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.moving.movement import move
 from shardwright.tensor.types import dual, settled
 
-__all__ = ["backward", "grad", "gradient_layout", "register_hook", "replaced"]
-
-_engine = torch.autograd.Variable._execution_engine
+__all__ = ["backward", "grad", "gradient_layout", "plain_gradient", "register_hook", "shown_gradient"]
 
 
 def gradient_layout(layout: Layout) -> Layout:
@@ -43,7 +42,7 @@ def backward(
     wanted = () if inputs is None else (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
     keep = create_graph if retain_graph is None else retain_graph
     try:
-        _engine.run_backward(roots, seeds, keep, create_graph, wanted, allow_unreachable=True, accumulate_grad=True)
+        run_backward(roots, seeds, keep, create_graph, wanted, allow_unreachable=True, accumulate_grad=True)
     finally:
         forget_entered()
 
@@ -68,7 +67,7 @@ def grad(
     allowed = materialize_grads if allow_unused is None else allow_unused
     try:
         with reducing_now():
-            found: Any = _engine.run_backward(
+            found: Any = run_backward(
                 roots, seeds, keep, create_graph, wanted, allow_unreachable=allowed, accumulate_grad=False
             )
     finally:
@@ -79,14 +78,13 @@ def grad(
         if value is None and materialize_grads:
             value = torch.zeros_like(target)
         elif value is not None and isinstance(target, DTensorBase) and not isinstance(value, DTensorBase):
-            if id(value) in seen:  # one tensor may be the gradient of several inputs, or the seed itself
-                value = alias(value)
-            if value.requires_grad and target._layout.is_partial:
-                # Its type is Entered: users compute on with a replicate, whose own gradient is counted once.
-                with no_torch_function():
-                    value = move(value, dual(target._layout), gradient_layout(target._layout))
-            seen.add(id(value))
-            value = tag(value, gradient_layout(target._layout))
+            if target._layout.is_partial:
+                value = shown_gradient(value, target._layout)
+            else:
+                if id(value) in seen:  # one tensor may be the gradient of several inputs, or the seed itself
+                    value = alias(value)
+                seen.add(id(value))
+                value = tag(value, gradient_layout(target._layout))
         results.append(value)
     return tuple(results)
 
@@ -124,8 +122,6 @@ def _seed(root: Any, given: Tensor | None) -> Tensor | None:
             moved = move(given, given._layout, dual(layout))
             seed = moved if type(moved) is Tensor else moved.view_as(moved)
             return seed * _share(layout) if _share(layout) != 1.0 else seed
-    if torch._C._current_graph_task_id() != -1:
-        return given  # inside a backward pass gradients are local: reentrant checkpointing hands them on
     raise MixedTensorsError(
         f"backward: the gradient is a plain tensor of shape {tuple(given.shape)} for a DTensor {layout}: "
         "give a DTensor (distribute_tensor, or DTensor.from_local)"
@@ -140,24 +136,44 @@ def _share(layout: Layout) -> float:
     return share
 
 
-def replaced(answer: Any, layout: Layout, who: str) -> Tensor:
-    """What a hook has put in the place of the gradient of a tensor laid out like this: plain, as the engine has it."""
+def shown_gradient(gradient: Tensor, layout: Layout) -> Any:
+    """Return a gradient as it is in flight, plain and local, as the DTensor that users see.
+
+    `layout` is that of the tensor whose gradient it is.
+    """
+    with no_torch_function():
+        if gradient.requires_grad and layout.is_partial:
+            # Its type is Entered: users compute on with a replicate, whose own gradient is counted once.
+            gradient = move(gradient, dual(layout), gradient_layout(layout))
+        share = _share(layout)
+        fresh = gradient.view_as(gradient) if share == 1.0 else gradient / share
+    return tag(fresh, gradient_layout(layout))
+
+
+def plain_gradient(answer: Any, layout: Layout, who: str) -> Tensor:
+    """Return what the user's code gave as the gradient of a tensor of this layout as the engine wants it: plain, local.
+
+    Raise if it is no DTensor, or has another shape.
+    """
     if not isinstance(answer, DTensorBase):
         raise MixedTensorsError(f"{who} of a DTensor {layout} returned a plain tensor: return a DTensor")
     if answer._layout.shape != layout.shape:
         raise TensorError(f"{who} of a DTensor {layout} returned {answer._layout}: a gradient has its tensor's shape")
     with no_torch_function():
         moved = move(answer, answer._layout, dual(layout))
+        share = _share(layout)
+        if share != 1.0:
+            return moved * share
         return moved if type(moved) is Tensor else moved.view_as(moved)
 
 
 def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """`Tensor.register_hook`, for a hook that sees the gradient as a DTensor."""
-    layout = gradient_layout(tensor._layout)
+    layout = tensor._layout
 
     def tagged(gradient: Tensor) -> Tensor | None:
-        answer = hook(tag(alias(gradient), layout))
-        return None if answer is None else replaced(answer, tensor._layout, "a hook")
+        answer = hook(shown_gradient(gradient, layout))
+        return None if answer is None else plain_gradient(answer, layout, "a hook")
 
     with no_torch_function():
         return Tensor.register_hook(tensor, tagged)  # type: ignore[no-untyped-call]  # torch's own

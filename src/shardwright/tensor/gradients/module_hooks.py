@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils.hooks import BackwardHook
 
 from shardwright.layout import Layout
-from shardwright.tensor.gradients.engine import gradient_layout, replaced
-from shardwright.tensor.local import alias, tag
+from shardwright.tensor.gradients.engine import plain_gradient, shown_gradient
 
 __all__ = ["install"]
 
@@ -36,7 +35,7 @@ class _Node:
 
     def _tagged(self, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
         return tuple(
-            gradient if gradient is None or layout is None else tag(alias(gradient), gradient_layout(layout))
+            gradient if gradient is None or layout is None else shown_gradient(gradient, layout)
             for gradient, layout in zip(gradients, self._layouts, strict=True)
         )
 
@@ -45,14 +44,12 @@ class _Node:
             return given
         if answer is None or layout is None:
             return answer
-        return replaced(answer, layout, "a backward hook of a module, for the gradient")
+        return plain_gradient(answer, layout, "a backward hook of a module, for the gradient")
 
 
-def install() -> None:
-    """Puts it in place. Doing it twice changes nothing."""
+def install() -> tuple[Any, ...]:
+    """Replace the method, and return what replaces it."""
     original: Any = BackwardHook._apply_on_tensors
-    if hasattr(original, "__wrapped__"):
-        return
 
     @wraps(original)
     def apply_on_tensors(self: Any, hang: Callable[[Any], None], args: Any) -> Any:
@@ -62,3 +59,4 @@ def install() -> None:
         return original(self, lambda node: hang(_Node(node, layouts)), args)
 
     BackwardHook._apply_on_tensors = apply_on_tensors  # type: ignore[method-assign]  # torch offers no other place
+    return (apply_on_tensors,)

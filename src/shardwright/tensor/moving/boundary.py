@@ -12,6 +12,7 @@ from shardwright import comm
 from shardwright.errors import ArgumentTypeError, TensorError
 from shardwright.layout import Layout, Mesh
 from shardwright.tensor.dtensor import DTensor
+from shardwright.tensor.gradients.below_autograd import expect_plain_roots
 from shardwright.tensor.local import alias, local_region, no_torch_function, nothing_of, tag
 from shardwright.tensor.moving.from_local import bound_mesh, for_gradient, verify_local
 from shardwright.tensor.moving.introduce import introduce
@@ -103,6 +104,7 @@ def _refuse_partial(layout: Layout, what: str) -> None:
 def to_local(tensor: DTensor, grad_placements: Sequence[object] | None) -> Tensor:
     """See `DTensor.to_local`."""
     layout = tensor.sharding
+    expect_plain_roots()
     with no_torch_function():
         if grad_placements is None:
             return tensor.view_as(tensor)

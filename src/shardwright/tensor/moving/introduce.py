@@ -18,17 +18,14 @@ from torch.optim.optimizer import _foreach_supported_types as optimized
 from torch.utils._foreach_utils import _foreach_supported_types as clipped
 
 from shardwright.tensor.dispatch import refusals
-from shardwright.tensor.gradients import module_hooks
+from shardwright.tensor.gradients import below_autograd, functions, module_hooks, saved_tensors
 from shardwright.tensor.local import DTensorBase
 
 __all__ = ["functions_of", "introduce", "leave_eager"]
 
 
 def introduce(kind: type[DTensorBase], rebuild: Callable[..., Any]) -> None:
-    """Tells torch of DTensor and of what rebuilds one from a file, and puts the refusals and the hooks in place.
-
-    Doing it twice changes nothing.
-    """
+    """Tell torch of DTensor and of what rebuilds one from a file, and replace methods of torch. Call it once."""
     for known in (optimized, clipped):
         if kind not in known:
             known.append(kind)
@@ -36,7 +33,9 @@ def introduce(kind: type[DTensorBase], rebuild: Callable[..., Any]) -> None:
     for function in functions_of(kind):
         leave_eager(function)
     refusals.install()
-    module_hooks.install()
+    for replacing in (module_hooks, functions, saved_tensors, below_autograd):
+        for function in replacing.install():
+            leave_eager(function)
 
 
 def functions_of(kind: type) -> Iterator[FunctionType]:

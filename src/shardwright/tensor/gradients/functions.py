@@ -1,0 +1,267 @@
+"""Run user-written autograd Functions on DTensors, in backward as in forward.
+
+Autograd hands the backward of a `torch.autograd.Function` plain local gradients, and some of its saved tensors without
+their layouts: those it returned, and all of them under saved-tensor hooks. `Function.apply` does not ask
+`__torch_function__`. So importing this package replaces `Function.apply` and `ctx.save_for_backward`:
+
+- A Function called with DTensors runs as a subclass of itself that records layouts. Its backward gets DTensors, and
+  may return gradients in any layout: they are brought to the layout of each input's gradient.
+- A Function that torch calls below interception, where DTensors count as local tensors, gets plain ones. Otherwise it
+  would meet what it saved as DTensors in backward, where interception is on, beside plain gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx, _SingleLevelFunction
+from torch.nn.modules._functions import BackwardHookFunction
+
+from shardwright.errors import MixedTensorsError, TensorError
+from shardwright.layout import Layout
+from shardwright.tensor.dispatch.recording import as_step, is_recording, refuse_to_record
+from shardwright.tensor.gradients.below_autograd import expect_plain_roots
+from shardwright.tensor.gradients.engine import plain_gradient, shown_gradient
+from shardwright.tensor.local import DTensorBase, alias, disabled, no_torch_function, tag, tag_replicated
+from shardwright.tensor.moving.movement import move
+from shardwright.tensor.seeing import policy
+from shardwright.tensor.types import REPLICATE
+
+__all__ = ["install", "layouts_of", "with_layout"]
+
+_grad_fn = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # a getset descriptor
+_saved_tensors = torch._C._FunctionBase.saved_tensors.__get__  # type: ignore[attr-defined]  # likewise
+_original: Any = vars(torch._C._FunctionBase)["apply"]
+
+
+def install() -> tuple[Any, ...]:
+    """Replace `Function.apply` and `ctx.save_for_backward`, and return what replaces them.
+
+    `Function.apply` calls that of its base class, which is replaced: `f = MyFunction.apply` may be older than this.
+    """
+    _SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]  # torch offers no other place
+    FunctionCtx.save_for_backward = _save_for_backward  # type: ignore[method-assign, assignment]  # likewise
+    return _apply, _save_for_backward
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    if not is_recording():
+        return _run(cls, *args, **kwargs)
+    if cls is BackwardHookFunction:
+        refuse_to_record(
+            "a module has a backward hook, which a replay would not call: remove it, or leave the module out of what "
+            "is compiled"
+        )
+    return as_step(MethodType(_run, cls), *args, **kwargs)  # what it does inside is not differentiated, it is
+
+
+def _run(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    for value in args:
+        if type(value) is not Tensor and _has_dtensor(value):
+            return _run_on_dtensors(cls, args, kwargs)
+    if kwargs and _has_dtensor(kwargs):
+        return _run_on_dtensors(cls, args, kwargs)
+    result = _original.__get__(None, cls)(*args, **kwargs)
+    if type(result) is not Tensor and _has_dtensor(result):
+        _record_results(cls, args, result)
+    return result
+
+
+def _has_dtensor(value: Any) -> bool:
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return any(map(_has_dtensor, value))
+    if kind is dict:
+        return any(map(_has_dtensor, value.values()))
+    return isinstance(value, DTensorBase)
+
+
+def _run_on_dtensors(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not _is_ours(cls):
+        if torch._C._is_torch_function_enabled():
+            expect_plain_roots()
+            cls = _recording(cls)
+        else:
+            args = tuple(alias(value) if isinstance(value, DTensorBase) else value for value in args)
+    return _original.__get__(None, cls)(*args, **kwargs)
+
+
+def _is_ours(cls: Any) -> bool:
+    return bool(cls.__module__.startswith("shardwright."))  # they compute on local tensors
+
+
+def _sets_up_separately(cls: Any) -> bool:
+    return cls.setup_context is not _SingleLevelFunction.setup_context
+
+
+def _record_results(cls: Any, args: tuple[Any, ...], result: Any) -> None:
+    """Record the layouts of what a Function has made of plain arguments, so that its backward runs on DTensors.
+
+    Reentrant activation checkpointing is such a Function, where parameters are DTensors and the input is not.
+    """
+    if _is_ours(cls) or not torch._C._is_torch_function_enabled():
+        return
+    results = result if isinstance(result, tuple) else (result,)
+    for value in results:
+        node: Any = disabled(_grad_fn, (), (value,), {}) if isinstance(value, DTensorBase) else None
+        if getattr(node, "_forward_cls", None) in (cls, _recording(cls)):
+            node.__class__ = _recording(cls)._backward_cls
+            node._layouts = layouts_of(args), layouts_of(results)
+
+
+def _recording(cls: Any) -> Any:
+    """Return the subclass of a Function that records layouts in forward, and restores them in backward."""
+    known = cls.__dict__.get("_recording")
+    if known is None:
+        methods = {
+            "forward": staticmethod(_forward_of(cls)),
+            "setup_context": staticmethod(_SingleLevelFunction.setup_context),  # our forward calls the user's
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+        }
+        known = type(cls)(cls.__name__, (cls,), methods)
+        known._recording = cls._recording = known
+        for name, member in vars(_Backward).items():
+            if not name.startswith("__"):
+                setattr(known._backward_cls, name, member)
+    return known
+
+
+def _forward_of(cls: Any) -> Any:
+    separate = _sets_up_separately(cls)
+
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        if separate:
+            result = cls.forward(*args, **kwargs)
+            cls.setup_context(ctx, args, result)
+        else:
+            result = cls.forward(ctx, *args, **kwargs)
+        many = isinstance(result, tuple)
+        results = tuple(_object_of_its_own(value, args, ctx) for value in (result if many else (result,)))
+        ctx._layouts = layouts_of(args), layouts_of(results)
+        return results if many else results[0]
+
+    return forward
+
+
+def _object_of_its_own(value: Any, args: Sequence[Any], ctx: Any) -> Any:
+    """Return an output, or a DTensor alias of it where autograd would replace it by a plain one: of an input.
+
+    A copy that looks like a view is aliased as well: it would be taken anew when it is read, without its history.
+    """
+    if not isinstance(value, DTensorBase) or any(value is dirty for dirty in ctx.dirty_tensors or ()):
+        return value
+    if "_copied" in value.__dict__ or any(value is given for given in args):
+        return tag(alias(value), value._layout)
+    return value
+
+
+def layouts_of(values: Iterable[Any]) -> list[Layout | None]:
+    """Return the layout of each value, None for those that are no DTensors."""
+    return [value._layout if isinstance(value, DTensorBase) else None for value in values]
+
+
+def _save_for_backward(ctx: Any, *tensors: Any) -> None:
+    ctx.to_save = tensors
+    for tensor in tensors:
+        if type(tensor) is not Tensor and isinstance(tensor, DTensorBase):
+            if torch._C._is_torch_function_enabled() and not _is_ours(ctx._forward_cls):
+                ctx.__class__ = _recording(ctx._forward_cls)._backward_cls
+                ctx._layouts_of_saved = layouts_of(tensors)
+            return
+
+
+def with_layout(saved: Any, layout: Layout | None) -> Any:
+    """Return a tensor that autograd has saved with the layout that it was saved with."""
+    if layout is None or not isinstance(saved, Tensor) or isinstance(saved, DTensorBase):
+        return saved
+    return tag(alias(saved), layout)
+
+
+class _Backward:
+    """The methods that a context, which is a node of the graph, has in addition where layouts were recorded."""
+
+    _layouts: tuple[list[Layout | None], list[Layout | None]]  # of the arguments, of the results
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        saved: tuple[Any, ...] = _saved_tensors(self)
+        layouts = self.__dict__.get("_layouts_of_saved")
+        return saved if layouts is None else tuple(map(with_layout, saved, layouts))
+
+    def apply(self, *gradients: Any) -> Any:
+        return self._plain(BackwardCFunction.apply(self, *self._shown(gradients)))  # type: ignore[arg-type, no-untyped-call]  # it is one
+
+    def apply_boxed(self, gradients: list[Any]) -> Any:
+        gradients[:] = self._shown(gradients)  # the list is the Function's, which may free what it has used
+        return self._plain(BackwardCFunction.apply_boxed(self, gradients))  # type: ignore[arg-type, no-untyped-call]  # likewise
+
+    def _shown(self, gradients: Sequence[Any]) -> list[Any]:
+        known = self.__dict__.get("_layouts")
+        if known is None:
+            return list(gradients)
+        return [
+            gradient if gradient is None or layout is None else shown_gradient(gradient, layout)
+            for gradient, layout in zip(gradients, known[1], strict=True)
+        ]
+
+    def _plain(self, given: Any) -> Any:
+        known = self.__dict__.get("_layouts")
+        if known is None:
+            return given
+        answers = given if isinstance(given, tuple) else (given,)
+        needed = self.needs_input_grad  # type: ignore[attr-defined]  # it is a context
+        name, ins = f"{self._forward_cls.__name__}.backward", known[0]  # type: ignore[attr-defined]  # likewise
+        found = [
+            _gradient_for(answer, layout, name, place) if needs else None
+            for place, (answer, layout, needs) in enumerate(zip(answers, ins, needed, strict=False))
+        ]
+        return (*found, *answers[len(found) :])  # autograd says so if there are too many, or too few
+
+
+def _gradient_for(answer: Any, layout: Layout | None, name: str, place: int) -> Any:
+    """Return what a backward gave for an argument of this layout as autograd wants it: plain, and local."""
+    if not isinstance(answer, Tensor):
+        return answer
+    answer = _before_delayed_error(answer)
+    if layout is None:  # a plain tensor among DTensors counts as replicated
+        return _replicated(answer) if isinstance(answer, DTensorBase) else answer
+    if not isinstance(answer, DTensorBase):
+        if not (policy.replicates_implicitly() or (answer.ndim == 0 and not answer.requires_grad)):
+            raise MixedTensorsError(
+                f"{name} returned a plain tensor of shape {tuple(answer.shape)} for argument {place}, a DTensor "
+                f"{layout}: return a DTensor (DTensor.from_local says how a local tensor is laid out), or call the "
+                "Function inside sw.local_map, where forward and backward both run on local tensors"
+            )
+        answer = tag_replicated(alias(answer), layout.mesh)
+    if answer._layout.shape != layout.shape:
+        try:
+            answer = answer.sum_to_size(layout.shape)  # as torch does it for arguments that are broadcast
+        except RuntimeError:
+            raise TensorError(
+                f"{name} returned a gradient {answer._layout} for argument {place}, {layout}: the shape does not fit"
+            ) from None
+    return plain_gradient(answer, layout, name)
+
+
+def _replicated(gradient: DTensorBase) -> Tensor:
+    layout = gradient._layout
+    with no_torch_function():
+        moved = move(gradient, layout, layout.replace(placements=[REPLICATE] * layout.mesh.ndim))
+        return moved if type(moved) is Tensor else moved.view_as(moved)
+
+
+def _before_delayed_error(gradient: Tensor) -> Tensor:
+    """Return a gradient with its layout, where `once_differentiable` has put a node behind it that raises.
+
+    That node is torch's, and its results are plain; what it was given still has its layout.
+    """
+    node: Any = gradient.grad_fn
+    if isinstance(gradient, DTensorBase) or node is None or node.name() != "torch::autograd::Error":
+        return gradient
+    given = getattr(node.next_functions[gradient.output_nr][0], "variable", None)
+    return with_layout(gradient, given._layout) if isinstance(given, DTensorBase) else gradient
