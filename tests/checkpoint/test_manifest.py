@@ -22,7 +22,7 @@ from shardwright.checkpoint.format.tensors import TensorTable
 from shardwright.checkpoint.plan.file import file_plan
 from shardwright.checkpoint.state.values import DTYPES, EnumValue, decode_value, encode_value
 from shardwright.checkpoint.write.file import Written
-from shardwright.errors import CorruptionError, FormatError, StateError
+from shardwright.errors import CorruptionError, FormatError, StateError, UnknownVersionError
 from shardwright.layout import Layout, Mesh, Ragged, Replicate, Shard
 from tests.checkpoint.fuzz import signed, unsigned, written
 
@@ -130,10 +130,12 @@ def test_unknown_fields_are_kept_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("version", [0, 2, 17])
-def test_another_version_is_refused_before_anything_else(version: int) -> None:
+def test_another_version_is_refused_before_anything_else_once_the_digest_holds(version: int) -> None:
     data = manifest_of(table_of(LAYOUTS[0]), 4).encode().replace(b'{"shardwright":1,', b'{"shardwright":%d,' % version)
-    with pytest.raises(FormatError, match=f"version {version}, and this library reads version 1"):
+    with pytest.raises(CorruptionError, match="digest is not that of its bytes"):
         Manifest.decode(data)
+    with pytest.raises(UnknownVersionError, match=f"version {version}, and this library reads version 1"):
+        Manifest.decode(signed(unsigned(data)))
 
 
 def test_a_changed_digest_is_damage_and_a_wrong_one_too() -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwright as sw
 from shardwright import checkpoint, comm
+from shardwright.errors import StateDiffersError
 from shardwright.testing import run_ranks
 
 
@@ -202,3 +203,54 @@ def test_a_dtensor_outside_of_its_mesh_is_nothing_there(tmp_path: Path) -> None:
 
     run_ranks(3, work)
     assert checkpoint.load(tmp_path)["w"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_fsdp_on_slices_of_a_mesh_is_saved_as_replicas(tmp_path: Path) -> None:
+    """What tensor parallel does not cut (a norm) is a DTensor on the slice of each tensor-parallel rank."""
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8))
+        nn.init.normal_(model[2].weight)
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        return model
+
+    def body(folder: str) -> tuple[dict[str, torch.Tensor], str]:
+        with quiet():
+            model = make(1)
+            optimizer = torch.optim.AdamW(model.parameters())
+            model(torch.ones(2, 8)).square().sum().backward()
+            optimizer.step()
+            state = {"model": model, "optimizer": checkpoint.optimizer_state(model, optimizer)}
+            checkpoint.save(state, folder, check_replicas=True)
+            other = make(2)
+            fresh = torch.optim.AdamW(other.parameters())
+            checkpoint.load({"model": other, "optimizer": checkpoint.optimizer_state(other, fresh)}, folder)
+            expected = {name: value.full_tensor().detach() for name, value in model.state_dict().items()}
+            for name, value in other.state_dict().items():
+                assert torch.equal(value.full_tensor(), expected[name]), name
+            if comm.rank() == 3:  # a norm of another value on one slice is no replica
+                model[2].weight.to_local().detach().fill_(7)
+            with pytest.raises(StateDiffersError, match=r"2\.weight") as raised:
+                checkpoint.save({"model": model}, folder, check_replicas=True)
+        return expected, str(raised.value)
+
+    found = run_ranks(4, body, str(tmp_path))
+    assert len({text for _, text in found}) == 1
+    made = checkpoint.load(tmp_path)
+    assert all(torch.equal(made["model"][name], value) for name, value in found[0][0].items())
+    assert made["optimizer"]["state"]["2.weight"]["exp_avg"].shape == (8,)
+
+
+def test_layouts_that_are_no_slices_of_one_mesh_are_refused(tmp_path: Path) -> None:
+    def body(folder: str) -> None:
+        mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mine = mesh["dp"]
+        placement = theirs.Shard(0) if comm.rank() % 2 else theirs.Replicate()
+        made = theirs.distribute_tensor(torch.arange(4.0), mine, [placement])
+        with pytest.raises(StateDiffersError, match="w: "):
+            checkpoint.save({"w": made}, folder)
+
+    run_ranks(4, body, str(tmp_path))

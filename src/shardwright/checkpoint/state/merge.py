@@ -68,6 +68,43 @@ def placing_said(placing: Placing, ranks: Ranks) -> Any:
     return [None, list(placing.shape)] if plain else placing_to_json(placing)
 
 
+def joined_slices(placings: Sequence[Placing]) -> Layout | None:
+    """Return the layout of one tensor on several slices of a mesh, as replicas; None if they are not such slices.
+
+    Where a mesh has a dimension of tensor parallel and a parameter is not cut by it, FSDP holds that parameter on the
+    slice of each rank of that dimension: alike on disjoint meshes of one shape.
+
+    >>> from shardwright.layout import Shard
+    >>> slices = [Layout(Mesh((2,), ranks=ranks), [Shard(0)], (4,)) for ranks in ((0, 2), (1, 3))]
+    >>> joint = joined_slices(slices)
+    >>> print(joint, list(joint.mesh.ranks), joint.replicas(3))
+    [4] (0: R, 1: S(0)) [0, 2, 1, 3] (2, 3)
+    """
+    layouts = [placing for placing in dict.fromkeys(placings) if isinstance(placing, Layout)]
+    if len(layouts) < len(set(placings)):
+        return None
+    first = layouts[0]
+    for layout in layouts[1:]:
+        if (layout.shape, layout.placements, layout.order, layout.mesh.shape) != (
+            first.shape,
+            first.placements,
+            first.order,
+            first.mesh.shape,
+        ):
+            return None
+    ranks = [rank for layout in sorted(layouts, key=lambda one: tuple(one.mesh.ranks)) for rank in layout.mesh.ranks]
+    if len(set(ranks)) < len(ranks):
+        return None
+    names = first.mesh.names if all(layout.mesh.names == first.mesh.names for layout in layouts) else None
+    mesh = Mesh(
+        (len(layouts), *first.mesh.shape),
+        None if names is None or "slices" in names else ("slices", *names),
+        ranks,
+    )
+    order = (0, *(mesh_dim + 1 for mesh_dim in first.order))
+    return Layout(mesh, [Replicate(), *first.placements], first.shape, order)
+
+
 def merge(
     parts: Sequence[tuple[Ranks, Said]], ranks: Ranks, own: Mapping[int, Sequence[OwnSaid]] | None = None
 ) -> Merged:
@@ -229,16 +266,23 @@ class _Merge:
         (first, leaf), *others = slot.leaves.items()
         said = self._parts[first][1]
         dtype, placing = said.dtypes[leaf], said.placings[leaf]
+        made, lacking = self._placing(placing, tuple(slot.leaves))
+        slices = {first: made}
         for part, other_leaf in others:
             other = self._parts[part][1]
             if other.dtypes[other_leaf] != dtype:
                 self._differs(slot.name, first, dtype, part, other.dtypes[other_leaf])
             elif other.placings[other_leaf] != placing:
-                one, two = (_shown(self._placing(each, (0,))[0]) for each in (placing, other.placings[other_leaf]))
-                self._differs(slot.name, first, one, part, two)
-        made, lacking = self._placing(placing, tuple(slot.leaves))
+                slices[part], lacking_too = self._placing(other.placings[other_leaf], tuple(slot.leaves))
+                lacking = lacking or lacking_too
         if lacking:
             self._lacks(slot.name, made, lacking)
+        elif len(slices) > 1:
+            joint = joined_slices(list(slices.values()))
+            if joint is not None:
+                return dtype, said.itemsizes[leaf], joint
+            for part, other_placing in list(slices.items())[1:]:
+                self._differs(slot.name, first, _shown(made), part, _shown(other_placing))
         return dtype, said.itemsizes[leaf], made
 
     def _placing(self, said: Any, parts: tuple[int, ...]) -> tuple[Placing, list[int]]:
