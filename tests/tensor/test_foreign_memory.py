@@ -361,3 +361,39 @@ def test_plain_torch_makes_tensors_as_before() -> None:
 
 def _scripted(x: torch.Tensor) -> torch.Tensor:
     return x + torch.tensor([1.0, 1.0]) + torch.arange(2) + torch.full([2], 1.0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_save_pretrained_refuses_a_sharded_model_and_writes_full_tensors(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+
+    def on_rank() -> None:
+        import warnings
+
+        warnings.simplefilter("ignore")
+        from safetensors.torch import load_file
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8}
+        config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=True)
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        whole = {name: value.clone() for name, value in model.state_dict().items()}
+
+        def shard(name: str, module: nn.Module, mesh: Any) -> None:
+            for key, parameter in module.named_parameters(recurse=False):
+                module.register_parameter(key, sw.distribute_tensor(parameter, mesh, [S0]))
+
+        sw.distribute_module(model, _mesh(), shard)
+        folder = tmp_path / str(comm.rank())
+        with pytest.raises(UnsupportedError, match=REFUSED):
+            model.save_pretrained(folder)
+        assert not list(folder.glob("*.safetensors"))
+        model.save_pretrained(folder, state_dict={k: v.full_tensor() for k, v in model.state_dict().items()})
+        if comm.rank() == 0:  # transformers writes on the first rank only
+            stored = load_file(folder / "model.safetensors")
+            assert "model.embed_tokens.weight" in stored
+            for name, value in stored.items():
+                assert torch.equal(value, whole[name])
+
+    run_ranks(2, on_rank)

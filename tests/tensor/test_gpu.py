@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import shardwright as sw
 from shardwright import comm
+from shardwright.errors import UnsupportedError
 from shardwright.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -129,5 +130,80 @@ def test_random_numbers_on_the_device_are_the_cpus() -> None:
         sw.manual_seed(3)
         y = torch.nn.functional.dropout(sw.ones(40, mesh=cpu, placements=[sw.Shard(0)]), 0.5)
         assert torch.equal(x.full_tensor().cpu(), y.full_tensor())
+
+    run_ranks(2, work, timeout=150.0)
+
+
+def test_a_triton_kernel_is_not_launched_on_a_shard() -> None:
+    """Triton takes addresses from `data_ptr()`, and sizes from its caller, who takes them from `shape`."""
+    pytest.importorskip("triton")
+
+    def work() -> None:
+        double = _double()
+        mesh = sw.init_device_mesh("cuda", (2,))
+        whole = torch.arange(64.0, device="cuda")
+        sharded = sw.distribute_tensor(whole, mesh, [sw.Shard(0)])
+        partial = sw.DTensor.from_local(whole / 2, mesh, [sw.Partial()])
+        for x in (sharded, partial):
+            with pytest.raises(UnsupportedError, match=r"data_ptr.*x\.to_local\(\).*x\.full_tensor\(\)"):
+                double[(1,)](x, x.numel(), SIZE=64)
+            with pytest.raises(UnsupportedError, match="__cuda_array_interface__"):
+                _ = x.__cuda_array_interface__
+        local = sharded.to_local()
+        double[(1,)](local, local.numel(), SIZE=64)
+        assert torch.equal(sharded.full_tensor(), whole * 2)
+        replicated = sw.distribute_tensor(whole, mesh, [sw.Replicate()])
+        double[(1,)](replicated, replicated.numel(), SIZE=64)
+        assert torch.equal(replicated.full_tensor(), whole * 2)
+
+    run_ranks(2, work, timeout=150.0)
+
+
+def _double() -> Any:
+    """A Triton kernel, compiled where it is used: its source must be in a file, and Triton may be absent."""
+    import tempfile
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    source = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def double(pointer, size, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(pointer + at, tl.load(pointer + at, mask=at < size) * 2, mask=at < size)
+"""
+    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
+        file.write(source)
+    spec = spec_from_file_location("triton_kernel", file.name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.double
+
+
+def test_recurrent_modules_move_to_the_device_with_sharded_weights() -> None:
+    """Torch gathers the weights of plain ones in one buffer, by their addresses."""
+
+    def work() -> None:
+        torch.manual_seed(0)
+        plain = torch.nn.LSTM(4, 6)
+        mesh = sw.init_device_mesh("cuda", (2,))
+        layer = torch.nn.LSTM(4, 6)
+        layer.load_state_dict(plain.state_dict())
+        layer, plain = layer.cuda(), plain.cuda()
+        sw.distribute_module(
+            layer,
+            mesh,
+            lambda name, module, mesh: [
+                module.register_parameter(key, sw.distribute_tensor(parameter, mesh, [sw.Shard(0)]))
+                for key, parameter in list(module.named_parameters(recurse=False))
+            ],
+        )
+        layer.to(torch.float64).flatten_parameters()
+        x = torch.randn(3, 2, 4, dtype=torch.float64, device="cuda")
+        found = layer(sw.distribute_tensor(x, mesh, [sw.Replicate()]))[0]
+        torch.testing.assert_close(found.full_tensor(), plain.double()(x)[0])
 
     run_ranks(2, work, timeout=150.0)

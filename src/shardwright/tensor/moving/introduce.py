@@ -4,15 +4,17 @@
   through parameters one by one, with a collective for each norm.
 - `torch.load` with `weights_only=True` calls only functions it was told are safe; `rebuild` is one.
 - `torch.compile` leaves out what it is told to: operators of DTensors stay eager, plain code around them is compiled.
+- Recurrent modules on CUDA move their weights into one buffer for cuDNN, by address. DTensors stay where they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import wraps
 from types import FunctionType
 from typing import Any
 
-from torch import serialization
+from torch import nn, serialization
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.optim.optimizer import _foreach_supported_types as optimized
 from torch.utils._foreach_utils import _foreach_supported_types as clipped
@@ -36,6 +38,21 @@ def introduce(kind: type[DTensorBase], rebuild: Callable[..., Any]) -> None:
     for replacing in (module_hooks, functions, saved_tensors, below_autograd):
         for function in replacing.install():
             leave_eager(function)
+    _keep_recurrent_weights()
+
+
+def _keep_recurrent_weights() -> None:
+    """Have `flatten_parameters` of recurrent modules leave DTensors where they are. Doing it twice changes nothing."""
+    original: Any = nn.RNNBase.flatten_parameters
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def flatten_parameters(self: nn.RNNBase) -> None:
+        if not any(isinstance(weight, DTensorBase) for weight in self._flat_weights):
+            original(self)
+
+    nn.RNNBase.flatten_parameters = flatten_parameters  # type: ignore[method-assign]  # torch offers no other place
 
 
 def functions_of(kind: type) -> Iterator[FunctionType]:
