@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -183,7 +184,8 @@ def _resolve(shape: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
 def regroup(input: Operand, shape: tuple[int, ...]) -> Decided:
     """A view: within a group of dimensions that are joined or split, the leading one may be cut.
 
-    Where another one is, its pieces are exchanged for pieces of a leading one, if one is free.
+    Where another one is, its pieces are exchanged for pieces of a leading one, if one is free. Of several cuts of one
+    dimension the outermost stay, as many as fit; a tensor is never gathered from more ranks than it must be.
     """
     torch.empty(input.shape, device="meta").view(shape)  # torch's own check, with global sizes, on every rank
     leading = _leading_dims(input.shape, shape)
@@ -195,12 +197,16 @@ def regroup(input: Operand, shape: tuple[int, ...]) -> Decided:
         placement = source.placements[mesh_dim]
         if not isinstance(placement, Shard | Ragged):
             continue
-        alone = source.cut_by(placement.dim) == (mesh_dim,)
+        cuts = source.cut_by(placement.dim)
         if placement.dim not in leading:
             free = [d for d in leading if d < placement.dim and d not in taken]
-            placement, alone = Shard(max(free, default=placement.dim)), True
+            placement = Shard(max(free, default=placement.dim))
             taken.add(placement.dim)
-        fitted = _fit(source, mesh_dim, placement, alone, leading, shape)
+            fitted = _fit(source, mesh_dim, placement, leading, shape)
+        elif len(cuts) == 1:
+            fitted = _fit(source, mesh_dim, placement, leading, shape)
+        else:
+            fitted = _fit_nested(source, mesh_dim, placement, leading, shape, taken)
         placements_in[mesh_dim], placements_out[mesh_dim] = fitted
     ins = source.replace(placements=placements_in, order=source.order)
     outs = Layout(source.mesh, placements_out, shape, source.order)
@@ -237,25 +243,56 @@ def _leading_dims(old: tuple[int, ...], new: tuple[int, ...]) -> dict[int, tuple
     return leading
 
 
+def _fit_nested(
+    source: Layout,
+    mesh_dim: int,
+    placement: Shard | Ragged,
+    leading: dict[int, tuple[int, int, int]],
+    shape: tuple[int, ...],
+    taken: set[int],
+) -> tuple[Placement, Placement]:
+    """Placements of input and output for one of several mesh dimensions that cut a dimension, outermost first.
+
+    What does not fit is exchanged for pieces of the longest dimension that is free and divides evenly, or gathered.
+    """
+    dim, old_step, new_step = leading[placement.dim]
+    cuts = source.cut_by(placement.dim)
+    if shape[dim] == source.shape[placement.dim] and old_step == new_step:
+        return placement, replace(placement, dim=dim)
+    kept = next((n for n in range(len(cuts), 1, -1) if _divide(source, cuts[:n], placement.dim, shape[dim])), 1)
+    place = cuts.index(mesh_dim)
+    if place < kept:
+        return (placement, Shard(dim)) if kept > 1 else _fit(source, mesh_dim, placement, leading, shape)
+    ranks = source.mesh.shape[mesh_dim]
+    free = [d for d in leading if d not in taken and not source.shape[d] % ranks and not shape[leading[d][0]] % ranks]
+    if not free:
+        return REPLICATE, REPLICATE
+    longest = max(free, key=lambda d: source.shape[d])
+    taken.add(longest)
+    return Shard(longest), Shard(leading[longest][0])
+
+
+def _divide(source: Layout, cuts: tuple[int, ...], dim: int, size: int) -> bool:
+    """Whether these mesh dimensions cut a dimension, and the one that takes its place, into equal pieces."""
+    pieces = prod(source.mesh.shape[m] for m in cuts)
+    even = all(isinstance(source.placements[m], Shard) for m in cuts)
+    return even and not source.shape[dim] % pieces and not size % pieces
+
+
 def _fit(
     source: Layout,
     mesh_dim: int,
     placement: Shard | Ragged,
-    alone: bool,
     leading: dict[int, tuple[int, int, int]],
     shape: tuple[int, ...],
 ) -> tuple[Placement, Placement]:
-    """Placements of input and output for one mesh dimension that cuts, the least movement first."""
+    """Placements of input and output for one mesh dimension that cuts alone, the least movement first."""
     if placement.dim not in leading:
         return REPLICATE, REPLICATE
     dim, old_step, new_step = leading[placement.dim]
     # Elements per piece along the group, as it is cut.
     ranks = source.mesh.shape[mesh_dim]
     pieces = piece_sizes(source.shape[placement.dim], placement, ranks) * old_step
-    if not alone:
-        cuts = int(np.prod([source.mesh.shape[m] for m in source.cut_by(placement.dim)]))
-        divides = source.shape[placement.dim] % cuts == 0 and shape[dim] % cuts == 0
-        return (placement, Shard(dim)) if divides and isinstance(placement, Shard) else (REPLICATE, REPLICATE)
     if not (pieces % new_step).any():
         return placement, evenly(dim, tuple((pieces // new_step).tolist()), shape[dim], ranks)
     # Cut so that pieces hold whole steps of the new dimension: neighbours exchange a little.
