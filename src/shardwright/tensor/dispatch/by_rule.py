@@ -23,6 +23,7 @@ from shardwright.tensor.copied import mark_copied, refuse_copied, remember_origi
 from shardwright.tensor.dispatch.autocast import cast_to
 from shardwright.tensor.dispatch.call import Call, map_tensors, take_apart
 from shardwright.tensor.dispatch.choose import Impossible, choose
+from shardwright.tensor.dispatch.recording import below_modes
 from shardwright.tensor.dispatch.registry import FAST, Op
 from shardwright.tensor.dispatch.shapes import Outputs, outputs_of
 from shardwright.tensor.dispatch.write_through import is_looked_up
@@ -110,7 +111,8 @@ def call_by_rule(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, 
     first = call.tensors[0]._layout
     plan = first.plans.get(call.key) if call.key is not None else None
     if plan is None:
-        plan = _make_plan(op, inplace, func, args, kwargs, call)
+        with below_modes():
+            plan = _make_plan(op, inplace, func, args, kwargs, call)
         if plan is None:
             return NotImplemented
         if call.key is not None:

@@ -20,7 +20,16 @@ from shardwright.layout import Layout
 from shardwright.tensor.local import DTensorBase, alias, tag
 from shardwright.tensor.seeing.trace import source_line
 
-__all__ = ["as_step", "foreign", "is_recording", "recording", "refuse_to_record", "step_of", "unrecorded"]
+__all__ = [
+    "as_step",
+    "below_modes",
+    "foreign",
+    "is_recording",
+    "recording",
+    "refuse_to_record",
+    "step_of",
+    "unrecorded",
+]
 
 _on = False  # of the process: torch's own recording, which `as_step` asks for, is of the thread
 
@@ -50,6 +59,16 @@ def unrecorded() -> Iterator[None]:
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing  # slow to import
 
     with recording(False), disable_proxy_modes_tracing(), torch._C._DisablePythonDispatcher():
+        yield
+
+
+@contextmanager
+def below_modes() -> Iterator[None]:
+    """Hide what is computed within it from dispatch modes: planning happens once, and is no part of the program."""
+    if _on or not torch._C._len_torch_dispatch_stack():  # `unrecorded` hides it from the mode that captures
+        yield
+        return
+    with torch._C._DisableTorchDispatch():
         yield
 
 

@@ -21,6 +21,7 @@ from shardwright.layout import Layout
 from shardwright.tensor.dispatch.recording import as_step, is_recording
 from shardwright.tensor.local import DTensorBase, no_torch_function, tag
 from shardwright.tensor.moving.movement import differs, move
+from shardwright.tensor.moving.opaque import is_traced
 from shardwright.tensor.types import ENTERED, dual, settled
 
 __all__ = ["defer_gradient_reduction", "forget_entered", "move_operand", "reducing_now"]
@@ -51,6 +52,9 @@ def move_operand(tensor: DTensorBase, source: Layout, target: Layout) -> Tensor:
         return move(tensor, source, target)
     if is_recording():
         return as_step(move_operand, tensor, source, target)  # type: ignore[no-any-return]  # it is this function's
+    if is_traced() and _saving_is_hooked():
+        # Selective checkpointing counts the operators of a forward, and of the one that is computed again.
+        return EnterParameter.apply(tensor, source, target)  # type: ignore[no-untyped-call, no-any-return]  # as below
     key = (id(tensor), target)
     known = _shared.get(key)
     version = tensor._version
