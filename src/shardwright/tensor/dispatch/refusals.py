@@ -10,11 +10,11 @@ hook, such a path is refused:
   write one rank's shard over the others';
 - `torch.func` offers no hook, and computes on shards without a word. So importing this package replaces the five
   functions through which its transforms take hold of a tensor, and let go of it, by ones that look at it first.
-  Likewise functions that make tensors from data or numbers: see `constructors`.
+  Likewise functions that make tensors from data or numbers (see `constructors`), and TorchScript (see `scripts`).
 
 Where there is no hook, the shard is what you get, with its own shape: `torch.Tensor(d)`, `torch.FloatTensor(d)`,
 `plain.data = d`, `plain.set_(d)`, `torch.Tensor.as_subclass(d, kind)`, C++ extensions that take an `at::Tensor`,
-`torch.jit.trace`, `torch.export`, FSDP's own wrapping, modes of `__torch_dispatch__`. A number that an operator of
+FSDP's own wrapping, modes of `__torch_dispatch__`. A number that an operator of
 plain tensors reads from a DTensor (`plain.add(plain, alpha=d)`) is this rank's. Use `d.full_tensor()` or `d.item()`.
 """
 

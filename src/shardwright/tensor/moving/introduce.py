@@ -19,7 +19,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch.optim.optimizer import _foreach_supported_types as optimized
 from torch.utils._foreach_utils import _foreach_supported_types as clipped
 
-from shardwright.tensor.dispatch import refusals
+from shardwright.tensor.dispatch import refusals, scripts
 from shardwright.tensor.gradients import below_autograd, functions, module_hooks, saved_tensors
 from shardwright.tensor.local import DTensorBase
 
@@ -35,6 +35,7 @@ def introduce(kind: type[DTensorBase], rebuild: Callable[..., Any]) -> None:
     for function in functions_of(kind):
         leave_eager(function)
     refusals.install()
+    scripts.install()
     for replacing in (module_hooks, functions, saved_tensors, below_autograd):
         for function in replacing.install():
             leave_eager(function)
