@@ -1,0 +1,170 @@
+"""Compare DTensors with whole plain tensors, rank by rank, without disturbing either.
+
+A rank compares its own part with the same region of the plain tensor, which it computed itself: no communication is
+needed, unless a value is partial. Nothing is read through operators of DTensor, which may move data or renew copies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright import comm
+from shardwright.layout import Layout, Partial
+from shardwright.tensor.local import DTensorBase, no_torch_function
+from shardwright.testing.programs.namespace import KEPT
+
+__all__ = ["difference", "is_readable", "live_values", "local_part", "loosest", "metadata_difference", "region_of"]
+
+# How far a result may be off, as a fraction of the largest value around: sums are taken in another order.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.01}
+
+
+def loosest(steps: Sequence[str]) -> float:
+    """Return the tolerance of a program: that of the least precise dtype it names.
+
+    >>> loosest(["a = leaf([1], (1,), torch.float64, [Shard(0)])", "b = a.to(torch.bfloat16)"])
+    0.06
+    """
+    text = "\n".join(steps)
+    named = [value for dtype, value in TOLERANCES.items() if str(dtype) in text]
+    return max(named, default=1e-9)
+
+
+def live_values(namespace: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return every value that a program holds: its variables, their gradients, parameters, what hooks have seen."""
+    found: dict[str, Any] = {}
+    for name in names:
+        value = namespace[name]
+        if isinstance(value, Tensor):
+            found[name] = value
+            if _may_have_gradient(value):
+                found[f"{name}.grad"] = value.grad
+        elif isinstance(value, nn.Module):
+            for key, parameter in value.named_parameters():
+                found[f"{name}.{key}"] = parameter
+                found[f"{name}.{key}.grad"] = parameter.grad
+        elif isinstance(value, bool | int | float):
+            found[name] = value
+    for name, seen in namespace[KEPT].items():
+        for number, gradient in enumerate(seen):
+            found[f"{KEPT}[{name!r}][{number}]"] = gradient
+    return found
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Return whether torch lets us look at a tensor: not at one of several views after a write to its base."""
+    try:
+        with no_torch_function():
+            return tensor.is_leaf or tensor.grad_fn is not None
+    except RuntimeError:
+        return False
+
+
+def _may_have_gradient(tensor: Tensor) -> bool:
+    with no_torch_function():
+        return is_readable(tensor) and tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad)
+
+
+def local_part(tensor: DTensorBase) -> Tensor:
+    """Return what this rank holds, as a plain tensor that shares its memory."""
+    with no_torch_function(), torch.no_grad():
+        return tensor.detach()
+
+
+def region_of(plain: Tensor, layout: Layout) -> Tensor:
+    """Return the part of a plain tensor that this rank holds under a layout."""
+    return plain.detach()[layout.region(comm.rank()).slices()]
+
+
+def metadata_difference(ours: Any, plain: Any) -> str | None:
+    """Return how shape, dtype, requires_grad or is_leaf differ; None if they are equal."""
+    if ours is None or plain is None or not isinstance(plain, Tensor) or not isinstance(ours, Tensor):
+        if type(ours) is type(plain) or (isinstance(ours, int | float) and isinstance(plain, int | float)):
+            return None
+        return f"is a {type(ours).__name__}, torch's is a {type(plain).__name__}"
+    if ours.shape != plain.shape:
+        return f"has shape {tuple(ours.shape)}, torch's has {tuple(plain.shape)}"
+    with no_torch_function():  # those of the local tensor, which are the same
+        for attribute in ("dtype", "requires_grad", "is_leaf"):
+            try:
+                mine, theirs = getattr(ours, attribute), getattr(plain, attribute)
+            except RuntimeError as error:
+                return f"cannot tell its {attribute}: {error}"
+            if mine != theirs:
+                return f"has {attribute} {mine}, torch's has {theirs}"
+    return None
+
+
+def difference(found: Any, expected: Any, tolerance: float, scale: float) -> str | None:
+    """Return how two plain values differ; None if they are equal within the tolerance times the scale.
+
+    >>> difference(torch.tensor([1.0]), torch.tensor([1.0 + 1e-7]), 1e-5, 1.0)
+    >>> difference(torch.tensor([1, 2]), torch.tensor([1, 3]), 1e-5, 1.0)
+    'is [1, 2], torch has [1, 3]'
+    """
+    if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
+        if expected == found or (expected != expected and found != found):
+            return None
+        if (
+            isinstance(expected, float)
+            and isinstance(found, float | int)
+            and abs(found - expected) <= tolerance * scale
+        ):
+            return None
+        return f"is {found!r}, torch has {expected!r}"
+    if found.shape != expected.shape:
+        return f"has a part of shape {tuple(found.shape)}, which should be {tuple(expected.shape)}"
+    if found.dtype != expected.dtype:
+        return f"has a part of {found.dtype}, which should be {expected.dtype}"
+    if torch.equal(found, expected):
+        return None
+    if expected.is_floating_point() and torch.allclose(
+        found.double(), expected.double(), rtol=0.0, atol=tolerance * scale, equal_nan=True
+    ):
+        return None
+    return f"is {found.tolist()}, torch has {expected.tolist()}"
+
+
+def reduced(layout: Layout, parts: Sequence[Tensor]) -> Tensor:
+    """Return the value of this rank's region of a partial tensor, given the parts of all ranks by rank."""
+    mesh, here = layout.mesh, layout.mesh.coordinate(comm.rank())
+
+    def value(coordinate: tuple[int, ...], dim: int) -> Tensor:
+        if dim == mesh.ndim:
+            return parts[mesh.rank_at(coordinate)]
+        placement = layout.placements[dim]
+        if not isinstance(placement, Partial):
+            return value(coordinate, dim + 1)
+        addends = torch.stack(
+            [value((*coordinate[:dim], at, *coordinate[dim + 1 :]), dim + 1) for at in range(mesh.shape[dim])]
+        )
+        match placement.op:
+            case "sum":
+                return addends.sum(0).to(addends.dtype)
+            case "avg":
+                return addends.double().mean(0).to(addends.dtype)
+            case "max":
+                return addends.amax(0)
+            case "min":
+                return addends.amin(0)
+            case "product":
+                return addends.prod(0).to(addends.dtype)
+            case "band":
+                return _folded(torch.bitwise_and, addends)
+            case "bor":
+                return _folded(torch.bitwise_or, addends)
+            case "bxor":
+                return _folded(torch.bitwise_xor, addends)
+            case other:
+                raise ValueError(f"Partial({other!r}) is not a reduction")
+
+    return value(here, 0)
+
+
+def _folded(operation: Callable[[Tensor, Tensor], Tensor], addends: Tensor) -> Tensor:
+    return functools.reduce(operation, addends.unbind(0))

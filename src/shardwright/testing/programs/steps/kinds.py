@@ -1,0 +1,84 @@
+"""How often each kind of step is taken. A kind adds a step or more to a draft, or raises `NoChoice`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardwright.testing.programs.draft import Draft
+from shardwright.testing.programs.steps.gradients import about_gradients, backward, checkpointed, quiet, user_function
+from shardwright.testing.programs.steps.indexing import indexed, picked_by_tensor
+from shardwright.testing.programs.steps.modules import forget, module, optimizer, read_number
+from shardwright.testing.programs.steps.reductions import (
+    average,
+    embedding,
+    joined,
+    product_of_matrices,
+    reduction,
+    sorted_values,
+)
+from shardwright.testing.programs.steps.values import (
+    cast,
+    comparison,
+    copied,
+    logical,
+    new_leaf,
+    new_like,
+    norm_layer,
+    pointwise,
+    redistributed,
+    smooth,
+    two_operands,
+)
+from shardwright.testing.programs.steps.views import split_up, strided, view
+from shardwright.testing.programs.steps.writes import (
+    reshape_in_place,
+    write,
+    write_at,
+    write_masked,
+    write_out,
+    write_tensor,
+)
+
+__all__ = ["KINDS", "Step"]
+
+Step = Callable[[Draft], object]
+
+KINDS: dict[Step, float] = {
+    new_leaf: 3,
+    new_like: 1,
+    pointwise: 4,
+    two_operands: 5,
+    smooth: 2.5,
+    norm_layer: 1,
+    comparison: 1,
+    logical: 0.7,
+    cast: 2,
+    copied: 3,
+    redistributed: 2,
+    view: 9,
+    strided: 0.8,
+    split_up: 2,
+    indexed: 7,
+    picked_by_tensor: 2,
+    reduction: 3,
+    average: 1.5,
+    product_of_matrices: 3,
+    embedding: 1,
+    sorted_values: 1.2,
+    joined: 2,
+    write: 5,
+    write_tensor: 3,
+    write_at: 6,
+    write_masked: 2,
+    write_out: 1,
+    reshape_in_place: 0.8,
+    backward: 5,
+    about_gradients: 3,
+    user_function: 1,
+    checkpointed: 1,
+    quiet: 1.5,
+    module: 3,
+    optimizer: 1.5,
+    forget: 1.5,
+    read_number: 0.7,
+}

@@ -1,0 +1,237 @@
+"""Random programs give torch's values or are refused; and the fuzzer finds the faults it is there to find."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwright import comm
+from shardwright.errors import InPlaceError, TensorError
+from shardwright.tensor import DTensor
+from shardwright.testing.programs import Program, Verdict, fuzz, generate, judge, minimise
+from shardwright.testing.programs.__main__ import main
+
+FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"
+
+
+# --- programs that are made, and programs that are right --------------------------------------------------------------
+
+
+def test_a_seed_gives_one_program_of_ten_to_forty_steps():
+    programs = [generate(seed) for seed in range(20)]
+    assert programs == [generate(seed) for seed in range(20)]
+    assert all(10 <= len(program.steps) <= 45 for program in programs)
+    assert {program.ranks for program in programs} == {1, 2, 3, 4}
+
+
+def test_programs_hold_what_they_are_to_hold():
+    text = "\n".join(step for seed in range(300) for step in generate(seed).steps)
+    for part in """Shard( Replicate() Partial( Ragged( order= bfloat16 float64 int64 bool requires_grad=True backward(
+        retain_graph create_graph register_hook register_full_backward_hook no_grad inference_mode checkpoint( deepcopy
+        unfold as_strided out= copy_ masked_fill index_add_ None, ...] += *= optim zero_grad embedding layer_norm
+        softmax torch.cat torch.stack split chunk topk torch.sort redistribute( expand permute transpose
+        AddBias del""".split():
+        assert part in text, part
+
+
+# --- faults that are planted are found --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def planted(fault):
+    """Has `fault` called in place of DTensor's own way into every function."""
+    own = DTensor.__dict__["__torch_function__"].__func__
+
+    def call(cls, func, types, args=(), kwargs=None):
+        return fault(functools.partial(own, cls, func, types, args, kwargs), getattr(func, "__name__", ""), args)
+
+    DTensor.__torch_function__ = classmethod(call)
+    try:
+        yield
+    finally:
+        DTensor.__torch_function__ = classmethod(own)
+
+
+def wrong_rule(call, name, args):
+    result = call()
+    if name == "square":
+        with torch._C.DisableTorchFunctionSubclass():
+            result.data.add_(1)
+    return result
+
+
+def wrong_on_one_rank(call, name, args):
+    result = call()
+    if name == "square" and comm.rank() == 1:
+        with torch._C.DisableTorchFunctionSubclass():
+            result.data.add_(1)
+    return result
+
+
+def wrong_gradient(call, name, args):
+    if name == "square":
+        with torch._C.DisableTorchFunctionSubclass():
+            args[0].register_hook(lambda gradient: gradient + 1)
+    return call()
+
+
+def torn_write(call, name, args):
+    result = call()
+    if name == "neg_":
+        raise InPlaceError("neg_: refused, but written")
+    return result
+
+
+def lost_view(call, name, args):
+    result = call()
+    return result.clone() if name == "t" else result
+
+
+def raises_on_one_rank(call, name, args):
+    if name == "square" and comm.rank() == 0:
+        raise TensorError("square: refused here alone")
+    return call()
+
+
+def raises_anything(call, name, args):
+    if name == "square":
+        raise KeyError("square")
+    return call()
+
+
+def waits_for_nobody(call, name, args):
+    if name == "square" and comm.rank() == 0:
+        dist.barrier()
+    return call()
+
+
+def dies(call, name, args):
+    if name == "square":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return call()
+
+
+PROGRAM = Program(
+    (
+        "a = leaf([1, 2, 3, 4, 5, 6], (3, 2), torch.float32, [Shard(0)], requires_grad=True)",
+        "b = leaf([1, 2, 3, 4, 5, 6], (2, 3), torch.float32, [Partial('sum')])",
+        "c = a * 2",
+        "d = leaf([1, 2, 3, 4], (2, 2), torch.float64, [Shard(1)])",
+        "e = d.t()",
+        "d.neg_()",
+        "f = b + 1",
+        "g = c.square()",
+        "h = f[0]",
+        "g.sum().backward()",
+        "d += 1",
+        "i = e + d",
+    ),
+    mesh=(2,),
+)
+FAULTS = {
+    wrong_rule: (Verdict.WRONG, "square()"),
+    wrong_on_one_rank: (Verdict.WRONG, "square()"),
+    wrong_gradient: (Verdict.WRONG, "backward()"),
+    torn_write: (Verdict.TORN, "neg_()"),
+    lost_view: (Verdict.WRONG, ""),
+    raises_on_one_rank: (Verdict.DIVERGED, "square()"),
+    raises_anything: (Verdict.UNTYPED, "square()"),
+    dies: (Verdict.CRASHED, "square()"),
+}
+
+
+def test_the_program_without_a_fault_is_right():
+    assert judge(PROGRAM).verdict is Verdict.RIGHT
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_found(fault):
+    verdict, step = FAULTS[fault]
+    found = judge(PROGRAM, setup=functools.partial(planted, fault))
+    assert found.verdict is verdict
+    assert step in PROGRAM.steps[found.step]
+
+
+@pytest.mark.parametrize("fault", [wrong_rule, torn_write, lost_view], ids=lambda fault: fault.__name__)
+def test_a_failing_program_is_minimised(fault):
+    judged = functools.partial(judge, setup=functools.partial(planted, fault))
+    found = judged(PROGRAM)
+    small = minimise(found, judged, seconds=150)
+    assert small.kind == found.kind
+    assert len(small.program.steps) <= 4
+    assert FAULTS[fault][1] in small.program.steps[-1]
+    assert judge(small.program).verdict is Verdict.RIGHT  # it shows the planted fault, and no other
+
+
+def test_a_hang_is_found_and_the_ranks_are_replaced():
+    found = judge(PROGRAM, setup=functools.partial(planted, waits_for_nobody), timeout=8)
+    assert found.verdict is Verdict.HUNG
+    assert "square()" in PROGRAM.steps[found.step]
+    assert "barrier" in found.detail  # the stacks say where
+    assert judge(PROGRAM).verdict is Verdict.RIGHT
+
+
+def lost_slices(call, name, args):
+    result = call()
+    return result.clone() if name == "__getitem__" and isinstance(result, DTensor) else result
+
+
+def test_the_fuzzer_finds_a_fault_and_minimises_it():
+    found = fuzz(60, ranks=(1,), setup=functools.partial(planted, lost_slices), minimising=20, most=3)
+    small = [failure.program.steps for failure in found.failures if failure.verdict is Verdict.WRONG]
+    assert any(len(steps) <= 6 and "[" in "".join(steps) for steps in small)
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_refused_write_is_left_out_and_the_program_goes_on():
+    steps = (
+        "a = leaf([1, 2], (2,), torch.float32, [Partial('sum')])",
+        "a.relu_()",
+        "b = a * 2",
+    )
+    found = judge(Program(steps, mesh=(2,)))
+    assert found.verdict is Verdict.REFUSED
+    assert [str(result) for result in found.results] == ["right", "refused", "right", "right"]
+    assert found.refusals[0].startswith("InPlaceError")
+
+
+def test_what_needs_a_refused_value_is_skipped():
+    steps = ("a = leaf([1], (1,), torch.float32, [Shard(0)])", "b = torch.func.grad(torch.sum)(a)", "c = b + 1")
+    found = judge(Program(steps, mesh=(2,)))
+    assert [str(result) for result in found.results] == ["right", "refused", "skipped", "right"]
+
+
+def test_what_torch_refuses_as_well_is_no_fault():
+    steps = ("a = leaf([1, 2], (2,), torch.float32, [Shard(0)])", "a.view(3)", "b = a + 1")
+    found = judge(Program(steps, mesh=(2,)))
+    assert found.verdict in (Verdict.RIGHT, Verdict.REFUSED)
+    assert str(found.results[-1]) == "right"
+
+
+def test_a_failure_is_a_file_to_run_with_torchrun(tmp_path):
+    program = Program(PROGRAM.steps[:3], mesh=(2,))
+    script = tmp_path / "program.py"
+    script.write_text(program.script)
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert [line.split()[0] for line in ran.stdout.splitlines()] == ["right"] * 4
+
+
+def test_the_command_counts_and_ends_with_0_where_nothing_failed(capsys):
+    assert main(["--count", "3", "--ranks", "1", "--workers", "1", "--seed", "20"]) == 0
+    assert capsys.readouterr().out.startswith("3 programs: ")
