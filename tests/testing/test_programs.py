@@ -235,3 +235,39 @@ def test_a_failure_is_a_file_to_run_with_torchrun(tmp_path):
 def test_the_command_counts_and_ends_with_0_where_nothing_failed(capsys):
     assert main(["--count", "3", "--ranks", "1", "--workers", "1", "--seed", "20"]) == 0
     assert capsys.readouterr().out.startswith("3 programs: ")
+
+
+# --- programs that were wrong once ------------------------------------------------------------------------------------
+
+ONCE_WRONG = {
+    "flatten of one dimension returns its input": Program(
+        (
+            "a = leaf([1, 2, 3], (3,), torch.float32, [Shard(0)], requires_grad=True)",
+            "b = a.flatten()",
+            "(b * 2).sum().backward()",
+        ),
+        mesh=(2,),
+    ),
+    "a reshape to the same shape is a view, however nested the shards are": Program(
+        (
+            "a = leaf([1, 2, 3, 4, 5], (5, 1), torch.float32, [Shard(0), Shard(0)], order=[1, 0])",
+            "b = a.reshape((5, 1))",
+            "b += 1",
+        ),
+        mesh=(2, 2),
+    ),
+    "a gradient of what was not used requires grad if the graph is recorded": Program(
+        (
+            "a = leaf([1, 2], (2,), torch.float32, [Shard(0)], requires_grad=True)",
+            "b = leaf([1, 2], (2,), torch.float32, [Shard(0)], requires_grad=True)",
+            "c, d = torch.autograd.grad(a.sum(), [a, b], materialize_grads=True, create_graph=True)",
+        ),
+        mesh=(2,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONCE_WRONG)
+def test_a_program_that_was_wrong_once_is_right(name):
+    found = judge(ONCE_WRONG[name])
+    assert found.verdict is Verdict.RIGHT, str(found)

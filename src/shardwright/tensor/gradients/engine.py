@@ -76,7 +76,7 @@ def grad(
     seen = {id(seed) for seed in seeds}
     for value, target in zip(found, wanted, strict=True):
         if value is None and materialize_grads:
-            value = torch.zeros_like(target)
+            value = torch.zeros_like(target, requires_grad=create_graph)
         elif value is not None and isinstance(target, DTensorBase) and not isinstance(value, DTensorBase):
             if target._layout.is_partial:
                 value = shown_gradient(value, target._layout)

@@ -19,6 +19,13 @@ def minimise(found: Judgement, judge: Callable[[Program], Judgement], *, seconds
     """Return the smallest failing program found within the time, of the same kind as `found`.
 
     `judge` runs a program; it is called for every simplification that is tried.
+
+    >>> from shardwright.testing.programs import Verdict
+    >>> def judge(program):
+    ...     wrong = "b = a" in program.steps
+    ...     return Judgement(program, Verdict.WRONG if wrong else Verdict.RIGHT)
+    >>> minimise(judge(Program(("a = 1", "b = a", "c = b"), mesh=(2,))), judge).program
+    Program(steps=('a = 1', 'b = a'), mesh=(1,), seed=None)
     """
     deadline = time.monotonic() + seconds
     best = found

@@ -139,6 +139,8 @@ def _flatten(input: Operand, start_dim: int = 0, end_dim: int = -1) -> Decided:
     if not input.ndim:
         return regroup(input, (1,))
     first, last = input.dim(start_dim), input.dim(end_dim)
+    if first == last:  # torch returns its input, the same object
+        return _as_it_is(input, lambda func, args, kwargs: args[0])
     return regroup(input, (*input.shape[:first], prod(input.shape[first : last + 1]), *input.shape[last + 1 :]))
 
 
@@ -181,12 +183,19 @@ def _resolve(shape: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(total // known if size == -1 else size for size in shape)
 
 
+def _as_it_is(input: Operand, run: Local) -> Decided:
+    """Return the way of a call that changes no dimension: nothing moves, whatever the layout."""
+    return Decided((input.layout,), (input.layout,), run=lambda _: run, fresh=False)
+
+
 def regroup(input: Operand, shape: tuple[int, ...]) -> Decided:
     """A view: within a group of dimensions that are joined or split, the leading one may be cut.
 
     Where another one is, its pieces are exchanged for pieces of a leading one, if one is free. Of several cuts of one
     dimension the outermost stay, as many as fit; a tensor is never gathered from more ranks than it must be.
     """
+    if shape == input.shape:
+        return _as_it_is(input, lambda func, args, kwargs: args[0].view_as(args[0]))
     torch.empty(input.shape, device="meta").view(shape)  # torch's own check, with global sizes, on every rank
     leading = _leading_dims(input.shape, shape)
     source = input.layout
