@@ -1,12 +1,15 @@
-"""kill -9 of a rank, at any moment of a save over an existing checkpoint on four ranks: nothing is lost."""
+"""kill -9 of a rank, at any moment of a save, a removal or a restore: nothing is lost."""
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import threading
 import time
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,9 @@ import pytest
 import torch
 
 from shardwright import comm
-from shardwright.checkpoint import PerRank, load, save
+from shardwright.checkpoint import CheckpointManager, PerRank, load, save, verify
 from shardwright.checkpoint.save import Saving
-from shardwright.errors import CommError, RankFailedError
+from shardwright.errors import CommError, RankFailedError, ShardwrightError
 from shardwright.storage import Calls, LocalStorage
 from shardwright.testing import Died, Raised, Returned, outcomes, run_ranks
 
@@ -222,3 +225,111 @@ def test_a_commit_that_is_not_flushed_keeps_its_files(tmp_path):
     assert holds_on_ranks(tmp_path) == 2
     run_ranks(RANKS, save_all, tmp_path, 3)
     assert data_files(tmp_path) == RANKS
+
+
+def in_background(root: Path, number: int) -> None:
+    with CheckpointManager(root, background=True) as manager:
+        manager.save(number, state(number, comm.world().rank))
+
+
+def with_retention(root: Path, number: int) -> None:
+    CheckpointManager(root, keep_last=1).save(number, state(number, comm.world().rank))
+
+
+def restoring(root: Path, number: int) -> None:
+    target = state(-1, -1)
+    assert CheckpointManager(root).restore(target) == number - 1
+    check_state(target, number - 1)
+
+
+OPERATIONS = {"async save": in_background, "retention": with_retention, "restore": restoring}
+
+
+def check_state(found: dict[str, Any], number: int) -> None:
+    expected = state(number, comm.world().rank)
+    assert found["number"] == number
+    assert torch.equal(found["w"], expected["w"])
+    assert torch.equal(found["b"], expected["b"])
+    assert torch.equal(found["own"].value, expected["own"].value)
+
+
+def timed(work: Callable[[Path, int], None], root: Path, number: int) -> float:
+    start = time.monotonic()
+    work(root, number)
+    return time.monotonic() - start
+
+
+def killed_in(
+    work: Callable[[Path, int], None], root: Path, number: int, victim: int, moment: float, call: int
+) -> None:
+    """The victim is killed so many seconds after the work began, or at this call, whichever comes first."""
+    comm.gather_bytes(b"all here")
+    if comm.world().rank == victim:
+        threading.Thread(target=lambda: (time.sleep(moment), die()), daemon=True).start()
+        left = iter(range(call))
+        for name in CHANGING:
+            setattr(Calls, name, deadly(getattr(Calls, name), left))
+    work(root, number)
+    if comm.world().rank == victim:
+        die()  # it was faster than its end
+
+
+def deadly(call: Any, left: Iterator[int]) -> Any:
+    def deadly(*args: Any) -> Any:
+        if next(left, None) is None:
+            die()
+        return call(*args)
+
+    return deadly
+
+
+def newest_of(root: Path) -> int:
+    """The newest step, restored on all ranks; every step that is there is whole."""
+    manager = CheckpointManager(root)
+    for step in manager.steps():
+        assert verify(manager.path(step)), step
+    target = state(-1, -1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a step whose save did not end is told
+        newest = manager.restore(target)
+    assert newest is not None
+    check_state(target, newest)
+    return newest
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_nothing_is_lost_when_a_rank_is_killed_in_other_operations(tmp_path, name, capsys):
+    work, chance = OPERATIONS[name], random.Random(name)
+    root = tmp_path / "run"
+    with_steps = 2
+    for step in range(1, with_steps + 1):
+        run_ranks(2, in_background, root, step)
+    last = with_steps
+    shutil.copytree(root, tmp_path / "timed")
+    usual = max(run_ranks(2, timed, work, tmp_path / "timed", last + 1))
+    seen = {"old": 0, "new": 0}
+    for turn in range(ROUNDS if FULL else 2):
+        before = sorted(os.listdir(root))
+        victim = chance.randrange(2)
+        moment, call = (chance.uniform(0, 1.2 * usual), 10**6) if turn % 2 else (60.0, chance.randrange(20))
+        found = outcomes(2, killed_in, work, root, last + 1, victim, moment, call, grace=BOUND)
+        assert found[victim] == Died(-signal.SIGKILL), found[victim]
+        other = found[1 - victim]
+        assert isinstance(other, Raised | Returned), other
+        assert isinstance(other, Returned) or isinstance(other.exception, ShardwrightError), other
+        (newest,) = set(run_ranks(2, newest_of, root))
+        assert newest in (last, last + 1)
+        if isinstance(other, Returned) and name != "restore":
+            assert newest == last + 1, "a rank was told that it is saved"
+        if name == "restore":
+            assert sorted(os.listdir(root)) == before
+        elif newest == last or name != "retention":
+            assert set(before) <= set(os.listdir(root)), "a step was removed that was not to go"
+        seen["new" if newest > last else "old"] += 1
+        if name != "restore":
+            last += 2
+            run_ranks(2, with_retention, root, last)
+            assert os.listdir(root) == [f"step-{last:08d}"]
+            assert data_files(root / f"step-{last:08d}") == 2
+    with capsys.disabled():
+        print(f"\n{name}, {sum(seen.values())} kills: {seen}", end=" ")  # noqa: T201  the count is part of the proof
