@@ -205,10 +205,11 @@ def test_a_collective_names_the_peer_that_died():
     for rank, outcome in enumerate(outcomes(3, body)):
         if rank != 2:
             assert isinstance(outcome.exception, RankLostError), outcome
-            assert outcome.message.startswith("all_gather over ranks [0, 1, 2]: rank ")
+            assert outcome.message.startswith("all_gather over ranks [0, 1, 2]: rank 2 has ended")
+            assert outcome.exception.ranks == (2,)
     found = outcomes(2, lambda: os._exit(1) if comm.world().rank else comm.all_reduce(torch.ones(1)))
     assert isinstance(found[0].exception, RankLostError)
-    assert found[0].message.startswith("all_reduce over ranks [0, 1]: a rank died")
+    assert found[0].message.startswith("all_reduce over ranks [0, 1]: rank 1 has ended")
 
 
 def test_one_process_raises_the_same_errors():

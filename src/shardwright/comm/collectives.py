@@ -5,21 +5,22 @@ memory with arguments. They are below autograd: no gradient flows. One rank alon
 
 On a CPU the pieces travel point to point, exactly the bytes that are missing: gloo has no uneven all-gather
 and none of the rarer dtypes, and measured 3 to 4 times slower for large pieces. On a GPU the even cases are
-the backend's own.
+the backend's own, as are large broadcasts and reductions on a CPU, see native.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm.exchange import as_bytes, dense, post
+from shardwright.comm.exchange import Operation, as_bytes, begin, dense, post
 from shardwright.comm.group import Group, world
-from shardwright.comm.pending import Flight, Pending, explain
+from shardwright.comm.native import few, native
+from shardwright.comm.pending import Pending
 from shardwright.comm.traffic import report
 from shardwright.errors import CollectiveArgumentError
 
@@ -53,11 +54,12 @@ def start_all_gather(
     if group.size > 1:
         row = (tensor.shape[:dim] + tensor.shape[dim + 1 :]).numel() * tensor.itemsize
         report("all_gather", row * (sum(sizes) - sizes[group.rank]), group)
-    return gather(tensor, group, sizes, dim, "all_gather")
+    rest = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
+    return gather(tensor, group, sizes, dim, begin(group, "all_gather", tensor.dtype, tuple(sizes), rest))
 
 
-def gather(tensor: Tensor, group: Group, sizes: Sequence[int], dim: int, kind: str) -> Pending[Tensor]:
-    """The concatenation of all pieces, unreported: other collectives are built on it."""
+def gather(tensor: Tensor, group: Group, sizes: Sequence[int], dim: int, operation: Operation) -> Pending[Tensor]:
+    """Start concatenating all pieces, unreported: other collectives are built on it."""
     piece = dense(tensor)
     shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]) for size in sizes]
     # Where nothing lies outside `dim`, pieces are consecutive in memory and land in place.
@@ -70,17 +72,17 @@ def gather(tensor: Tensor, group: Group, sizes: Sequence[int], dim: int, kind: s
     natively = tensor.device.type != "cpu" and group.moves(tensor.device)
     if in_place and natively and len(set(sizes)) == 1 and group.size > 1 and piece.numel():
         target = as_bytes(whole)
-        flights = native(lambda: _all_gather_single(target, as_bytes(piece), group), kind, group)
+        flights = native(lambda: _all_gather_single(target, as_bytes(piece), group), group, operation, piece)
     else:
         others = others_in(group)
-        flights = post([(peer, piece) for peer in others], [(peer, pieces[peer]) for peer in others], group, kind)
+        flights = post([(peer, piece) for peer in others], [(peer, pieces[peer]) for peer in others], group, operation)
         as_bytes(pieces[group.rank]).copy_(as_bytes(piece))
 
     def finish() -> Tensor:
         _ = piece  # what is being sent must outlive the sending
         return whole if in_place else _cat(pieces, dim)
 
-    return Pending(kind, group, flights, finish)
+    return Pending(operation.kind, group, flights, finish, operation.number)
 
 
 # A dtype of each width that torch can concatenate: it cannot do all of them.
@@ -143,14 +145,15 @@ def start_all_to_all(
     if group.size > 1:
         report("all_to_all", sum(received[peer].nbytes for peer in others_in(group)), group)
     outgoing = [(peer, dense(sends[peer])) for peer in others_in(group)]
-    flights = post(outgoing, [(peer, received[peer]) for peer in others_in(group)], group, "all_to_all")
+    operation = begin(group, "all_to_all", first.dtype, sent={peer: piece.nbytes for peer, piece in outgoing})
+    flights = post(outgoing, [(peer, received[peer]) for peer in others_in(group)], group, operation)
     as_bytes(received[me]).copy_(as_bytes(dense(sends[me])))
 
     def finish() -> list[Tensor]:
         _ = outgoing  # what is being sent must outlive the sending
         return received
 
-    return Pending("all_to_all", group, flights, finish)
+    return Pending("all_to_all", group, flights, finish, operation.number)
 
 
 def broadcast(tensor: Tensor, group: Group | None = None, src: int = 0) -> Tensor:
@@ -172,16 +175,21 @@ def start_broadcast(tensor: Tensor, group: Group | None = None, src: int = 0) ->
     if not 0 <= src < group.size:
         raise CollectiveArgumentError(f"broadcast: source {src} is not in a group of {group.size} ranks")
     result = dense(tensor).clone() if src == group.rank else torch.empty(tensor.shape, **like(tensor))
-    flights: list[Flight] = []
-    if group.size > 1:
-        report("broadcast", 0 if src == group.rank else result.nbytes, group)
-    if group.size > 1 and result.numel():
+    if group.size == 1:
+        return Pending("broadcast", group, (), lambda: result)
+    report("broadcast", 0 if src == group.rank else result.nbytes, group)
+    operation = begin(group, "broadcast", tensor.dtype, tuple(tensor.shape), src)
+    if few(result, group):
+        sends = [(peer, result) for peer in others_in(group)] if src == group.rank else []
+        flights = post(sends, [] if src == group.rank else [(src, result)], group, operation)
+    else:
         flights = native(
             lambda: dist.broadcast(as_bytes(result), group=group.process_group, group_src=src, async_op=True),
-            "broadcast",
             group,
+            operation,
+            result,
         )
-    return Pending("broadcast", group, flights, lambda: result)
+    return Pending("broadcast", group, flights, lambda: result, operation.number)
 
 
 class Like(TypedDict):
@@ -216,12 +224,3 @@ def bad_sizes(kind: str, sizes: Sequence[int], tensor: Tensor, dim: int, group: 
         f"{kind}: sizes {list(sizes)} give rank {group.ranks[group.rank]} extent {sizes[group.rank]} "
         f"in dimension {dim}, but its tensor is {list(tensor.shape)}"
     )
-
-
-def native(call: Callable[[], dist.Work | None], kind: str, group: Group) -> list[Flight]:
-    """One of the backend's own collectives, under way."""
-    try:
-        work = call()
-    except RuntimeError as error:
-        raise explain(error, kind, group, None) from error
-    return [] if work is None else [Flight(work)]

@@ -1,22 +1,50 @@
 """Point to point: the one primitive under the uneven collectives.
 
-Bytes are moved, not numbers, so every dtype travels; empty tensors do not travel at all.
+Bytes are moved, not numbers, so every dtype travels; empty tensors do not travel at all. Every message has a tag that
+only the same message of the same operation has on the other rank, see ledger.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.group import Group, world
-from shardwright.comm.pending import Flight, Pending, explain
+from shardwright.comm.ledger import code, tag
+from shardwright.comm.pending import Flight, Pending, Work
 from shardwright.comm.traffic import report
 from shardwright.errors import CollectiveArgumentError
 
-__all__ = ["as_bytes", "dense", "exchange", "post", "start_exchange"]
+__all__ = ["Operation", "as_bytes", "begin", "dense", "exchange", "post", "start_exchange"]
+
+
+class Operation(NamedTuple):
+    """What a message belongs to: the kind of a collective and its number in the group.
+
+    A number of None is for `exchange`, whose messages are numbered per peer.
+    """
+
+    kind: str
+    code: int
+    number: int | None
+
+
+_EXCHANGE = Operation("exchange", code("exchange"), None)
+
+
+def begin(
+    group: Group, kind: str, dtype: torch.dtype, *details: object, op: str = "", sent: dict[int, int] | None = None
+) -> Operation:
+    """Record the group's next collective. All arguments but `sent` are the same on all its ranks.
+
+    `sent` is for collectives in which a rank knows only its own sizes: the bytes it sends, by peer.
+    """
+    return Operation(kind, code((kind, dtype, op)), group.ledger.begin(kind, (dtype, *details, op), sent))
 
 
 def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: Group | None = None) -> None:
@@ -58,7 +86,7 @@ def start_exchange(
             strided.append((buffer, landing))
     if outgoing or incoming:
         report("exchange", sum(tensor.nbytes for _, tensor in incoming), group)
-    flights = post(outgoing, incoming, group, "exchange")
+    flights = post(outgoing, incoming, group, _EXCHANGE)
     return Pending("exchange", group, flights, _scatter(strided, outgoing))
 
 
@@ -104,71 +132,88 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def post(
-    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: Group, kind: str
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: Group, operation: Operation
 ) -> list[Flight]:
-    """Starts moving dense tensors to and from peers, by index in the group; empty ones need no message."""
+    """Start moving dense tensors to and from peers, by index in the group; empty ones need no message.
+
+    A peer that is gone is reported by the wait, not here: the others must get their messages all the same.
+    """
     sends = [(peer, as_bytes(tensor)) for peer, tensor in sends if tensor.numel()]
     receives = [(peer, as_bytes(tensor)) for peer, tensor in receives if tensor.numel()]
-    everything = [*receives, *sends]
-    if not everything:
+    if not sends and not receives:
         return []
-    process_group = group.process_group
-    device = everything[0][1].device
+    device = (receives or sends)[0][1].device
     if not group.moves(device):
-        return _post_through_host(sends, receives, group, kind)
+        return _post_through_host(sends, receives, group, operation)
+    process_group = group.process_group
+    assert process_group is not None  # a group of one has no peers
     if device.type != "cpu":
         # NCCL must be told of all of them at once, or two ranks that send first wait for each other.
         batch = [dist.P2POp(dist.irecv, data, group=process_group, group_peer=peer) for peer, data in receives]
         batch += [dist.P2POp(dist.isend, data, group=process_group, group_peer=peer) for peer, data in sends]
         return [Flight(work) for work in dist.batch_isend_irecv(batch)]
-    flights = []
-    for number, (peer, data) in enumerate(everything):
+    ledger, kind, number = group.ledger, operation.code, operation.number
+    flights, failed = [], []
+    for peer, data in receives:
+        nth = ledger.receive(peer) if number is None else number
         try:
-            if number < len(receives):
-                work = dist.irecv(data, group=process_group, group_src=peer)
-            else:
-                work = dist.isend(data, group=process_group, group_dst=peer)
+            work = process_group.recv([data], peer, tag(nth, kind, data.nbytes))
+            flights.append(Flight(work, peer, nth, data.nbytes))
         except RuntimeError as error:
-            raise explain(error, kind, group, peer) from error
-        if work is not None:
-            flights.append(Flight(work, peer))
-    return flights
+            failed.append(Flight(_Failed(error), peer, nth, data.nbytes))
+    for peer, data in sends:
+        nth = ledger.send(peer, data.nbytes) if number is None else number
+        try:
+            work = process_group.send([data], peer, tag(nth, kind, data.nbytes))
+            flights.append(Flight(work, peer, nth, data.nbytes, incoming=False))
+        except RuntimeError as error:
+            failed.append(Flight(_Failed(error), peer, nth, data.nbytes, incoming=False))
+    return [*failed, *flights] if failed else flights
+
+
+class _Failed:
+    """A message that could not be started."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
 
 
 class _Landing:
-    """A message that lands in host memory and is copied to its device when it is there."""
+    """A message that is received in host memory and copied to its device when it has arrived."""
 
-    def __init__(self, work: Flight, landing: Tensor, target: Tensor) -> None:
+    def __init__(self, work: Work, landing: Tensor, target: Tensor) -> None:
         self._work, self._landing, self._target = work, landing, target
 
     def wait(self) -> None:
-        self._work.work.wait()
+        self._work.wait()
         self._target.copy_(self._landing)
 
 
 class _Departure:
     """A message sent from host memory, which must outlive the sending."""
 
-    def __init__(self, work: Flight, copy: Tensor) -> None:
+    def __init__(self, work: Work, copy: Tensor) -> None:
         self._work, self._copy = work, copy
 
     def wait(self) -> None:
-        self._work.work.wait()
+        self._work.wait()
 
 
 def _post_through_host(
-    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: Group, kind: str
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: Group, operation: Operation
 ) -> list[Flight]:
-    """gloo moves host memory only: tensors of a device are copied there and back."""
-    departing = [(peer, data.cpu()) for peer, data in sends]
-    landing = [(peer, torch.empty(data.shape, dtype=data.dtype)) for peer, data in receives]
-    flights = post(departing, landing, group, kind)
-    there = [
-        Flight(_Landing(flight, buffer, target), flight.peer)
-        for flight, (_, buffer), (_, target) in zip(flights, landing, receives, strict=False)
-    ]
-    back = [
-        Flight(_Departure(flight, copy), flight.peer)
-        for flight, (_, copy) in zip(flights[len(there) :], departing, strict=True)
-    ]
-    return there + back
+    """Start moving tensors of a device through host memory: gloo moves no other."""
+    flights: list[Flight] = []
+    for peer, data in receives:
+        landing = torch.empty(data.shape, dtype=data.dtype)
+        posted = post([], [(peer, landing)], group, operation)
+        flights += [replace(flight, work=_Landing(flight.work, landing, data)) for flight in posted]
+    for peer, data in sends:
+        copy = data.cpu()
+        flights += [
+            Flight(_Departure(flight.work, copy), peer) for flight in post([(peer, copy)], [], group, operation)
+        ]
+    return flights

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.comm.ledger import Ledger
 from shardwright.errors import ArgumentTypeError, CommError
 
 if TYPE_CHECKING:
     from shardwright.comm.coordinate import Channel
 
-__all__ = ["Group", "forget", "mesh_group", "on_forget", "subgroup", "world"]
+__all__ = ["Group", "forget", "known_groups", "mesh_group", "on_enter", "on_forget", "subgroup", "world"]
 
 
 @final
@@ -30,7 +32,7 @@ class Group:
     Group(ranks=(0,), rank=0)
     """
 
-    __slots__ = ("asides", "channel", "name", "process_group", "rank", "ranks", "size")
+    __slots__ = ("asides", "channel", "ledger", "name", "process_group", "rank", "ranks", "size")
 
     def __init__(
         self, ranks: tuple[int, ...], rank: int, process_group: dist.ProcessGroup | None, name: str = ""
@@ -41,6 +43,7 @@ class Group:
         self.rank = rank
         self.size = len(ranks)
         self.process_group = process_group
+        self.ledger = _ledger_of(process_group)
         self.channel: Channel | None = None  # opened by the first message, see coordinate.py
 
     @classmethod
@@ -87,11 +90,22 @@ class Group:
         raise ArgumentTypeError(f"{self!r} is bound to this process: send its ranks and call comm.subgroup there")
 
 
+# As long-lived as the connections they describe: a rank may forget its groups while the others do not.
+_ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger] = WeakKeyDictionary()
+
+
+def _ledger_of(process_group: dist.ProcessGroup | None) -> Ledger:
+    if process_group is None:
+        return Ledger()
+    return _ledgers.setdefault(process_group, Ledger())
+
+
 _ALONE = Group((0,), 0, None)
 _world = _ALONE
 _groups: dict[dist.ProcessGroup, Group] = {}
 _subgroups: dict[tuple[int, ...], Group] = {}
 _others_who_forget: list[Callable[[], None]] = []
+_others_who_enter: list[Callable[[Group], None]] = []
 
 
 def world() -> Group:
@@ -191,12 +205,31 @@ def on_forget(also: Callable[[], None]) -> None:
     _others_who_forget.append(also)
 
 
+def on_enter(also: Callable[[Group], None]) -> None:
+    """Have `also` called with the Group of all ranks whenever this process has come into another world.
+
+    >>> on_enter(lambda everyone: None)
+    """
+    _others_who_enter.append(also)
+
+
+def known_groups() -> list[Group]:
+    """Return the groups of more than one rank that this process has asked for.
+
+    >>> known_groups()
+    []
+    """
+    return list(_groups.values())
+
+
 def _enter(process_group: dist.ProcessGroup | None) -> Group:
     # The world has changed under us: groups of the old one must not be handed out again.
     global _world
     forget()
     if process_group is not None:
         _world = _remember(process_group)
+        for other in _others_who_enter:
+            other(_world)
     return _world
 
 

@@ -15,7 +15,7 @@ from shardwright.comm.group import Group, mesh_group, on_forget, subgroup, world
 from shardwright.errors import MeshError
 from shardwright.layout import Mesh
 
-__all__ = ["DeviceMesh", "bind", "device_mesh_of", "group_along", "init_device_mesh", "rank"]
+__all__ = ["DeviceMesh", "bind", "device_mesh_of", "group_along", "init_device_mesh", "known_meshes", "rank"]
 
 _abstract: dict[int, tuple[DeviceMesh, Mesh]] = {}  # by identity: hashing a DeviceMesh is slow
 _bound: dict[Mesh, DeviceMesh] = {}  # whose groups are used
@@ -104,6 +104,15 @@ def rank() -> int:
     """
     everyone = world()
     return everyone.ranks[everyone.rank]
+
+
+def known_meshes() -> list[DeviceMesh]:
+    """Return the DeviceMeshes that were bound in this process.
+
+    >>> isinstance(known_meshes(), list)
+    True
+    """
+    return [mesh for mesh, _ in _abstract.values()]
 
 
 def _forget_meshes() -> None:

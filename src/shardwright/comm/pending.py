@@ -4,26 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, final
+from threading import get_ident
+from typing import Any, Generic, Protocol, TypeVar, final
 
-from shardwright.comm.group import Group
+from shardwright.comm.group import Group, on_forget
+from shardwright.comm.waits import threads, waiting
+from shardwright.comm.watch import ask_why, where
 from shardwright.errors import CommError, RankLostError
 
-__all__ = ["Flight", "Pending", "explain"]
+__all__ = ["Flight", "Pending", "Work", "explain"]
 
 T = TypeVar("T")
 
 
-class _Work(Protocol):
-    def wait(self) -> object: ...
+class Work(Protocol):
+    """What torch returns for something it moves."""
+
+    def wait(self) -> object:
+        """Return when it has moved; raise a RuntimeError if it cannot."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """Something torch moves for us: the handle, and the peer (by group index) if it is with one peer only."""
+    """Something torch moves for us: the handle, and the peer (by group index) if it is with one peer only.
 
-    work: _Work
+    `number`, `nbytes` and `incoming` are those of the message, see ledger.py.
+    """
+
+    work: Work
     peer: int | None = None
+    number: int | None = None
+    nbytes: int = 0
+    incoming: bool = True
 
 
 @final
@@ -39,41 +52,80 @@ class Pending(Generic[T]):
     tensor([1., 1.])
     """
 
-    __slots__ = ("_finish", "_flights", "_group", "_kind", "_result")
+    __slots__ = ("_finish", "_result", "at", "flights", "group", "kind", "number")
 
-    def __init__(self, kind: str, group: Group, flights: Sequence[Flight], finish: Callable[[], T]) -> None:
-        self._kind = kind
-        self._group = group
-        self._flights = flights
+    def __init__(
+        self, kind: str, group: Group, flights: Sequence[Flight], finish: Callable[[], T], number: int | None = None
+    ) -> None:
+        self.kind = kind
+        self.group = group
+        self.number = number  # of the collective in its group; None for messages between two ranks
+        self.flights = flights
+        self.at: Flight | None = None  # the one that is being waited for
         self._finish: Callable[[], T] | None = finish
         self._result: T | None = None
 
     def wait(self) -> T:
-        """The result, once it is there; `RankLostError` if a peer died or did not take part in time."""
+        """Return the result once it is there; raise `RankLostError` if a peer died or did not take part in time."""
         if self._finish is not None:
-            for flight in self._flights:
-                try:
-                    flight.work.wait()
-                except RuntimeError as error:
-                    raise explain(error, self._kind, self._group, flight.peer) from error
+            if self.flights:
+                self._land()
             self._result = self._finish()
             self._finish = None  # frees the inputs
-            self._flights = ()
+            self.flights = ()
         return self._result  # type: ignore[return-value]  # set above; T itself may be None
+
+    def _land(self) -> None:
+        thread = get_ident()
+        outer = waiting.get(thread)
+        waiting[thread] = self
+        threads.add(thread)
+        try:
+            for flight in self.flights:
+                self.at = flight
+                flight.work.wait()
+        except RuntimeError as error:
+            # The others must still get what this rank has for them, though it goes on to raise.
+            _unfinished.append(self)
+            raise explain(error, self.kind, self.group, None if self.at is None else self.at.peer) from error
+        finally:
+            if outer is None:
+                del waiting[thread]
+            else:
+                waiting[thread] = outer
+
+
+_unfinished: list[Pending[Any]] = []
+on_forget(_unfinished.clear)
 
 
 # What gloo and NCCL say of a peer that is gone: torch has no exception type for it.
-_LOSS = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "timeout")
+_LOSS = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "timed out",
+    "timeout",
+    "pair closure",  # see break_off
+)
 _LOSS_NCCL = ("remote process exited", "nccl communicator was aborted", "socket")
 
 
 def explain(error: RuntimeError, kind: str, group: Group, peer: int | None) -> CommError:
-    """Our error for one of torch's: `RankLostError` where a peer is gone, naming it if it can be known."""
+    """Return our error for one of torch's: why the collective failed, and which ranks are lost or elsewhere."""
     text = str(error)
     lowered = text.lower()
     members = f"{kind} over ranks {_brief(group.ranks)}"
     if not any(sign in lowered for sign in (*_LOSS, *_LOSS_NCCL)):
         return CommError(f"{members} failed: {text}")
+    why = ask_why(group, peer)
+    if isinstance(why, RankLostError):
+        return RankLostError(f"{members}: {why}", why.ranks)
+    if why is not None:
+        return type(why)(str(why))
+    if "timed out" in lowered or "timeout" in lowered:
+        text += where(group)
     if peer is None:
         return RankLostError(f"{members}: a rank died or did not take part in time ({text})", ())
     lost = group.ranks[peer]

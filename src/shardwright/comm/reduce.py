@@ -1,8 +1,8 @@
 """Collectives that add up: all-reduce and reduce-scatter, for every dtype that has arithmetic.
 
 The backend reduces where it does so rightly. Elsewhere the pieces are moved and reduced here, in rank order:
-reduce-scatter on a CPU (each rank receives exactly its piece of the others), dtypes gloo lacks, and `max` and
-`min` of floats, where gloo loses NaNs.
+reduce-scatter on a CPU (each rank receives exactly its piece of the others), a few bytes on a CPU, dtypes gloo lacks,
+and `max` and `min` of floats, where gloo loses NaNs.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm.collectives import bad_sizes, gather, like, native, others_in, wrap_dim
-from shardwright.comm.exchange import dense, post
+from shardwright.comm.collectives import bad_sizes, gather, like, others_in, wrap_dim
+from shardwright.comm.exchange import begin, dense, post
 from shardwright.comm.fold import ReduceOp, check, fold
 from shardwright.comm.group import Group, world
+from shardwright.comm.native import few, native
 from shardwright.comm.pending import Pending
 from shardwright.comm.traffic import report
 from shardwright.errors import CollectiveArgumentError
@@ -55,7 +56,7 @@ def start_all_reduce(tensor: Tensor, group: Group | None = None, op: ReduceOp = 
     """
     group = group or world()
     check(tensor.dtype, op)
-    if group.size == 1 or not _backend_reduces(tensor, op):
+    if not _natively(tensor, group, op):
         return _gather_and_fold(tensor, group, op)
     return _reduce_natively(dense(tensor).clone(), group, op)
 
@@ -70,11 +71,15 @@ def all_reduce_(tensor: Tensor, group: Group | None = None, op: ReduceOp = "sum"
     group = group or world()
     check(tensor.dtype, op)
     direct = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    if group.size > 1 and direct and _backend_reduces(tensor, op):
+    if direct and _natively(tensor, group, op):
         _reduce_natively(tensor.detach(), group, op).wait()
     elif group.size > 1:
         tensor.detach().copy_(start_all_reduce(tensor, group, op).wait())
     return tensor
+
+
+def _natively(tensor: Tensor, group: Group, op: str) -> bool:
+    return group.size > 1 and _backend_reduces(tensor, op) and not few(tensor, group)
 
 
 def _backend_reduces(tensor: Tensor, op: str) -> bool:
@@ -90,17 +95,23 @@ def _backend_reduces(tensor: Tensor, op: str) -> bool:
 def _reduce_natively(target: Tensor, group: Group, op: str) -> Pending[Tensor]:
     size = group.size
     report("all_reduce", 2 * (size - 1) * target.nbytes // size, group)
+    operation = begin(group, "all_reduce", target.dtype, tuple(target.shape), op=op)
     flights = native(
-        lambda: dist.all_reduce(target, _NATIVE[op], group=group.process_group, async_op=True), "all_reduce", group
+        lambda: dist.all_reduce(target, _NATIVE[op], group=group.process_group, async_op=True), group, operation, target
     )
-    return Pending("all_reduce", group, flights, lambda: target.div_(size) if op == "avg" else target)
+    number = operation.number
+    return Pending("all_reduce", group, flights, lambda: target.div_(size) if op == "avg" else target, number)
 
 
 def _gather_and_fold(tensor: Tensor, group: Group, op: str) -> Pending[Tensor]:
-    if group.size > 1:
-        report("all_reduce", (group.size - 1) * tensor.nbytes, group)
-    gathered = gather(dense(tensor).reshape(1, *tensor.shape), group, [1] * group.size, 0, "all_reduce")
-    return Pending("all_reduce", group, (), lambda: fold(gathered.wait().unbind(0), op))
+    size = group.size
+    if size > 1:
+        # What the backend would have reduced counts alike, however few the bytes are.
+        rounds = 2 / size if _backend_reduces(tensor, op) else 1
+        report("all_reduce", int(rounds * (size - 1) * tensor.nbytes), group)
+    operation = begin(group, "all_reduce", tensor.dtype, tuple(tensor.shape), op=op)
+    gathered = gather(dense(tensor).reshape(1, *tensor.shape), group, [1] * size, 0, operation)
+    return Pending("all_reduce", group, (), lambda: fold(gathered.wait().unbind(0), op), operation.number)
 
 
 def reduce_scatter(
@@ -139,15 +150,16 @@ def start_reduce_scatter(
     pieces = [torch.empty(mine.shape, **like(tensor)) for _ in parts]
     pieces[group.rank] = dense(mine)
     others = others_in(group)
+    operation = begin(group, "reduce_scatter", tensor.dtype, tuple(tensor.shape), tuple(parts), dim, op=op)
     flights = post(
-        [(peer, outgoing[peer]) for peer in others], [(peer, pieces[peer]) for peer in others], group, "reduce_scatter"
+        [(peer, outgoing[peer]) for peer in others], [(peer, pieces[peer]) for peer in others], group, operation
     )
 
     def finish() -> Tensor:
         outgoing.clear()  # kept until now: what is being sent must outlive the sending
         return fold(pieces, op)
 
-    return Pending("reduce_scatter", group, flights, finish)
+    return Pending("reduce_scatter", group, flights, finish, operation.number)
 
 
 def _parts(tensor: Tensor, group: Group, sizes: Sequence[int] | None, dim: int) -> list[int]:
@@ -172,12 +184,16 @@ def _reduce_scatter_natively(tensor: Tensor, group: Group, parts: list[int], dim
     result = torch.empty(stacked.shape[1:], **like(tensor))
     # torch 2.13 renamed it and warns about the old name.
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    operation = begin(group, "reduce_scatter", tensor.dtype, tuple(tensor.shape), tuple(parts), dim, op=op)
     flights = native(
-        lambda: call(result, stacked, op=_NATIVE[op], group=group.process_group, async_op=True), "reduce_scatter", group
+        lambda: call(result, stacked, op=_NATIVE[op], group=group.process_group, async_op=True),
+        group,
+        operation,
+        stacked,
     )
 
     def finish() -> Tensor:
         _ = stacked  # what is being sent must outlive the sending
         return result.div_(group.size) if op == "avg" else result
 
-    return Pending("reduce_scatter", group, flights, finish)
+    return Pending("reduce_scatter", group, flights, finish, operation.number)

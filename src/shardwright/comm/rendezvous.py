@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch.distributed as dist
 
+from shardwright.comm.forked import close_in_children
 from shardwright.comm.wire import Frame, Kind, Link, LinkError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Door", "LostNoteError", "leave_note", "reach", "read_note"]
+__all__ = ["Door", "LostNoteError", "addresses", "leave_note", "listener", "machine", "reach", "read_note"]
 
 _REFUSAL = 5.0  # seconds until a door that stays shut counts as a death
 _SLICE = 1.0  # seconds in torch's store at a time: it does not hear Ctrl-C
@@ -38,11 +39,11 @@ class Door:
     """Where children of the tree come in: each must know the token that stands in the store."""
 
     def __init__(self, store: Store, key: str, expected: int) -> None:
-        self.sock = _listener(backlog=expected + 16)
+        self.sock = listener(backlog=expected + 16)
         self._token = secrets.token_bytes(16)
         self._strangers: list[Link] = []
         port = self.sock.getsockname()[1]
-        whereabouts = {"machine": _machine(), "addresses": _addresses(), "port": port, "token": self._token.hex()}
+        whereabouts = {"machine": machine(), "addresses": addresses(), "port": port, "token": self._token.hex()}
         store.set(key, json.dumps(whereabouts))
 
     @property
@@ -97,7 +98,7 @@ def reach(store: Store, key: str, index: int, deadline: float) -> Link:
             tried, since = whereabouts, time.monotonic()
         if "lost" in whereabouts:
             raise LostNoteError(whereabouts["why"], tuple(whereabouts["lost"]))
-        near = ["127.0.0.1"] if whereabouts["machine"] == _machine() else []
+        near = ["127.0.0.1"] if whereabouts["machine"] == machine() else []
         for address in [*near, *whereabouts["addresses"]]:
             left = deadline - time.monotonic()
             try:
@@ -135,11 +136,15 @@ def _look_up(store: Store, key: str, deadline: float) -> dict[str, Any]:
             store.wait([key], timedelta(seconds=min(left, _SLICE)))
         except dist.DistStoreError:
             continue
+        except RuntimeError as error:
+            if "timeout" not in str(error).lower():  # how a FileStore says it
+                raise
+            continue
         found: dict[str, Any] = json.loads(store.get(key))
         return found
 
 
-def _listener(backlog: int) -> socket.socket:
+def listener(backlog: int) -> socket.socket:
     """A socket that takes connections on a free port: of GLOO_SOCKET_IFNAME if set, else of every interface."""
     chosen = _interface_address()
     if chosen is None and socket.has_dualstack_ipv6():
@@ -147,10 +152,11 @@ def _listener(backlog: int) -> socket.socket:
     else:
         sock = socket.create_server((chosen or "", 0), backlog=backlog)
     sock.setblocking(False)
+    close_in_children(sock)
     return sock
 
 
-def _addresses() -> list[str]:
+def addresses() -> list[str]:
     """Under which addresses other machines may reach this one, the likeliest first."""
     chosen = _interface_address()
     if chosen is not None:
@@ -165,7 +171,7 @@ def _addresses() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _machine() -> str:
+def machine() -> str:
     """Names what shares a loopback interface: this boot of this machine, and the network namespace in it."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     if boot.exists() and namespace.exists():

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import final
 
-__all__ = ["Frame", "Kind", "Link", "LinkError", "readable"]
+from shardwright.comm.forked import close_in_children
+
+__all__ = ["Frame", "Kind", "Link", "LinkError", "fail_when_unreachable", "readable"]
 
 _HEADER = struct.Struct("!BIQ")
 
@@ -52,11 +54,8 @@ class Link:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A host that loses power sends no farewell: probe an idle peer after 5 s, give up after 3 probes.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
-            if hasattr(socket, option):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        fail_when_unreachable(sock)
+        close_in_children(sock)
         self.sock = sock
         self.frames: deque[Frame] = deque()
         self._bytes = bytearray()
@@ -98,6 +97,23 @@ class Link:
     def close(self) -> None:
         """Hangs up."""
         self.sock.close()
+
+
+def fail_when_unreachable(sock: socket.socket) -> None:
+    """Have a connection fail about 8 s after the other host has become unreachable, which closes nothing by itself.
+
+    An idle connection is probed after 5 s, and given up after 3 probes. The system does not probe while something it
+    has sent is unacknowledged, and would send it again for 15 minutes: that is given up after 8 s, too.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 8000),  # milliseconds
+    ):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _wait_writable(sock: socket.socket, timeout: float) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright import comm
+from shardwright.comm.forked import close_in_children
 from shardwright.testing.filters import Filter, apply_filters
 from shardwright.testing.outcome import Raised, Returned
 from shardwright.testing.pickling import dumps, loads
@@ -50,6 +51,7 @@ class Task:
 def serve(descriptor: int) -> None:
     """Answers tasks until the other end of the connection closes."""
     connection = Connection(descriptor)
+    close_in_children(connection)  # else a child of a rank that was killed would keep it looking alive
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that runs the tests
     try:

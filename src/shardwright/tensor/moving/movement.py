@@ -88,12 +88,15 @@ class Move(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, source: Layout, target: Layout) -> Tensor:
-        ctx.source, ctx.target = source, target
+        ctx.source, ctx.target, ctx.shape = source, target, local.shape
         return _move(local, source, target)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return move(gradient, dual(ctx.target), dual(ctx.source)), None, None
+        moved = move(gradient, dual(ctx.target), dual(ctx.source))
+        if moved.shape != ctx.shape:  # on a rank outside the source's mesh, whose tensor may have had any shape
+            moved = moved.new_zeros(ctx.shape)
+        return moved, None, None
 
 
 def _move(local: Tensor, source: Layout, target: Layout) -> Tensor:

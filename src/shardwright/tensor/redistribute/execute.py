@@ -94,6 +94,9 @@ def start(plan: Plan, local: Tensor, groups: Groups = _WORLD) -> Moving:
     tensor([1., 1.])
     """
     seat = Seat(plan, groups.rank, groups)
+    if seat.rank not in plan.source.mesh:
+        # Outside the mesh there is nothing to give. A tensor without dimensions has an element even there.
+        local = local.new_empty(local_shape(plan.source, seat.rank))
     _check(plan, local, seat.rank)
     steps = [step for step in plan.steps if seat.rank in step.before.mesh or seat.rank in step.after.mesh]
     if not steps:

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardwright import comm
-from shardwright.errors import CommError, ProgramMismatchError
+from shardwright.errors import CommError, ProgramMismatchError, RankLostError
 from shardwright.layout import Layout
 from shardwright.tensor.seeing.trace import doing, source_line
 
 __all__ = ["compare_notes", "post_mortem", "verify_ranks"]
 
 _verifying = False
-POST_MORTEM_SECONDS = 20.0
+POST_MORTEM_SECONDS = 5.0
 
 
 @contextmanager
@@ -47,7 +47,9 @@ def compare_notes(source: Layout, target: Layout) -> None:
 
 
 def post_mortem(source: Layout, target: Layout, error: CommError) -> CommError:
-    """The error to raise after a collective has failed: who was where, if the ranks still answer."""
+    """Return the error to raise after a collective has failed: who was where, if all ranks still answer."""
+    if isinstance(error, RankLostError):
+        return error  # there is nobody to compare with, and it says where the others are
     try:
         _compare(source, target, POST_MORTEM_SECONDS)
     except ProgramMismatchError as mismatch:

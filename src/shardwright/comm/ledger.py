@@ -1,0 +1,101 @@
+"""The record of a group's collectives: how many this rank has started, and which were the last.
+
+Every point-to-point message carries a tag made of its number, the kind of its operation and its size. Ranks in step
+compute the same tags without exchanging anything; a message of another operation or another size never matches, so a
+rank that is out of step waits, and is named (see watch.py), instead of taking another operation's data.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Hashable
+from typing import NamedTuple, final
+
+__all__ = ["Entry", "Ledger", "code", "tag"]
+
+_RECENT = 64
+
+# Odd factors, so that two messages that differ in their number alone, or in their size alone, never share a tag.
+_PER_NUMBER, _PER_BYTE = 0x1E3779B1, 0x05EBCA6B
+_BITS = (1 << 30) - 1
+_OURS = 1 << 30  # tags below are left to the user's own messages
+
+_codes: dict[Hashable, int] = {}
+
+
+def code(kind: Hashable) -> int:
+    """Return a number for a kind of operation, the same in every process.
+
+    >>> code(("all_gather", "float32")) == code(("all_gather", "float32")) != code(("all_gather", "int32"))
+    True
+    """
+    known = _codes.get(kind)
+    if known is None:
+        known = _codes[kind] = zlib.crc32(repr(kind).encode())
+    return known
+
+
+def tag(number: int, kind: int, nbytes: int) -> int:
+    """Return the tag of a message: of the `number`-th operation, of a kind (see `code`), of a size.
+
+    >>> tag(1, 7, 8) != tag(2, 7, 8) != tag(2, 7, 12)
+    True
+    """
+    return (number * _PER_NUMBER + nbytes * _PER_BYTE + kind) & _BITS | _OURS
+
+
+class Entry(NamedTuple):
+    """One collective that this rank has started: its number in the group, and a description equal on all ranks in step.
+
+    >>> Entry(3, "all_gather", ("float32", (2, 2)), {}).number
+    3
+    """
+
+    number: int
+    kind: str
+    details: tuple[object, ...]
+    sent: dict[int, int]  # bytes by peer, where each rank knows only its own part
+
+
+@final
+class Ledger:
+    """What this rank has started in one group.
+
+    Collectives of the whole group are numbered alike on all its ranks. Messages of `exchange` concern two ranks only:
+    they are numbered per peer and direction.
+
+    >>> ledger = Ledger()
+    >>> ledger.begin("all_gather", ("float32", (2, 2))), ledger.begin("all_reduce", ("float32", (4,)))
+    (1, 2)
+    >>> [entry.kind for entry in ledger.recent]
+    ['all_gather', 'all_reduce']
+    """
+
+    __slots__ = ("count", "messages", "received", "recent", "sent")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.recent: deque[Entry] = deque(maxlen=_RECENT)
+        self.sent: dict[int, int] = {}
+        self.received: dict[int, int] = {}
+        self.messages: deque[tuple[int, int, int]] = deque(maxlen=_RECENT)  # sent last: peer, number, bytes
+
+    def begin(self, kind: str, details: tuple[object, ...], sent: dict[int, int] | None = None) -> int:
+        """Record the next collective of the group and return its number."""
+        self.count = number = self.count + 1
+        self.recent.append(Entry(number, kind, details, sent or {}))
+        return number
+
+    def send(self, peer: int, nbytes: int) -> int:
+        """Record the next message of `exchange` to a peer and return its number."""
+        number = self.sent.get(peer, 0) + 1
+        self.sent[peer] = number
+        self.messages.append((peer, number, nbytes))
+        return number
+
+    def receive(self, peer: int) -> int:
+        """Record the next message of `exchange` expected from a peer and return its number."""
+        number = self.received.get(peer, 0) + 1
+        self.received[peer] = number
+        return number

@@ -1,0 +1,425 @@
+"""Finding out why a collective does not end: whom this rank waits for, and where that rank is.
+
+A thread looks every second whether this process waits in a collective. After two seconds it asks the rank that is
+waited for, and goes on asking. It ends the wait when the answer is certain: that rank's process has ended, its host has
+not been reachable for the timeout, it is in another collective at the same place of the program, or it waits itself for
+this rank, directly or through others. A rank that computes is waited for; where it is, the error of a timeout says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import torch.distributed as dist
+
+from shardwright.comm.beacon import Beacon, Reply, State, ask
+from shardwright.comm.coordinate import default_timeout
+from shardwright.comm.group import Group, known_groups, on_enter, on_forget
+from shardwright.comm.leaving import break_off, leaving
+from shardwright.comm.waits import line_of, main_line, threads, waiting
+from shardwright.errors import CommError, ProgramMismatchError, RankLostError
+
+if TYPE_CHECKING:
+    from shardwright.comm.ledger import Entry
+    from shardwright.comm.pending import Pending
+
+__all__ = ["ask_why", "where"]
+
+_TICK = 1.0  # seconds between two looks
+_PATIENCE = 2.0  # seconds of waiting before others are asked
+_PAUSE = 2.0  # seconds between two questions, growing to _PAUSE_MOST
+_PAUSE_MOST = 10.0
+_ANSWER = 3.0  # seconds for an answer
+_TRIES = 3  # questions after a failure
+_STORE = 3.0  # seconds for the store: its host may be the one that is lost
+_MOST_ASKED = 32  # ranks asked at once, where it is not known for whom this rank waits
+
+
+class _Wait(NamedTuple):
+    """One wait of a rank, as it is described to others."""
+
+    rank: int
+    group: str
+    ranks: tuple[int, ...]
+    kind: str
+    number: int | None  # of the collective; None for a message between two ranks
+    details: str
+    peer: int | None  # global; None: the backend does not say for whom it waits
+    nth: int | None  # of the message
+    nbytes: int
+    incoming: bool
+    line: str
+    key: int  # the same as long as it is the same wait
+
+    def text(self) -> str:
+        where = f" at {self.line}" if self.line else ""
+        number = "" if self.number is None else f" number {self.number}"
+        to = "" if self.peer is None else f", waiting for rank {self.peer}"
+        return f"rank {self.rank}: {self.kind}{number} over ranks {list(self.ranks)}{self.details}{where}{to}"
+
+
+@final
+class Watch:
+    """Watches over the waits of this process in one world."""
+
+    def __init__(self, everyone: Group) -> None:
+        self.rank = everyone.ranks[everyone.rank]
+        self.verdict: CommError | None = None
+        # A connection of its own: another thread may be waiting in the one that torch uses.
+        self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+        self._beacon = Beacon(self._store, self._key(self.rank), self._describe)
+        self._places: dict[int, dict[str, Any]] = {}
+        self._unreachable: dict[int, float] = {}  # since when
+        self._seen: dict[int, tuple[int, float, float, float]] = {}  # by thread: wait, since, next question, pause
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardwright watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching and answering; others who ask are told whether the process ends."""
+        self._stop.set()
+        note = {"ended": leaving.is_set(), "line": ""}
+        _within(_STORE, lambda: self._store.set(self._key(self.rank), json.dumps(note)))
+        self._beacon.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_ANSWER)
+
+    def why(self, group: Group, peer: int | None) -> CommError | None:
+        """Return the reason why a collective has failed on this rank, if this or another rank knows it."""
+        others = [group.ranks[peer]] if peer is not None else []
+        others += [rank for rank in group.ranks if rank != self.rank and rank not in others]
+        for _ in range(_TRIES):
+            if self.verdict is not None:
+                break
+            found = self._ask(others[:_MOST_ASKED])
+            self._adopt(found.values())
+            ended = tuple(sorted(rank for rank, reply in found.items() if reply.state is State.ENDED))
+            if self.verdict is None and ended:
+                self._settle(RankLostError(self._ended_text(ended), ended))
+            elif all(reply.state is not State.SILENT for reply in found.values()):
+                break  # else one of them may be about to end
+        return self.verdict
+
+    def where(self, group: Group) -> str:
+        """Return a text that says where the other ranks of a group are."""
+        others = [rank for rank in group.ranks if rank != self.rank][:_MOST_ASKED]
+        return "".join(f"\n  {_place_text(rank, reply)}" for rank, reply in sorted(self._ask(others).items()))
+
+    # What other ranks are told
+
+    def _describe(self, asker: int) -> dict[str, Any]:
+        groups = {}
+        for group in known_groups():
+            if asker in group.ranks and group.process_group is not None:
+                index, ledger = group.ranks.index(asker), group.ledger
+                groups[_name(group)] = {
+                    "count": ledger.count,
+                    "recent": [[e.number, e.kind, str(e.details), e.sent.get(index)] for e in list(ledger.recent)],
+                    "sent": ledger.sent.get(index, 0),
+                    "received": ledger.received.get(index, 0),
+                    "messages": [[nth, size] for peer, nth, size in list(ledger.messages) if peer == index],
+                }
+        verdict = None
+        if self.verdict is not None:
+            verdict = _as_note(self.verdict)
+        return {
+            "line": main_line(),
+            "threads": len(threads),
+            "groups": groups,
+            "waits": [self._wait(thread, pending) for thread, pending in list(waiting.items())],
+            "verdict": verdict,
+        }
+
+    def _wait(self, thread: int, pending: Pending[Any]) -> _Wait:
+        group = pending.group
+        flight = pending.at
+        entry = _entry(group, pending.number)
+        return _Wait(
+            self.rank,
+            _name(group),
+            group.ranks,
+            pending.kind,
+            pending.number,
+            "" if entry is None else f" {entry.details}",
+            None if flight is None or flight.peer is None else group.ranks[flight.peer],
+            None if flight is None else flight.number,
+            0 if flight is None else flight.nbytes,
+            flight is None or flight.incoming,
+            line_of(thread),
+            id(pending),
+        )
+
+    # The thread
+
+    def _run(self) -> None:
+        while not self._stop.wait(_TICK):
+            for thread, pending in list(waiting.items()):
+                self._look(thread, pending)
+            for thread in self._seen.keys() - waiting.keys():
+                del self._seen[thread]
+
+    def _look(self, thread: int, pending: Pending[Any]) -> None:
+        now = time.monotonic()
+        key, since, due, pause = self._seen.get(thread, (0, 0.0, 0.0, 0.0))
+        if key != id(pending.at):
+            self._seen[thread] = (id(pending.at), now, now + _PATIENCE - _TICK, _PAUSE)
+            return
+        if now < due:
+            return
+        found = self.verdict or self._inquire(self._wait(thread, pending))
+        self._seen[thread] = (key, since, time.monotonic() + pause, min(2 * pause, _PAUSE_MOST))
+        if found is not None and waiting.get(thread) is pending:
+            self._settle(found)
+            for group in known_groups():
+                if group.process_group is not None:
+                    break_off(group.process_group)
+
+    def _inquire(self, wait: _Wait) -> CommError | None:
+        """Return why the wait can never end, if that is certain."""
+        asked = [wait.peer] if wait.peer is not None else [rank for rank in wait.ranks if rank != self.rank]
+        found = self._ask(asked[:_MOST_ASKED])
+        self._adopt(found.values())
+        if self.verdict is not None:
+            return self.verdict
+        lost = self._lost_for_long(found)
+        if lost:
+            why = f"could not be reached for {default_timeout():g} s: the host or its network is down"
+            return RankLostError(f"{_ranks(lost)} {why}", lost)
+        ended = tuple(sorted(rank for rank, reply in found.items() if reply.state is State.ENDED))
+        if ended:
+            # What it has sent before may be on its way: this is certain if this rank still waits after a while.
+            if self._stop.wait(_PATIENCE) or not self._still(wait):
+                return None
+            return RankLostError(self._ended_text(ended), ended)
+        first = self._chain(wait)
+        if isinstance(first, CommError) or first is None:
+            return first
+        if self._stop.wait(_TICK) or not self._still(wait) or self._chain(wait) != first:
+            return None
+        return _mismatch(first)
+
+    def _still(self, wait: _Wait) -> bool:
+        return any(id(p) == wait.key and self._wait(t, p).nth == wait.nth for t, p in list(waiting.items()))
+
+    def _chain(self, wait: _Wait) -> CommError | list[_Wait] | None:
+        """Follow who waits for whom; return the waits of a circle that this rank is in, or what is wrong on the way."""
+        chain = [wait]
+        while (peer := chain[-1].peer) is not None:
+            last = chain[-1]
+            body = self._describe(last.rank) if peer == self.rank else self._ask([peer], last.rank)[peer].body
+            if not body or body["threads"] > 1:
+                return None  # another thread may come to it
+            there = body["groups"].get(last.group)
+            if there is None:
+                return None
+            odds = _odds(last, there)
+            if odds:
+                other = [_Wait(*w) for w in body["waits"]]
+                named = other[0].text() if other else f"rank {peer}: at {body['line'] or 'an unknown line'}"
+                return ProgramMismatchError(_different(f"{last.text()}\n  {named} ({odds})"))
+            if not _absent(last, there):
+                return None  # it has come, and the message is on its way
+            if peer == self.rank:
+                return chain if len(chain) > 1 else None
+            waits = [_Wait(*w) for w in body["waits"]]
+            if len(waits) != 1 or any(w.rank == waits[0].rank for w in chain):
+                return None  # it computes; or a circle without this rank, whose members find it
+            chain.append(waits[0]._replace(ranks=tuple(waits[0].ranks)))
+        return None
+
+    # Asking
+
+    def _ask(self, ranks: Iterable[int], asker: int | None = None) -> dict[int, Reply]:
+        ranks = list(ranks)
+        self._find([rank for rank in ranks if rank not in self._places])
+        known = {rank: self._places[rank] for rank in ranks if "port" in self._places.get(rank, {})}
+        found = ask(known, self.rank if asker is None else asker, _ANSWER)
+        refused = [rank for rank, reply in found.items() if reply.state is State.ENDED]
+        if refused:
+            # It may have opened another door since, or closed this one without ending.
+            before = {rank: self._places.pop(rank) for rank in refused}
+            self._find(refused)
+            for rank in refused:
+                now = self._places.get(rank, before[rank])
+                self._places.setdefault(rank, before[rank])
+                if now != before[rank] and not now.get("ended"):
+                    found[rank] = Reply(State.UNKNOWN, {})
+        for rank in ranks:
+            if rank not in found:
+                gone = self._places.get(rank, {}).get("ended", False)
+                found[rank] = Reply(State.ENDED if gone else State.UNKNOWN, {})
+        return found
+
+    def _find(self, ranks: list[int]) -> None:
+        """Read from the store where ranks can be asked."""
+
+        def read() -> list[tuple[int, bytes]]:
+            return [(rank, self._store.get(self._key(rank))) for rank in ranks if self._store.check([self._key(rank)])]
+
+        for rank, note in _within(_STORE, read) or ():
+            self._places[rank] = json.loads(note)
+
+    def _adopt(self, replies: Iterable[Reply]) -> None:
+        """Take over what another rank has found out, if it has."""
+        notes = [reply.body["verdict"] for reply in replies if reply.body.get("verdict")]
+        if not notes:
+            key = "shardwright/verdict"
+            noted = _within(_STORE, lambda: self._store.get(key) if self._store.check([key]) else b"")
+            notes = [json.loads(noted)] if noted else []
+        if notes and self.verdict is None:
+            self.verdict = _from_note(notes[0])
+
+    def _settle(self, verdict: CommError) -> None:
+        """Remember why this world cannot go on, and tell the others."""
+        if self.verdict is None:
+            self.verdict = verdict
+            note = json.dumps(_as_note(verdict))
+            _within(_STORE, lambda: self._store.compare_set("shardwright/verdict", "", note))
+
+    def _lost_for_long(self, found: dict[int, Reply]) -> tuple[int, ...]:
+        now = time.monotonic()
+        for rank, reply in found.items():
+            if reply.state is State.UNREACHABLE:
+                self._unreachable.setdefault(rank, now - _ANSWER)
+            else:
+                self._unreachable.pop(rank, None)
+        return tuple(sorted(rank for rank, since in self._unreachable.items() if now - since > default_timeout()))
+
+    def _ended_text(self, ranks: tuple[int, ...]) -> str:
+        finished = [rank for rank in ranks if self._places.get(rank, {}).get("ended")]
+        how = "has come to its end" if finished else "has ended: it was killed, or has left without a word"
+        if len(ranks) > 1:
+            how = how.replace("has", "have", 1).replace("its end", "their ends")
+        return f"{_ranks(ranks)} {how}"
+
+    def _key(self, rank: int) -> str:
+        return f"shardwright/beacon/{rank}"
+
+
+def _name(group: Group) -> str:
+    return "" if group.process_group is None else str(group.process_group.group_name)
+
+
+def _entry(group: Group, number: int | None) -> Entry | None:
+    return next((entry for entry in list(group.ledger.recent) if entry.number == number), None)
+
+
+def _odds(wait: _Wait, there: dict[str, Any]) -> str:
+    """Return how a rank differs from one that waits for it, where both have come to the same place; "" if not."""
+    if wait.number is not None and wait.details:
+        for number, kind, details, sent in there["recent"]:
+            if number != wait.number:
+                continue
+            if kind != wait.kind or f" {details}" != wait.details:
+                return f"its collective number {number} of these ranks is {kind} {details}"
+            if wait.incoming and wait.peer is not None and sent is not None and sent != wait.nbytes:
+                return f"it sends {sent} bytes, where {wait.nbytes} are expected"
+    elif wait.number is None and wait.incoming:
+        for nth, size in there["messages"]:
+            if nth == wait.nth and size != wait.nbytes:
+                return (
+                    f"its message number {nth} to rank {wait.rank} has {size} bytes, where {wait.nbytes} are expected"
+                )
+    return ""
+
+
+def _absent(wait: _Wait, there: dict[str, Any]) -> bool:
+    """Return whether a rank has not yet come to what another waits for."""
+    if wait.number is not None:
+        return bool(there["count"] < wait.number)
+    return bool(there["sent" if wait.incoming else "received"] < (wait.nth or 0))
+
+
+def _mismatch(chain: list[_Wait]) -> ProgramMismatchError:
+    return ProgramMismatchError(_different("\n  ".join(wait.text() for wait in sorted(chain))))
+
+
+def _different(who: str) -> str:
+    return (
+        f"the ranks run different programs, and wait for each other:\n  {who}\n"
+        "all ranks of a group must call the same collectives in the same order: look for a call that only some of them "
+        "make, such as `if rank == 0: print(loss.item())`"
+    )
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _as_note(verdict: CommError) -> dict[str, Any]:
+    return {"text": str(verdict), "ranks": list(verdict.ranks) if isinstance(verdict, RankLostError) else None}
+
+
+def _from_note(note: dict[str, Any]) -> CommError:
+    if note["ranks"] is None:
+        return ProgramMismatchError(note["text"])
+    return RankLostError(note["text"], tuple(note["ranks"]))
+
+
+def _place_text(rank: int, reply: Reply) -> str:
+    if reply.state is not State.HERE:
+        return f"rank {rank}: {reply.state.value}"
+    if reply.body["waits"]:
+        return _Wait(*reply.body["waits"][0]).text()
+    last = [f"{kind} number {number}" for g in reply.body["groups"].values() for number, kind, *_ in g["recent"][-1:]]
+    before = f"; the last collective that it has started is {', '.join(last)}" if last else ""
+    return f"rank {rank}: it computes, at {reply.body['line'] or 'an unknown line'}{before}"
+
+
+def _within(seconds: float, function: Callable[[], Any]) -> Any:
+    """Return what the function returns, or None if it has not returned in time or the store has failed.
+
+    torch's stores wait without a limit for a host that does not answer.
+    """
+    found: list[Any] = []
+
+    def call() -> None:
+        with suppress(RuntimeError):  # all errors of a store
+            found.append(function())
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
+
+
+_current: Watch | None = None
+
+
+def ask_why(group: Group, peer: int | None) -> CommError | None:
+    """Return why a collective has failed, if it can be known. `peer` is the index of the rank it failed with."""
+    return None if _current is None else _current.why(group, peer)
+
+
+def where(group: Group) -> str:
+    """Return a text that says where the other ranks of a group are, a line each."""
+    return "" if _current is None else _current.where(group)
+
+
+def _enter(everyone: Group) -> None:
+    global _current
+    if everyone.size > 1:
+        _current = Watch(everyone)
+
+
+def _forget() -> None:
+    global _current
+    before, _current = _current, None
+    if before is not None:
+        before.close()
+
+
+def _in_a_child() -> None:
+    global _current
+    _current = None
+
+
+os.register_at_fork(after_in_child=_in_a_child)
+on_enter(_enter)
+on_forget(_forget)

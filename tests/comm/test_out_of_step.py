@@ -1,0 +1,136 @@
+"""Ranks that run different programs never take each other's data: they are named. Slow ones are waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from shardwright import comm
+from shardwright.comm.ledger import code, tag
+from shardwright.errors import ProgramMismatchError, RankLostError
+from shardwright.testing import Died, Raised, Returned, outcomes
+
+FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"
+LARGE = 1 << 15  # elements: more than travels point to point
+
+DIFFERENT: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "sizes of an all-gather": (
+        lambda: comm.all_gather(torch.ones(2)),
+        lambda: comm.all_gather(torch.ones(4)),
+    ),
+    "dtypes of one size": (
+        lambda: comm.all_gather(torch.ones(2)),
+        lambda: comm.all_gather(torch.ones(2, dtype=torch.int32)),
+    ),
+    "kinds": (
+        lambda: comm.all_gather(torch.ones(2)),
+        lambda: comm.all_reduce(torch.ones(2)),
+    ),
+    "sizes of a large all-reduce": (
+        lambda: comm.all_reduce(torch.ones(LARGE)),
+        lambda: comm.all_reduce(torch.ones(2 * LARGE)),
+    ),
+    "sizes of a broadcast": (
+        lambda: comm.broadcast(torch.ones(2)),
+        lambda: comm.broadcast(torch.ones(LARGE)),
+    ),
+    "pieces of an all-to-all": (
+        lambda: comm.all_to_all([torch.ones(2)] * 2, [(2,)] * 2),
+        lambda: comm.all_to_all([torch.ones(3)] * 2, [(3,)] * 2),
+    ),
+    "sizes of a message": (
+        lambda: comm.exchange({1: torch.ones(2)}, {1: torch.empty(2)}),
+        lambda: comm.exchange({0: torch.ones(3)}, {0: torch.empty(3)}),
+    ),
+    "a message and a collective": (
+        lambda: comm.exchange({1: torch.ones(2)}, {1: torch.empty(2)}),
+        lambda: comm.all_gather(torch.ones(2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", list(DIFFERENT)[:: 1 if FULL else 2])
+def test_ranks_that_differ_are_named_and_get_nothing(what: str) -> None:
+    def work() -> object:
+        comm.all_reduce(torch.ones(1))
+        return DIFFERENT[what][comm.rank()]()
+
+    start = time.monotonic()
+    for outcome in outcomes(2, work, timeout=30, grace=20):
+        assert isinstance(outcome, Raised), outcome
+        assert isinstance(outcome.exception, ProgramMismatchError), outcome
+        assert "rank 0: " in outcome.message
+        assert "rank 1: " in outcome.message
+        assert "test_out_of_step.py:" in outcome.message
+    assert time.monotonic() - start < 20
+
+
+def test_ranks_that_wait_for_each_other_in_a_circle_are_named() -> None:
+    def work() -> None:
+        comm.all_reduce(torch.ones(1))
+        comm.exchange({}, {(comm.rank() + 1) % 3: torch.empty(2)})
+
+    for outcome in outcomes(3, work, timeout=30, grace=20):
+        assert isinstance(outcome, Raised), outcome
+        assert isinstance(outcome.exception, ProgramMismatchError), outcome
+        assert all(f"rank {rank}: exchange" in outcome.message for rank in range(3))
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    def work() -> list[float]:
+        comm.all_reduce(torch.ones(1))
+        if comm.rank() == 1:
+            time.sleep(5)  # asked several times meanwhile
+        return comm.all_gather(torch.full((1,), float(comm.rank()))).tolist()
+
+    assert outcomes(3, work, timeout=30) == [Returned([0.0, 1.0, 2.0])] * 3
+
+
+def test_a_rank_whose_child_holds_its_connections_open_is_known_to_be_dead() -> None:
+    def work() -> None:
+        comm.all_reduce(torch.ones(1))
+        if comm.rank() == 1:
+            if os.fork() == 0:
+                time.sleep(20)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.all_gather(torch.ones(2))
+
+    start = time.monotonic()
+    found = outcomes(3, work, timeout=30, grace=15)
+    assert found[1] == Died(-signal.SIGKILL)
+    for outcome in (found[0], found[2]):
+        assert isinstance(outcome, Raised), outcome
+        assert isinstance(outcome.exception, RankLostError), outcome
+        assert outcome.exception.ranks == (1,)
+    assert time.monotonic() - start < 18
+
+
+def test_a_survivor_does_not_wait_for_a_survivor() -> None:
+    def work() -> None:
+        comm.all_gather(torch.ones(1))
+        if comm.rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if comm.rank() == 1:
+            time.sleep(1.5)  # the other has posted its messages by now; this one finds the dead while it posts
+        comm.all_gather(torch.ones(1))
+
+    found = outcomes(3, work)
+    for outcome in found[:2]:
+        assert isinstance(outcome, Raised), outcome
+        assert isinstance(outcome.exception, RankLostError), outcome
+        assert outcome.exception.ranks == (2,)
+
+
+def test_tags_tell_numbers_sizes_and_kinds_apart() -> None:
+    kind, other = code(("all_gather", torch.float32, "")), code(("all_gather", torch.int32, ""))
+    numbers = {tag(number, kind, 8) for number in range(1000)}
+    sizes = {tag(7, kind, nbytes) for nbytes in range(1000)}
+    assert len(numbers) == len(sizes) == 1000
+    assert tag(7, kind, 8) != tag(7, other, 8)
+    assert all(1 << 30 <= each < 1 << 31 for each in numbers | sizes)
