@@ -348,16 +348,16 @@ class DTensor(DTensorBase):
         return iter(self.unbind(0))
 
     def __bool__(self) -> bool:
-        return bool(self.item())
+        return bool(self._known_here())
 
     def __float__(self) -> float:
         return float(self.item())
 
     def __int__(self) -> int:
-        return int(self.item())
+        return int(self._known_here())
 
     def __index__(self) -> int:
-        return self.item().__index__()
+        return self._known_here().__index__()
 
     def __complex__(self) -> complex:
         return complex(self.item())
@@ -380,8 +380,27 @@ class DTensor(DTensorBase):
     # --- its value, whole -------------------------------------------------------------------------------------------
 
     def item(self) -> Any:
-        """The one element, the same on every rank."""
-        return self.full_tensor().item() if _enabled() else disabled(Tensor.item, (), (self,), {})
+        """Return the one element, the same on every rank of the mesh; nan on a rank outside it.
+
+        A bool cannot be nan: outside the mesh it raises `TensorError`, and so do `bool(x)` and `int(x)`, because a
+        branch that one rank takes alone makes its program another one.
+        """
+        if not _enabled():
+            return disabled(Tensor.item, (), (self,), {})
+        whole = self.full_tensor()
+        if comm.rank() in self._layout.mesh or self.numel() != 1:
+            return whole.item()
+        return self._known_here() if whole.dtype is torch.bool else float("nan")
+
+    def _known_here(self) -> Any:
+        """Return the one element, or raise on a rank outside the mesh."""
+        if _enabled() and comm.rank() not in self._layout.mesh:
+            raise TensorError(
+                f"the value of a DTensor {self._layout} is not known on rank {comm.rank()}, which is outside its mesh "
+                f"{self._layout.mesh!r}: decide on the ranks of the mesh (mesh.get_coordinate() is not None), or "
+                "redistribute it to a mesh of all ranks first"
+            )
+        return self.item()
 
     def tolist(self) -> Any:
         """The whole value as nested lists, on every rank."""

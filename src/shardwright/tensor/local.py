@@ -98,7 +98,8 @@ def tag(fresh: Tensor, layout: Layout) -> Any:
 
 def tag_replicated(fresh: Tensor, mesh: Mesh) -> Any:
     """A tensor object nobody else holds, whole on every rank, as a DTensor."""
-    return tag(fresh, Layout(mesh, [REPLICATE] * mesh.ndim, fresh.shape))
+    layout = Layout(mesh, [REPLICATE] * mesh.ndim, fresh.shape)
+    return tag(fresh if comm.rank() in mesh else nothing_of(fresh, layout), layout)
 
 
 def tag_results(result: Any, layouts: Sequence[Layout], inputs: Iterable[Tensor]) -> Any:

@@ -23,6 +23,7 @@ from shardwright.tensor.copied import mark_copied, refuse_copied, remember_origi
 from shardwright.tensor.dispatch.autocast import cast_to
 from shardwright.tensor.dispatch.call import Call, map_tensors, take_apart
 from shardwright.tensor.dispatch.choose import Impossible, choose
+from shardwright.tensor.dispatch.outside import is_outside, run_outside
 from shardwright.tensor.dispatch.recording import below_modes
 from shardwright.tensor.dispatch.registry import FAST, Op
 from shardwright.tensor.dispatch.shapes import Outputs, outputs_of
@@ -188,8 +189,12 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
         (operand.layout, layout) if differs(operand.layout, layout) else None
         for operand, layout in zip(operands, ins, strict=True)
     )
-    run = answer.run(Situation(tuple(ins), tuple(outs), comm.rank())) if answer.run is not None else None
     copied = answer.copied or (not answer.fresh and moves[0] is not None)
+    if is_outside(call.tensors[0]):
+        run: Local | None = run_outside(outs, inplace=inplace, view=not answer.fresh and not copied, draws=answer.draws)
+        moves = (None,) * len(moves)
+    else:
+        run = answer.run(Situation(tuple(ins), tuple(outs), comm.rank())) if answer.run is not None else None
     known = dtypes if run is not None and not torch._C._is_any_autocast_enabled() and _is_empty(*ins, *outs) else None
     return CallPlan(op.name, moves, any(moves), run, tuple(outs), inplace, enters, not answer.fresh, copied, known)
 

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwright import comm
 from shardwright.errors import MeshMismatchError, MixedTensorsError
 from shardwright.layout import Layout
 from shardwright.tensor.dispatch.reenter import made_by_torch
 from shardwright.tensor.dispatch.refusals import refuse_functional
 from shardwright.tensor.dispatch.registry import takes_numbers_by_type
-from shardwright.tensor.local import DTensorBase, alias, disabled, tag, tag_replicated
+from shardwright.tensor.local import DTensorBase, alias, disabled, nothing_of, tag, tag_replicated
 from shardwright.tensor.seeing import policy, trace
 from shardwright.tensor.types import REPLICATE
 
@@ -103,7 +104,9 @@ def _numbers_to_one_mesh(
     here = Layout(mesh, [REPLICATE] * mesh.ndim, ())
 
     def bring(tensor: Tensor) -> Any:
-        return tensor if tensor._layout.mesh is mesh else tag(alias(tensor), here)  # type: ignore[attr-defined]  # only DTensors are mapped
+        if tensor._layout.mesh is mesh:  # type: ignore[attr-defined]  # only DTensors are mapped
+            return tensor
+        return tag(alias(tensor) if comm.rank() in mesh else nothing_of(tensor, here), here)
 
     return map_tensors(args, kwargs, bring)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from shardwright.layout import Layout
 from shardwright.tensor.copied import is_copied, mark_copied, refuse_copied
 from shardwright.tensor.dispatch.call import map_tensors, take_apart
+from shardwright.tensor.dispatch.outside import call_outside, is_outside
 from shardwright.tensor.dispatch.registry import canonical_name
 from shardwright.tensor.dispatch.write_through import refuse_unwritable
 from shardwright.tensor.local import DTensorBase, no_torch_function, tag_results, version_of
@@ -26,6 +27,8 @@ _SILENT_WRITES = {"batch_norm": (1, 2), "instance_norm": (1, 2)}
 def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The result of a call on whole tensors, the same on every rank. What the call wrote to is written back."""
     call = take_apart(func, args, kwargs)
+    if is_outside(call.tensors[0]):
+        return call_outside(func, args, kwargs)
     mesh = call.tensors[0]._layout.mesh
     targets = [Layout(mesh, [REPLICATE] * mesh.ndim, tensor._layout.shape) for tensor in call.tensors]
     policy.check(name, [(tensor._layout, target) for tensor, target in zip(call.tensors, targets, strict=True)])

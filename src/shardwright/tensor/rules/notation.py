@@ -80,6 +80,7 @@ class Ways:
     unmoved: int | None = None  # an input that must stay where it is, because it is written to: the first, if any
     written_back: bool = False  # in place, where no way keeps the target's layout: computed whole and written back
     copied: bool = False  # the result looks like a view, but is none
+    draws: bool = False  # whether a call takes a key of the random number generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class Decided:
     run: Run | None = None
     fresh: bool = True
     copied: bool = False  # the result looks like a view, but is none
+    draws: bool = False  # whether a call takes a key of the random number generator
 
 
 @dataclass(slots=True)

@@ -62,7 +62,7 @@ def post_mortem(source: Layout, target: Layout, error: CommError) -> CommError:
 
 def _compare(source: Layout, target: Layout, timeout: float | None) -> None:
     ranks = sorted({*source.mesh.ranks, *target.mesh.ranks})
-    if len(ranks) == 1:
+    if len(ranks) == 1 or comm.rank() not in ranks:
         return
     note = json.dumps([doing() or "redistribute", f"{source} → {target}", source_line()])
     group = comm.subgroup(ranks)

@@ -85,7 +85,7 @@ def _in_place(draw: Draw) -> None:
             return local
 
         at = overwriting(index_ways(operands, ins, [out]), target, len(operands))
-        return Ways(at, run=run, shapes=(target.shape,))
+        return Ways(at, run=run, shapes=(target.shape,), draws=True)
 
     rule(name, numbers_by_type=True)(answer)
     composite(name)(lambda input, *args, **kwargs: getattr(_blank(input.detach()), f"{name}_")(*args, **kwargs))
@@ -141,7 +141,7 @@ def _like(fill: Fill) -> Callable[..., Decided]:
 
             return local
 
-        return Decided((input.layout,), (layout,), run=run)
+        return Decided((input.layout,), (layout,), run=run, draws=True)
 
     return answer
 

@@ -82,6 +82,8 @@ def _fits_anywhere(scalar: Tensor, layouts: Sequence[Layout | None]) -> bool:
     if not isinstance(scalar, DTensorBase):
         return True
     own = scalar._layout
+    if comm.rank() not in own.mesh:  # it is empty here, and torch's own functions want one number
+        return False
     meshes = {layout.mesh for layout in layouts if layout is not None} - {own.mesh}
     return own.is_replicated and all(set(mesh.ranks) <= set(own.mesh.ranks) for mesh in meshes)
 

@@ -42,7 +42,7 @@ def _register(name: str, *, features: bool, alpha: bool) -> None:
 
             return local
 
-        return Ways(at, run=run, shapes=(input.shape,))
+        return Ways(at, run=run, shapes=(input.shape,), draws=True)
 
     rule(name)(answer)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardwright.layout import Shard
+from shardwright.tensor.dispatch.outside import is_outside
 from shardwright.tensor.dispatch.registry import composite
 from shardwright.tensor.local import DTensorBase, no_torch_function, tag, tag_replicated
 from shardwright.tensor.rules.pieces import brought, completed, pieces_of_all, replicated
@@ -79,7 +80,7 @@ def _corrcoef(input: Any) -> Any:
 def _is_true(name: str, value: Any) -> bool:
     """Whether it is so everywhere; where there are no values, it is."""
     agreed = replicated(name, value.all())
-    return bool(agreed.is_meta or agreed.item())
+    return bool(agreed.is_meta or is_outside(agreed) or agreed.item())
 
 
 @composite("equal")
