@@ -134,12 +134,14 @@ def test_random_numbers_on_the_device_are_the_cpus() -> None:
     run_ranks(2, work, timeout=150.0)
 
 
-def test_a_triton_kernel_is_not_launched_on_a_shard() -> None:
+def test_a_triton_kernel_is_not_launched_on_a_shard(tmp_path: Path) -> None:
     """Triton takes addresses from `data_ptr()`, and sizes from its caller, who takes them from `shape`."""
     pytest.importorskip("triton")
+    file = tmp_path / "triton_kernel.py"
+    file.write_text(DOUBLE)
 
     def work() -> None:
-        double = _double()
+        double = _double(file)
         mesh = sw.init_device_mesh("cuda", (2,))
         whole = torch.arange(64.0, device="cuda")
         sharded = sw.distribute_tensor(whole, mesh, [sw.Shard(0)])
@@ -159,12 +161,7 @@ def test_a_triton_kernel_is_not_launched_on_a_shard() -> None:
     run_ranks(2, work, timeout=150.0)
 
 
-def _double() -> Any:
-    """A Triton kernel, compiled where it is used: its source must be in a file, and Triton may be absent."""
-    import tempfile
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    source = """
+DOUBLE = """
 import triton
 import triton.language as tl
 
@@ -173,9 +170,13 @@ def double(pointer, size, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     tl.store(pointer + at, tl.load(pointer + at, mask=at < size) * 2, mask=at < size)
 """
-    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
-        file.write(source)
-    spec = spec_from_file_location("triton_kernel", file.name)
+
+
+def _double(file: Path) -> Any:
+    """A Triton kernel: Triton reads its source from a file."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    spec = spec_from_file_location("triton_kernel", file)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
@@ -187,6 +188,9 @@ def test_recurrent_modules_move_to_the_device_with_sharded_weights() -> None:
     """Torch gathers the weights of plain ones in one buffer, by their addresses."""
 
     def work() -> None:
+        import warnings
+
+        warnings.simplefilter("ignore")  # weights that are not in one buffer are compacted at every call
         torch.manual_seed(0)
         plain = torch.nn.LSTM(4, 6)
         mesh = sw.init_device_mesh("cuda", (2,))
