@@ -264,6 +264,28 @@ ONCE_WRONG = {
         ),
         mesh=(2,),
     ),
+    "a nested activation checkpoint saves as many tensors again, without parameters too": Program(
+        (
+            "a = leaf([1, 2, 3], (3,), torch.float64, [Shard(0)], requires_grad=True)",
+            "f = lambda x: checkpoint(lambda y: y.tanh() * y, x * 2, use_reentrant=False)",
+            "b = checkpoint(f, a * 1, use_reentrant=False)",
+            "b.sum().backward()",
+        ),
+        mesh=(2,),
+    ),
+}
+REFUSED = {
+    "detach_ of a result whose local tensor is a view": Program(
+        (
+            "a = leaf([0, 1, 2, 3, 4, 5], (2, 3), torch.float32, [Replicate()], requires_grad=True)",
+            "b = leaf([1, 0], (2,), torch.int64, [Replicate()])",
+            "c = a[b, None, ..., -3]",
+            "d = leaf([1, 1], (2, 1), torch.bool, [Shard(0)])",
+            "e = c[d]",
+            "e.detach_()",
+        ),
+        mesh=(2,),
+    ),
 }
 
 
@@ -271,3 +293,9 @@ ONCE_WRONG = {
 def test_a_program_that_was_wrong_once_is_right(name):
     found = judge(ONCE_WRONG[name])
     assert found.verdict is Verdict.RIGHT, str(found)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_program_that_raised_anything_once_is_refused(name):
+    found = judge(REFUSED[name])
+    assert found.verdict in (Verdict.RIGHT, Verdict.REFUSED), str(found)

@@ -317,6 +317,7 @@ class DTensor(DTensorBase):
 
     # torch asks nobody before these: they are overridden here.
     set_ = memory.set_
+    detach_ = memory.detach_
     as_subclass = refusals.as_subclass  # type: ignore[assignment]  # it only refuses
     resize_ = memory.resize_
     resize_as_ = memory.resize_as_  # type: ignore[assignment]  # narrower than torch's

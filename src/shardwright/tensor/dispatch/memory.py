@@ -27,6 +27,7 @@ __all__ = [
     "EXPOSING",
     "NoExchange",
     "cuda_array_interface",
+    "detach_",
     "exposing",
     "is_same_size",
     "is_set_to",
@@ -121,6 +122,18 @@ def set_(target: DTensorBase, source: Any = None, *where: Any, **named: Any) -> 
     target._layout = source._layout
     count_writes_through(target)
     forget_entered()
+    return target
+
+
+def detach_(target: DTensorBase) -> DTensorBase:
+    """Detach in place. Raise InPlaceError where the local tensor is a view: torch does not detach views in place."""
+    try:
+        disabled(Tensor.detach_, (), (target,), {})
+    except RuntimeError as error:
+        raise InPlaceError(
+            f"detach_ of {target._layout}: its local tensor is a view, which torch does not detach in place. Use "
+            "detach()"
+        ) from error
     return target
 
 

@@ -26,7 +26,7 @@ __all__ = ["Picked"]
 
 _READING = """to_local full_tensor redistribute item tolist numpy backward register_hook __array__ __bool__ __float__
 __int__ __index__ __complex__ __contains__ __iter__ __format__ __repr__ __copy__ __deepcopy__ __reduce_ex__""".split()
-_REPLACING = ("set_", "resize_", "resize_as_")
+_REPLACING = ("set_", "resize_", "resize_as_", "detach_")
 _OF_THE_OBJECT = frozenset(("__get__", "__set__"))  # attributes: shapes and gradients, which are this object's own
 _OF_ITS_DIMENSIONS = RESHAPES | {"detach", "as_strided"}  # in place: torch changes the view, not its values
 

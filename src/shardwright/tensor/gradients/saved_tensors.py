@@ -59,6 +59,9 @@ def _with_layouts(save: Any, get: Any) -> tuple[Any, Any]:
 
     @wraps(get)
     def get_inputs(self: Any) -> list[Any]:
-        return [with_layout(value, layout) for value, layout in zip(get(self), self.layouts, strict=True)]
+        with (
+            torch.enable_grad()
+        ):  # off in backward, where an alias would not require grad: fewer tensors are saved then
+            return [with_layout(value, layout) for value, layout in zip(get(self), self.layouts, strict=True)]
 
     return save_inputs, get_inputs

@@ -27,10 +27,12 @@ def backward(d: Draft) -> object:
             raise NoChoice
         graph = d.choice(("", ", create_graph=True", ", retain_graph=True"))
         text = f"torch.autograd.grad({weighted}, [{', '.join(wanted)}], materialize_grads=True{graph})"
-        return d.assign(text if len(wanted) > 1 else f"{text}[0]", exact=False, count=len(wanted))
+        # Clones: torch may give several inputs one gradient, or one that shares memory with something else.
+        text = f"map(torch.clone, {text})" if len(wanted) > 1 else f"{text}[0].clone()"
+        return d.assign(text, exact=False, count=len(wanted))
     if kind == 2 and value.ndim:
         seed = d.leaf(tuple(value.shape), value.dtype, requires_grad=False)
-        return d.try_step(f"{x}.backward({seed}, retain_graph=True)", keep_refused=keep)
+        return d.try_step(f"{x}.backward({seed}.clone(), retain_graph=True)", keep_refused=keep)
     retain = d.choice(("", "retain_graph=True"))
     return d.try_step(f"{weighted}.backward({retain})", keep_refused=keep)
 
