@@ -11,6 +11,7 @@ import torch
 import shardwright as sw
 from shardwright.layout import Layout, Mesh, Placement
 from shardwright.tensor.local import no_torch_function, tag
+from shardwright.tensor.redistribute import plan
 from shardwright.testing import on_ranks
 
 S, R = sw.Shard, sw.Replicate
@@ -79,3 +80,17 @@ def test_a_view_that_keeps_a_nested_dimension_moves_nothing_and_is_a_view() -> N
         assert y.placements == x.placements
         y.add_(1)
         assert x.full_tensor().sum().item() == rows * 12
+
+
+def test_a_sum_is_scattered_into_equal_pieces_where_it_can_be() -> None:
+    """Backends reduce and scatter only equal pieces natively: others are messages from rank to rank."""
+    for data, tensor in ((8, 8), (64, 8)):
+        mesh = Mesh((data, tensor), ("dp", "tp"))
+        hidden = stand_in(mesh, (2 * data, 512, 1024), S(0), sw.Partial())
+        with sw.trace() as seen:
+            torch.nn.functional.gelu(hidden + stand_in(mesh, (2 * data, 512, 1024), S(0), S(1)))
+            torch.nn.functional.linear(hidden, stand_in(mesh, (3072, 1024), S(0), S(0)))
+        for movement in seen.movements:
+            for step in plan(movement.source, movement.target, itemsize=4).steps:
+                sizes = {step.after.local_shape(rank) for rank in mesh.ranks[:: max(1, data // 8)]}
+                assert step.kind != "reduce-scatter" or len(sizes) == 1, (str(step), str(step.after))

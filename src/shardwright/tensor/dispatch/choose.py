@@ -42,7 +42,7 @@ def choose(
                 f"no way of the rule for mesh dimension {mesh.label(mesh_dim)} goes together with those that were "
                 "chosen before: a dimension is cut by given sizes first, and once. Add the way of replicates"
             )
-        chosen.append(_cheapest(candidates, operands, mesh_dim, out_shapes))
+        chosen.append(_cheapest(candidates, operands, chosen, out_shapes))
     ins = []
     for place, operand in enumerate(operands):
         placements = [_entering(way, place, mesh.shape[m]) for m, way in enumerate(chosen)]
@@ -70,9 +70,11 @@ def _entering(way: Way, place: int, ranks: int) -> Placement:
 
 
 def _cheapest(
-    candidates: list[Way], operands: Sequence[Operand], mesh_dim: int, out_shapes: Sequence[tuple[int, ...]]
+    candidates: list[Way], operands: Sequence[Operand], chosen: Sequence[Way], out_shapes: Sequence[tuple[int, ...]]
 ) -> Way:
-    ranks = operands[0].layout.mesh.shape[mesh_dim]
+    """The cheapest way for the next mesh dimension, given those chosen for the ones before it."""
+    mesh_dim, mesh = len(chosen), operands[0].layout.mesh
+    ranks = mesh.shape[mesh_dim]
     current = [operand.layout.placements[mesh_dim] for operand in operands]
     for way in candidates:
         if list(way.ins) == current:
@@ -82,7 +84,7 @@ def _cheapest(
         uncut = [way for way in candidates if not any(p.is_shard() for p in way.ins)]
         candidates = uncut or candidates
 
-    def cost(way: Way) -> tuple[bool, float, int]:
+    def cost(way: Way) -> tuple[bool, float, int, bool]:
         moved, changed = 0.0, 0
         for operand, now, then in zip(operands, current, way.ins, strict=True):
             # Activations stay where they are and parameters come to them, unless that is dearer by far.
@@ -93,10 +95,23 @@ def _cheapest(
         for placement, shape in zip(way.outs, out_shapes, strict=True):
             if isinstance(placement, Partial):
                 due += 6 * prod(shape) * operands[0].dtype.itemsize * (ranks - 1) / ranks
-        # What needs no communication now is never passed over; at equal cost, most is left where it is.
-        return moved > 0, moved + due, changed
+        # What needs no communication now is never passed over; at equal cost, most is left where it is, and pieces are
+        # equal: backends reduce and scatter only those natively, and no rank goes without work.
+        uneven = any(
+            now != then and not _divides(place, then, operand, chosen, mesh.shape)
+            for place, (operand, now, then) in enumerate(zip(operands, current, way.ins, strict=True))
+        )
+        return moved > 0, moved + due, changed, uneven
 
     return min(candidates, key=cost)
+
+
+def _divides(place: int, placement: Placement, operand: Operand, before: Sequence[Way], mesh: tuple[int, ...]) -> bool:
+    """Whether a placement, after those of earlier mesh dimensions, cuts an operand into equal pieces; or not at all."""
+    if not isinstance(placement, Shard):
+        return True
+    nested = [m for m, way in enumerate(before) if way.ins[place].is_shard(placement.dim)]
+    return not operand.shape[placement.dim] % prod(mesh[m] for m in (*nested, len(before)))
 
 
 def _move_cost(now: Placement, then: Placement, ranks: int) -> float:

@@ -209,9 +209,11 @@ def regroup(input: Operand, shape: tuple[int, ...]) -> Decided:
         cuts = source.cut_by(placement.dim)
         if placement.dim not in leading:
             free = [d for d in leading if d < placement.dim and d not in taken]
-            placement = Shard(max(free, default=placement.dim))
-            taken.add(placement.dim)
-            fitted = _fit(source, mesh_dim, placement, leading, shape)
+            if free:
+                taken.add(max(free))
+                fitted = _fit(source, mesh_dim, Shard(max(free)), leading, shape)
+            else:
+                fitted = _elsewhere(source, mesh_dim, leading, shape, taken)
         elif len(cuts) == 1:
             fitted = _fit(source, mesh_dim, placement, leading, shape)
         else:
@@ -260,10 +262,7 @@ def _fit_nested(
     shape: tuple[int, ...],
     taken: set[int],
 ) -> tuple[Placement, Placement]:
-    """Placements of input and output for one of several mesh dimensions that cut a dimension, outermost first.
-
-    What does not fit is exchanged for pieces of the longest dimension that is free and divides evenly, or gathered.
-    """
+    """Placements of input and output for one of several mesh dimensions that cut a dimension, outermost first."""
     dim, old_step, new_step = leading[placement.dim]
     cuts = source.cut_by(placement.dim)
     if shape[dim] == source.shape[placement.dim] and old_step == new_step:
@@ -272,6 +271,17 @@ def _fit_nested(
     place = cuts.index(mesh_dim)
     if place < kept:
         return (placement, Shard(dim)) if kept > 1 else _fit(source, mesh_dim, placement, leading, shape)
+    return _elsewhere(source, mesh_dim, leading, shape, taken)
+
+
+def _elsewhere(
+    source: Layout,
+    mesh_dim: int,
+    leading: dict[int, tuple[int, int, int]],
+    shape: tuple[int, ...],
+    taken: set[int],
+) -> tuple[Placement, Placement]:
+    """Placements for a cut that does not fit: of the longest dimension that is free and divides evenly, or none."""
     ranks = source.mesh.shape[mesh_dim]
     free = [d for d in leading if d not in taken and not source.shape[d] % ranks and not shape[leading[d][0]] % ranks]
     if not free:
