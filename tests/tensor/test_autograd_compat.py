@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright import comm
-from shardwright.errors import MixedTensorsError, TensorError
+from shardwright.errors import MixedTensorsError, TensorError, UnsupportedError
 from shardwright.testing import run_ranks
 
 R, S0, S1, P = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()
@@ -321,3 +321,79 @@ def test_a_parameter_used_three_times_is_reduced_once() -> None:
         _same(w.grad, plain.grad)
 
     run_ranks(4, on_rank)
+
+
+def _symmetric(layer: nn.Module) -> nn.Module:
+    class Symmetric(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x.triu() + x.triu(1).transpose(-1, -2)
+
+    nn.utils.parametrize.register_parametrization(layer, "weight", Symmetric())
+    return layer
+
+
+def test_torchs_own_tools_for_gradients_give_the_values_of_plain_torch() -> None:
+    """Derivatives of functions, parametrizations, gradients within hooks and hooks of several tensors."""
+
+    def of_functions(x: Any, w: Any) -> list[Any]:
+        functional = torch.autograd.functional
+        loss, several = lambda x: (x @ w).tanh().sum(), lambda x: (x @ w).tanh()  # short
+        found = [functional.jacobian(several, x), functional.hessian(loss, x)]
+        for tool, function in (("vjp", several), ("hvp", loss), ("vhp", loss), ("jvp", several)):
+            found += getattr(functional, tool)(function, x, x)
+        return found
+
+    def parametrized(x: Any, w: Any) -> list[Any]:
+        found = []
+        kinds = nn.utils.parametrizations
+        for change in (kinds.weight_norm, _symmetric):
+            layer = nn.Linear(4, 4, bias=False).double()
+            layer.weight = nn.Parameter(w.clone())
+            layer = change(layer)
+            layer(x).tanh().sum().backward()
+            found += [parameter.grad for parameter in layer.parameters()]
+        return found
+
+    def in_hooks(x: Any, w: Any) -> list[Any]:
+        x, w, found = x.clone().requires_grad_(), w.clone().requires_grad_(), []
+        y = (x @ w).tanh()
+
+        def inner(gradient: Any) -> None:
+            with torch.enable_grad():
+                leaf = w.detach().requires_grad_()
+                found.extend(torch.autograd.grad((leaf**3 / leaf.shape[0]).sum() * gradient.sum(), leaf))
+
+        y.register_hook(inner)
+        torch.autograd.graph.register_multi_grad_hook((x, w), found.extend)
+        y.square().sum().backward()
+        return found
+
+    def on_rank() -> None:
+        mesh = sw.init_device_mesh("cpu", (2,))
+        x, w = _value(4, 4), _value(4, 4, seed=1)
+        for tool in (of_functions, parametrized, in_hooks):
+            theirs = tool(x, w)
+            ours = tool(sw.distribute_tensor(x, mesh, [S0]), sw.distribute_tensor(w, mesh, [S0]))
+            for mine, reference in zip(ours, theirs, strict=True):
+                _same(mine, reference)
+
+    run_ranks(2, on_rank)
+
+
+def test_gradients_whose_layout_nobody_knows_are_refused() -> None:
+    def on_rank() -> None:
+        x = sw.distribute_tensor(_value(4), sw.init_device_mesh("cpu", (2,)), [S0]).requires_grad_()
+        y = x.sin()
+        edge = torch.autograd.graph.get_gradient_edge(y)
+        with pytest.raises(UnsupportedError, match="gradient edge"):
+            torch.autograd.grad(y.sum(), [edge])
+        with pytest.raises(UnsupportedError, match="gradient edge"):
+            torch.autograd.backward([y, edge], [y.detach(), y.detach()])
+        with pytest.raises(MixedTensorsError, match="for a plain tensor"):
+            torch.autograd.backward([y, y.to_local()], [y.detach(), y.detach()])
+        z = x * 2
+        z.register_hook(lambda _: torch.autograd.grad(x.detach().requires_grad_() * 2, x, torch.ones(2)))
+        with pytest.raises(MixedTensorsError, match="plain tensor of shape"):  # in a backward pass as well
+            z.sum().backward()
+
+    run_ranks(2, on_rank)

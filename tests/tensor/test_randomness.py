@@ -268,3 +268,22 @@ def test_ranks_with_different_pasts_still_agree_on_a_seed() -> None:
     first = run_ranks(3, draw, None)[0]
     assert run_ranks(4, draw, None, timeout=30) == [first] * 4
     assert run_ranks(4, draw, (1, 2), timeout=30) == [first] * 4
+
+
+def test_random_numbers_have_a_gradient_of_zeros_for_their_parameters_as_in_torch() -> None:
+    draws = (
+        torch.bernoulli,
+        lambda x: torch.normal(x, 1.0),
+        lambda x: torch.normal(0.0, x),
+        lambda x: torch.normal(x, x),
+        torch.poisson,
+    )
+    for draw in draws:
+        plain = torch.full((4,), 0.5, requires_grad=True)
+        ours = sw.full((4,), 0.5, mesh=sw.init_device_mesh("cpu", (1,)), placements=[sw.Shard(0)], requires_grad=True)
+        for x in (plain, ours):
+            draw(x).square().sum().backward()
+            assert x.grad is not None
+            assert x.grad.tolist() == [0.0] * 4
+        with torch.no_grad():
+            assert not draw(ours).requires_grad

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from shardwright.errors import MixedTensorsError, TensorError
+from shardwright.errors import MixedTensorsError, TensorError, UnsupportedError
 from shardwright.layout import Layout, Partial
 from shardwright.tensor.dispatch.recording import refuse_to_record
 from shardwright.tensor.gradients.below_autograd import run_backward
@@ -63,6 +63,8 @@ def grad(
         raise TensorError("torch.autograd.grad of DTensors: is_grads_batched and only_inputs=False are not available")
     roots, seeds = _roots(outputs, grad_outputs)
     wanted = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
+    for target in wanted:
+        _refuse_edge(target)
     keep = create_graph if retain_graph is None else retain_graph
     allowed = materialize_grads if allow_unused is None else allow_unused
     try:
@@ -89,6 +91,15 @@ def grad(
     return tuple(results)
 
 
+def _refuse_edge(target: Any) -> None:
+    """Raise if a place of the graph is given for a tensor: it knows no layout."""
+    if isinstance(target, GradientEdge):
+        raise UnsupportedError(
+            "a gradient edge among DTensors: it does not know how the gradient there is laid out, so that this rank's "
+            "part would pass for the whole. Give the tensor that it was taken from"
+        )
+
+
 def _roots(tensors: Any, seeds: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     refuse_to_record("the program takes gradients itself: return what is to be differentiated, and do so outside")
     roots = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
@@ -102,6 +113,12 @@ def _roots(tensors: Any, seeds: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 def _seed(root: Any, given: Tensor | None) -> Tensor | None:
     """The plain local gradient to start from."""
+    if isinstance(given, DTensorBase) and not isinstance(root, DTensorBase):
+        _refuse_edge(root)
+        raise MixedTensorsError(
+            f"backward: the gradient is a DTensor {given._layout} for a plain tensor of shape {tuple(root.shape)}: "
+            "give the part of it that the plain tensor is, x.to_local() or x.full_tensor()"
+        )
     if not isinstance(root, DTensorBase):
         return given if given is not None or not isinstance(root, Tensor) else torch.ones_like(root)
     layout = root._layout

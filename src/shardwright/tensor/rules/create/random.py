@@ -163,7 +163,7 @@ rule("randint_like")(_like(fill_integers))
 def _bernoulli(input: Any, p: Any = None, *, generator: torch.Generator | None = None) -> Any:
     refuse_generator("bernoulli", generator)
     chances = input.detach()
-    return _blank(chances).bernoulli_(chances if p is None else p)
+    return _with_zero_gradients(_blank(chances).bernoulli_(chances if p is None else p), input)
 
 
 @composite("normal")
@@ -171,7 +171,15 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = No
     """`torch.normal` of tensors: standard normal numbers, spread and shifted."""
     refuse_generator("normal", generator)
     centre, spread = (value.detach() if isinstance(value, Tensor) else value for value in (mean, std))
-    return torch.randn_like(centre + spread) * spread + centre
+    return _with_zero_gradients(torch.randn_like(centre + spread) * spread + centre, mean, std)
+
+
+def _with_zero_gradients(drawn: Any, *parameters: Any) -> Any:
+    """Return random numbers as torch does: with a gradient of zeros for the parameters that require one."""
+    for parameter in parameters:
+        if isinstance(parameter, Tensor) and parameter.requires_grad and torch.is_grad_enabled():
+            drawn = torch.where(torch.ones_like(drawn, dtype=torch.bool), drawn, parameter)
+    return drawn
 
 
 @composite("rrelu")
