@@ -1,7 +1,7 @@
 """Shards of other ranks, fetched over RPC: `RRef`s of what each rank offers.
 
 A rank offers a tensor under a key of its own making, and tells the others the key and the name of its RPC worker.
-The tensor is not kept alive by that; a shard is, once somebody has an RRef of it.
+Before any rank goes on, all have RRefs of all shards: an RRef holds its shard, whatever its owner does with the tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Offer(NamedTuple):
 
 @final
 class RemoteShards:
-    """The RRefs of the other ranks' shards, made when they are first asked for."""
+    """The RRefs of the other ranks' shards, made again if the tensor has been resharded since."""
 
     def __init__(self, offers: dict[int, _Offer]) -> None:
         self._offers = offers
@@ -43,6 +43,8 @@ class RemoteShards:
 
     def references(self, tensor: ShardedTensor) -> dict[int, list[Any]]:
         """By global rank, in the order of the metadata; ranks without shards are left out."""
+        if comm.worker_name() is None:
+            raise CommError("remote_shards: RPC is not running here; call torch.distributed.rpc.init_rpc first")
         shards = tensor._metadata.shards_metadata
         if shards is not self._shards:
             found: dict[int, list[Any]] = {}
@@ -71,7 +73,16 @@ def offer(tensor: ShardedTensor, group: comm.Group) -> RemoteShards:
         )
     _offered[own.key] = tensor
     others = {rank: one for rank, one in zip(group.ranks, offers, strict=True) if rank != group.ranks[group.rank]}
-    return RemoteShards(others)
+    comm.gather_bytes(b"", group, what="init_rrefs: offered")
+    remote = RemoteShards(others)
+
+    def refer() -> None:
+        for references in remote.references(tensor).values():
+            for reference in references:
+                reference._get_future().wait()  # until its owner has looked up the shard
+
+    comm.agree(refer, what="init_rrefs", group=group)
+    return remote
 
 
 def _shard_at(key: str, offsets: list[int], sizes: list[int]) -> Shard:
