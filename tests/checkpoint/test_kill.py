@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -242,7 +242,8 @@ def restoring(root: Path, number: int) -> None:
     check_state(target, number - 1)
 
 
-OPERATIONS = {"async save": in_background, "retention": with_retention, "restore": restoring}
+Operation: TypeAlias = Callable[[Path, int], None]
+OPERATIONS: dict[str, Operation] = {"async save": in_background, "retention": with_retention, "restore": restoring}
 
 
 def check_state(found: dict[str, Any], number: int) -> None:
@@ -253,17 +254,20 @@ def check_state(found: dict[str, Any], number: int) -> None:
     assert torch.equal(found["own"].value, expected["own"].value)
 
 
-def timed(work: Callable[[Path, int], None], root: Path, number: int) -> float:
+def timed(work: Operation, root: Path, number: int) -> float:
     start = time.monotonic()
     work(root, number)
     return time.monotonic() - start
 
 
-def killed_in(
-    work: Callable[[Path, int], None], root: Path, number: int, victim: int, moment: float, call: int
-) -> None:
-    """The victim is killed so many seconds after the work began, or at this call, whichever comes first."""
+def killed_in(work: Operation, root: Path, number: int, victim: int, moment: float, call: int) -> None:
+    """The victim is killed so many seconds after the work began, or at this call, whichever comes first.
+
+    The channel of saves in the background is open by then: a rank that dies before ranks have met there is noticed at
+    the timeout, which is longer than the test waits.
+    """
     comm.gather_bytes(b"all here")
+    comm.agree(lambda: None, what="all here", group=comm.world().aside("checkpoint"))
     if comm.world().rank == victim:
         threading.Thread(target=lambda: (time.sleep(moment), die()), daemon=True).start()
         left = iter(range(call))
@@ -301,10 +305,9 @@ def newest_of(root: Path) -> int:
 def test_nothing_is_lost_when_a_rank_is_killed_in_other_operations(tmp_path, name, capsys):
     work, chance = OPERATIONS[name], random.Random(name)
     root = tmp_path / "run"
-    with_steps = 2
-    for step in range(1, with_steps + 1):
+    last = 2
+    for step in range(1, last + 1):
         run_ranks(2, in_background, root, step)
-    last = with_steps
     shutil.copytree(root, tmp_path / "timed")
     usual = max(run_ranks(2, timed, work, tmp_path / "timed", last + 1))
     seen = {"old": 0, "new": 0}
