@@ -19,6 +19,7 @@ from shardwright.errors import (
     MixedTensorsError,
     PlacementError,
     TensorError,
+    UnsupportedError,
 )
 from shardwright.layout import Layout
 from shardwright.testing import outcomes, run_ranks
@@ -143,7 +144,7 @@ def test_distribute_module_runs_its_functions_and_replicates_the_rest() -> None:
 
 MESH = sw.Mesh((1,), ("dp",))
 NONSENSE = {
-    "a DTensor already": (TensorError, lambda: sw.distribute_tensor(sw.ones(2, mesh=MESH), MESH)),
+    "a DTensor already": (TensorError, lambda: sw.distribute_tensor(sw.ones(2, mesh=MESH), MESH, [sw.Shard(0)])),
     "list is not a tensor": (ArgumentTypeError, lambda: sw.distribute_tensor([1.0], MESH)),
     "is the result of a computation": (
         TensorError,
@@ -216,3 +217,38 @@ def test_an_error_on_a_mixed_call_is_raised_on_every_rank() -> None:
         sw.ones(6, mesh=mesh, placements=[sw.Shard(0)]) + torch.ones(6)
 
     assert {outcome.kind for outcome in outcomes(3, work)} == {"MixedTensorsError"}
+
+
+def test_the_enclosing_mesh_is_the_one_meant_where_none_is_given() -> None:
+    def work() -> None:
+        pairs = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        placements = [sw.Shard(0), sw.Replicate()]
+        with pairs:
+            made = [
+                sw.distribute_tensor(torch.ones(4, 2), placements=placements),
+                sw.DTensor.from_local(torch.ones(2, 2), placements=placements),
+                sw.zeros(4, 2, placements=placements, layout=torch.strided),
+            ]
+            with pairs["tp"]:
+                assert sw.ones(4).device_mesh is pairs["tp"]
+        for x in made:
+            assert x.device_mesh is pairs
+            assert x.to_local().shape == (2, 2)
+        assert sw.ones(4).sharding.mesh.shape == (4,)
+
+    run_ranks(4, work)
+
+
+def test_a_dtensor_that_has_the_layout_already_is_distributed_as_it_is() -> None:
+    x = sw.ones(2, 3, mesh=MESH, placements=[sw.Shard(1)])
+    assert sw.distribute_tensor(x, MESH, [sw.Shard(-1)]) is x
+    with pytest.raises(TensorError, match="use redistribute"):
+        sw.distribute_tensor(x, MESH, [sw.Shard(0)])
+
+
+def test_pytorchs_names_of_arguments_are_taken() -> None:
+    assert sw.Partial(reduce_op="avg") == sw.Partial("avg")
+    with pytest.raises(PlacementError, match="Partial op 'median' is unknown"):
+        sw.Partial(reduce_op="median")
+    with pytest.raises(UnsupportedError, match="a DTensor is strided"):
+        sw.zeros(2, mesh=MESH, layout=torch.sparse_coo)

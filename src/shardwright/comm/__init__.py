@@ -14,7 +14,7 @@ from shardwright.comm.exchange import exchange, start_exchange
 from shardwright.comm.fold import ReduceOp
 from shardwright.comm.group import Group, forget, mesh_group, on_forget, subgroup, world
 from shardwright.comm.join import host_store, join, leave, reach_store
-from shardwright.comm.mesh import DeviceMesh, bind, device_mesh_of, group_along, init_device_mesh, rank
+from shardwright.comm.mesh import DeviceMesh, bind, current_mesh, device_mesh_of, group_along, init_device_mesh, rank
 from shardwright.comm.pending import Pending
 from shardwright.comm.reduce import (
     all_reduce,
@@ -43,6 +43,7 @@ __all__ = [
     "broadcast",
     "call_remotely",
     "count",
+    "current_mesh",
     "default_timeout",
     "device_mesh_of",
     "exchange",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 
@@ -15,7 +16,16 @@ from shardwright.comm.group import Group, mesh_group, on_forget, subgroup, world
 from shardwright.errors import MeshError
 from shardwright.layout import Mesh
 
-__all__ = ["DeviceMesh", "bind", "device_mesh_of", "group_along", "init_device_mesh", "known_meshes", "rank"]
+__all__ = [
+    "DeviceMesh",
+    "bind",
+    "current_mesh",
+    "device_mesh_of",
+    "group_along",
+    "init_device_mesh",
+    "known_meshes",
+    "rank",
+]
 
 _abstract: dict[int, tuple[DeviceMesh, Mesh]] = {}  # by identity: hashing a DeviceMesh is slow
 _bound: dict[Mesh, DeviceMesh] = {}  # whose groups are used
@@ -60,6 +70,17 @@ def bind(mesh: DeviceMesh | Mesh) -> Mesh:
         _bound.setdefault(known[1], mesh)
         _latest[known[1], mesh.device_type] = mesh
     return known[1]
+
+
+def current_mesh() -> Mesh:
+    """Return the mesh of the innermost `with device_mesh:`, or the mesh of all ranks in one dimension if there is none.
+
+    >>> with init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)):
+    ...     current_mesh()
+    Mesh(dp=1)
+    """
+    entered = device_mesh._mesh_resources.mesh_stack
+    return bind(entered[-1]) if entered else Mesh((world().size,), ranks=world().ranks)
 
 
 def device_mesh_of(mesh: Mesh, device_type: str | None = None) -> DeviceMesh:

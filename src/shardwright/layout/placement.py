@@ -115,16 +115,20 @@ class Replicate(Placement):
 class Partial(Placement):
     """Every rank holds one addend of the value, which is their reduction by `op`.
 
-    >>> Partial(), str(Partial("max"))
-    (Partial('sum'), 'P(max)')
+    `reduce_op` is PyTorch's name for `op`, as a keyword and as an attribute.
+
+    >>> Partial(), str(Partial("max")), Partial(reduce_op="avg")
+    (Partial('sum'), 'P(max)', Partial('avg'))
     """
 
     op: str = "sum"
     reductions: ClassVar[tuple[str, ...]] = REDUCTIONS
 
-    def __post_init__(self) -> None:
-        if self.op not in REDUCTIONS:
-            raise PlacementError(f"Partial op {self.op!r} is unknown: it is one of {', '.join(REDUCTIONS)}")
+    def __init__(self, op: str = "sum", *, reduce_op: str | None = None) -> None:
+        chosen = op if reduce_op is None else reduce_op
+        if chosen not in REDUCTIONS:
+            raise PlacementError(f"Partial op {chosen!r} is unknown: it is one of {', '.join(REDUCTIONS)}")
+        object.__setattr__(self, "op", chosen)
 
     @property
     def reduce_op(self) -> str:

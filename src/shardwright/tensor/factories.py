@@ -8,7 +8,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from shardwright.errors import ArgumentTypeError, TensorError
+from shardwright.errors import ArgumentTypeError, TensorError, UnsupportedError
 from shardwright.layout import Layout
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local import local_region, local_size, tag
@@ -24,7 +24,8 @@ class Making(TypedDict, total=False):
     """How a DTensor is to be made: what every factory takes by keyword.
 
     `mesh` (or `device_mesh`, as torch calls it) is all ranks in a row unless given, `placements` replicate unless
-    given; `dtype`, `device` and `requires_grad` are torch's. The device is the mesh's unless given.
+    given; `dtype`, `device` and `requires_grad` are torch's. The device is the mesh's unless given. `layout` is
+    torch's too, and `torch.strided` the only one there is. Within `with mesh:`, that mesh is meant unless one is given.
 
     >>> import shardwright as sw
     >>> rows: sw.tensor.Making = {"device_mesh": sw.init_device_mesh("cpu", (1,)), "placements": [sw.Shard(0)]}
@@ -37,6 +38,7 @@ class Making(TypedDict, total=False):
     placements: Sequence[object] | None
     dtype: torch.dtype | None
     device: Any
+    layout: torch.layout
     requires_grad: bool
 
 
@@ -49,6 +51,8 @@ def _make(fill: Callable[..., Tensor], size: Sequence[Any], how: Making) -> DTen
         raise ArgumentTypeError(
             f"factories take {', '.join(sorted(_KNOWN))} by keyword, not {', '.join(sorted(unknown))}"
         )
+    if how.get("layout", torch.strided) is not torch.strided:
+        raise UnsupportedError(f"layout={how['layout']}: a DTensor is strided; sparse layouts are not available")
     shape = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     mesh, placements, device = how.get("mesh", how.get("device_mesh")), how.get("placements"), how.get("device")
     bound = bound_mesh(mesh)

@@ -40,7 +40,9 @@ def distribute_tensor(
     """A whole tensor, spread over a mesh: every rank keeps its part.
 
     The values are those of the mesh's rank number `src_data_rank` (in the mesh's order), sent to the others.
-    `src_data_rank=None` trusts each rank's own copy, and moves nothing. Without `placements`, it is replicated.
+    `src_data_rank=None` trusts each rank's own copy, and moves nothing. Without `placements`, it is replicated; without
+    a mesh, it is spread over that of the enclosing `with mesh:`, or over all ranks. A DTensor that already has this
+    layout is returned as it is.
 
     >>> import torch, shardwright as sw
     >>> mesh = sw.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
@@ -48,6 +50,8 @@ def distribute_tensor(
     [4, 6] (tp: S(1))
     """
     if isinstance(tensor, DTensor):
+        if _layout(device_mesh, placements, tensor.shape, order) is tensor.sharding:
+            return tensor
         raise TensorError(f"distribute_tensor: the tensor is a DTensor already, {tensor.sharding}: use redistribute")
     if not isinstance(tensor, Tensor):
         raise ArgumentTypeError(f"distribute_tensor: {type(tensor).__name__} is not a tensor")

@@ -31,10 +31,8 @@ __all__ = ["bound_mesh", "for_gradient", "from_local", "verify_local"]
 
 
 def bound_mesh(device_mesh: Any) -> Mesh:
-    """Return the mesh that was given, or the one-dimensional mesh of all ranks if it is None."""
-    if device_mesh is None:
-        return Mesh((comm.world().size,), ranks=comm.world().ranks)
-    return comm.bind(device_mesh)
+    """Return the mesh that was given; if it is None, that of `with mesh:`, or all ranks in one dimension."""
+    return comm.current_mesh() if device_mesh is None else comm.bind(device_mesh)
 
 
 def from_local(
