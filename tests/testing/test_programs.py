@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from shardwright.errors import InPlaceError, TensorError
 from shardwright.tensor import DTensor
 from shardwright.testing.programs import Program, Verdict, fuzz, generate, judge, minimise
 from shardwright.testing.programs.__main__ import main
+from shardwright.testing.programs.witness import StepResult
 
 FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"
 
@@ -40,6 +42,17 @@ def test_programs_hold_what_they_are_to_hold():
         softmax torch.cat torch.stack split chunk topk torch.sort redistribute( expand permute transpose
         AddBias del""".split():
         assert part in text, part
+
+
+@pytest.mark.timeout(1200)
+def test_random_programs_give_torchs_values_or_are_refused():
+    """The same programs every time in `make test`; new ones for ten minutes in `make test-full`."""
+    if FULL:
+        found = fuzz(1_000_000, seed=int(time.time()), seconds=600, workers=2, minimising=30)
+    else:
+        found = fuzz(120, workers=2, minimising=20, most=3)
+    assert not found.failures, "\n\n".join(map(str, found.failures))
+    assert found.steps[StepResult.RIGHT] > 10 * found.verdicts.total()  # most of each program was compared
 
 
 # --- faults that are planted are found --------------------------------------------------------------------------------
