@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import shardwright as sw
 from shardwright import comm
 from shardwright.comm.ledger import code, tag
 from shardwright.errors import ProgramMismatchError, RankLostError
@@ -134,3 +135,14 @@ def test_tags_tell_numbers_sizes_and_kinds_apart() -> None:
     assert len(numbers) == len(sizes) == 1000
     assert tag(7, kind, 8) != tag(7, other, 8)
     assert all(1 << 30 <= each < 1 << 31 for each in numbers | sizes)
+
+
+def test_a_tensor_without_dimensions_comes_from_a_submesh_to_all_ranks() -> None:
+    def work() -> tuple[float, float]:
+        part, everyone = sw.DeviceMesh("cpu", [1, 2]), sw.DeviceMesh("cpu", [0, 1, 2])
+        scalar = sw.distribute_tensor(torch.tensor(5.0), part)
+        moved = scalar.redistribute(everyone, [sw.Replicate()])
+        back = moved.redistribute(part, [sw.Replicate()]).redistribute(everyone, [sw.Replicate()])
+        return moved.to_local().item(), back.to_local().item()
+
+    assert outcomes(3, work, timeout=30) == [Returned((5.0, 5.0))] * 3
