@@ -20,13 +20,15 @@ from shardwright.tensor.gradients import engine
 from shardwright.tensor.gradients.enter import forget_entered
 from shardwright.tensor.local import DTensorBase, disabled, no_torch_function, tag
 from shardwright.tensor.seeing.trace import on_trace
-from shardwright.tensor.strides import global_stride
+from shardwright.tensor.strides import copy_strides, global_stride
 from shardwright.tensor.types import REPLICATE
 from shardwright.tensor.writes import count_writes_through, data_of
 
 __all__ = ["DTensor"]
 
-_OF_ONE_OBJECT = frozenset(("_layout", "_copied", "_origin", "_seen", "_looked_up", "_untracked"))  # not copied
+_OF_ONE_OBJECT = frozenset(
+    ("_layout", "_copied", "_origin", "_seen", "_looked_up", "_strides", "_untracked")
+)  # not copied
 _enabled = torch._C._is_torch_function_enabled
 
 
@@ -448,7 +450,9 @@ class DTensor(DTensorBase):
     def data(self) -> DTensor:
         self._untracked = True  # what is written there is not counted by autograd as a change of this tensor
         forget_entered()
-        return tag(data_of(self), self._layout)
+        data: DTensor = tag(data_of(self), self._layout)
+        copy_strides(data, self)
+        return data
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -462,6 +466,7 @@ class DTensor(DTensorBase):
                 alias_of.requires_grad_(self.requires_grad)
                 torch._C._swap_tensor_impl(self, alias_of)
         self._layout = value._layout
+        copy_strides(self, value)
         count_writes_through(self)
         forget_entered()
 

@@ -47,13 +47,15 @@ class DTensorBase(Tensor):
     _origin: tuple[DTensorBase, Any]  # what it was picked of, and by which index, where one index says it
     _seen: tuple[DTensorBase, Any]  # what it is a copy of, and the state of its memory then; None: it shares its memory
     _looked_up: bool  # set on partial results of lookups, which are new tensors in torch and may be overwritten
+    _strides: tuple[int, ...]  # the global tensor's, where it is not contiguous and shards do not tell
     _untracked: bool  # set where its memory may be written to behind autograd's back
     concrete: ClassVar[type[DTensorBase]]
     copies: ClassVar[type[DTensorBase]]  # of what looks like a view and is none
+    strided: ClassVar[type[DTensorBase]]  # of what has its global strides noted
 
     def __init_subclass__(cls) -> None:
         if cls.__base__ is DTensorBase:
-            DTensorBase.concrete = DTensorBase.copies = cls
+            DTensorBase.concrete = DTensorBase.copies = DTensorBase.strided = cls
 
 
 def layout_of(tensor: DTensorBase) -> Layout:

@@ -1,48 +1,108 @@
-"""The strides a global tensor would have: in the order of the local ones, over global sizes."""
+"""The strides a global tensor would have on one device: they decide whether torch copies or returns an alias.
+
+They follow from the shard's strides, unless a shard cannot tell: the shard of a transposed tensor that has one column
+looks contiguous, and so does one that a slice of a sharded dimension leaves whole. Such a tensor has its strides noted.
+So every rank comes to the same strides, and with them to the same decision.
+"""
 
 from __future__ import annotations
 
-from shardwright.tensor.local import DTensorBase, no_torch_function
+from itertools import pairwise
 
-__all__ = ["global_stride", "is_contiguous", "row_major"]
+import torch
+from torch import Tensor
+
+from shardwright.layout import Layout
+from shardwright.tensor.local import DTensorBase, disabled, no_torch_function
+
+__all__ = ["copy_strides", "global_stride", "is_contiguous", "is_thin", "meta_of", "note_strides"]
+
+_is_contiguous = Tensor.is_contiguous
+_CAST = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
 
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+def meta_of(tensor: DTensorBase) -> Tensor:
+    """Return a meta tensor with the global tensor's shape, strides and dtype."""
+    with no_torch_function():
+        dtype = tensor.dtype
+    if dtype in _CAST and torch._C._is_any_autocast_enabled():
+        dtype = torch.float32  # autocast makes dtypes alike, on real devices only; shapes do not depend on them
+    return torch.empty_strided(tensor._layout.shape, global_stride(tensor), dtype=dtype, device="meta")
 
 
 def is_contiguous(tensor: DTensorBase) -> bool:
     """Return whether the global tensor would be contiguous on one device: the same answer on every rank."""
-    known = tensor.__dict__.get("_strides")
-    if known is not None:
-        return False  # strides are noted where they are not those of a contiguous tensor
-    with no_torch_function():
-        return tensor.is_contiguous()
+    # Strides are noted only where they are not those of a contiguous tensor.
+    return "_strides" not in tensor.__dict__ and bool(disabled(_is_contiguous, (), (tensor,), {}))
+
+
+def note_strides(tensor: DTensorBase, strides: tuple[int, ...], always: bool = False) -> None:
+    """Note the strides of a new tensor that is not contiguous, where some rank's shard does not tell them."""
+    if always or _hides(tensor._layout, strides):
+        tensor._strides = strides
+        if type(tensor) is DTensorBase.concrete:
+            tensor.__class__ = DTensorBase.strided
+
+
+def copy_strides(target: DTensorBase, source: DTensorBase) -> None:
+    """Give `target` the strides noted of `source`, whose memory it has got."""
+    target.__dict__.pop("_strides", None)
+    if type(target) is DTensorBase.strided:
+        target.__class__ = DTensorBase.concrete
+    if "_strides" in source.__dict__:
+        note_strides(target, source._strides, always=True)
 
 
 def global_stride(tensor: DTensorBase) -> tuple[int, ...]:
-    """Return the strides of the global tensor: as noted, or dense in the order of dimensions that the shard has."""
+    """Return the strides of the global tensor: as noted, or those of the shard, scaled to global sizes."""
     known: tuple[int, ...] | None = tensor.__dict__.get("_strides")
     if known is not None:
         return known
     shape = tensor._layout.shape
     with no_torch_function():
-        local = tensor.stride()
-        sizes = tensor.shape
+        local, sizes = tensor.stride(), tensor.shape
         if tensor.is_contiguous():
-            return row_major(shape)
-    order = sorted(range(len(shape)), key=lambda dim: (local[dim] if sizes[dim] > 1 else -1, -dim))
-    # A dimension of size 1 has a meaningless stride: it goes where a contiguous tensor would have it.
+            return torch.empty(shape, device="meta").stride()
     strides = [0] * len(shape)
-    step = 1
-    for dim in order:
-        if local[dim] == 0 and sizes[dim] > 1:
-            continue  # expanded: it stays 0
-        strides[dim] = step
-        step *= max(shape[dim], 1)
+    # From the innermost dimension outwards. Of two equal strides, that of a dimension of one element is the inner one.
+    before: int | None = None
+    for dim in sorted(range(len(shape)), key=lambda dim: (local[dim], sizes[dim] > 1, -dim)):
+        if local[dim] == 0:
+            continue  # expanded
+        if before is None:
+            strides[dim] = local[dim]
+        else:  # the same gap as in the shard
+            strides[dim] = strides[before] * shape[before] * local[dim] // (local[before] * max(sizes[before], 1))
+        strides[dim] = max(strides[dim], 1)
+        before = dim
     return tuple(strides)
+
+
+def is_thin(layout: Layout) -> bool:
+    """Return whether some rank has less than two elements of a longer dimension: its strides tell little."""
+    return any(least < min(size, 2) for least, size in zip(_least_sizes(layout), layout.shape, strict=True))
+
+
+def _least_sizes(layout: Layout) -> tuple[int, ...]:
+    return tuple(layout.table().sizes.min(axis=0).tolist())
+
+
+def _hides(layout: Layout, strides: tuple[int, ...]) -> bool:
+    """Return whether some rank's shard may look contiguous, though the global tensor, of these strides, is not."""
+    least = _least_sizes(layout)
+    if 0 in least and 0 not in layout.shape:
+        return True
+    cut = {dim for dim, size in enumerate(layout.shape) if least[dim] < size or len(layout.cut_by(dim)) > 0}
+    left = [dim for dim in range(layout.ndim) if least[dim] > 1]  # of the smallest shard
+    if not left:
+        return True
+    inner = left[-1]
+    if strides[inner] != 1 and not any(strides[d] < strides[inner] for d in cut):
+        return False  # steps, or another dimension is the innermost: to be seen in every shard
+    for outer, inner in pairwise(left):
+        if strides[outer] < strides[inner] or strides[outer] == 0:
+            return False  # in another order, in every shard
+        between = any(strides[inner] <= strides[d] < strides[outer] for d in cut if d != outer)
+        if not between and strides[outer] != strides[inner] * layout.shape[inner]:
+            return False  # a gap behind a dimension that is not sharded, in every shard
+    return True

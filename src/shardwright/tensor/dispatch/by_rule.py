@@ -27,6 +27,7 @@ from shardwright.tensor.dispatch.outside import is_outside, run_outside
 from shardwright.tensor.dispatch.recording import below_modes
 from shardwright.tensor.dispatch.registry import FAST, Op
 from shardwright.tensor.dispatch.shapes import Outputs, outputs_of
+from shardwright.tensor.dispatch.shown import NOTHING, Shown, note_shown, what_torch_shows
 from shardwright.tensor.dispatch.write_through import is_looked_up
 from shardwright.tensor.gradients.enter import move_operand
 from shardwright.tensor.local import (
@@ -41,6 +42,7 @@ from shardwright.tensor.rules.elementwise.foreach import LIST_FUNCTIONS
 from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation, Ways
 from shardwright.tensor.rules.rounding import completing_first
 from shardwright.tensor.seeing import policy
+from shardwright.tensor.strides import is_thin
 from shardwright.tensor.types import settled
 
 __all__ = ["CallPlan", "call_by_rule", "call_known", "call_uniform"]
@@ -64,6 +66,7 @@ class CallPlan:
     dtypes: (
         tuple[torch.dtype, ...] | None
     )  # of the results, where this rank computes something else, having no elements
+    shown: dict[Any, Shown]  # by the strides of the first input: what torch makes of them
 
 
 def call_uniform(cls: Any, inplace: bool, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -127,8 +130,11 @@ def call_by_rule(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, 
 def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call: Call) -> Any:
     if plan.inplace:
         refuse_copied(plan.name + "_", call.tensors[0])
+    shown = what_torch_shows(plan.shown, plan, func, args, kwargs, call.tensors[0]) if plan.view else NOTHING
     if plan.moving:
         args, kwargs = _moved(plan, args, kwargs, call)
+    if shown.copies and plan.moves[0] is None:
+        args, kwargs = _copied_first(args, kwargs)
     if plan.run is None:
         result = disabled(func, (), args, kwargs)
     else:
@@ -138,13 +144,33 @@ def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call:
         return call.tensors[0]
     if plan.dtypes is not None:
         result = with_dtypes(result, plan.dtypes)
+    if plan.copied and shown.strides is None and isinstance(result, torch.Tensor):
+        with no_torch_function():
+            result = result.contiguous()  # as the view would be
     tagged = tag_results(result, plan.outs, call.tensors)
+    if shown.strides is not None:
+        note_shown(tagged, shown.strides, call.tensors, plan.copied)
+    if shown.copies:
+        return tagged
     if plan.copied:
         mark_copied(tagged, plan.name, call.tensors[0])
         remember_origin(tagged, plan.name, call.tensors[0], args, kwargs)
     elif plan.view and "_copied" in call.tensors[0].__dict__:  # a view of a copy is no view of the original either
         mark_copied(tagged, call.tensors[0]._copied, call.tensors[0], sharing=call.tensors[0])
     return tagged
+
+
+def _copied_first(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments with a contiguous copy in place of the first tensor."""
+    first = True
+
+    def change(tensor: Any) -> Any:
+        nonlocal first
+        was, first = first, False
+        return tensor.clone(memory_format=torch.contiguous_format) if was else tensor
+
+    with no_torch_function():
+        return map_tensors(args, kwargs, change)
 
 
 def _moved(plan: CallPlan, args: Any, kwargs: dict[str, Any], call: Call) -> tuple[Any, dict[str, Any]]:
@@ -196,7 +222,19 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
     else:
         run = answer.run(Situation(tuple(ins), tuple(outs), comm.rank())) if answer.run is not None else None
     known = dtypes if run is not None and not torch._C._is_any_autocast_enabled() and _is_empty(*ins, *outs) else None
-    return CallPlan(op.name, moves, any(moves), run, tuple(outs), inplace, enters, not answer.fresh, copied, known)
+    return CallPlan(
+        op.name,
+        moves,
+        any(moves),
+        run,
+        tuple(outs),
+        inplace,
+        enters,
+        not answer.fresh or answer.copied,
+        copied,
+        known,
+        {},
+    )
 
 
 def _is_empty(*layouts: Layout) -> bool:
@@ -247,6 +285,8 @@ def _remember_fast(op: Op, plan: CallPlan, func: Any, args: Any, kwargs: dict[st
     """
     if kwargs or plan.enters or plan.moving or plan.inplace or plan.dtypes or len(plan.outs) != 1 or func not in FAST:
         return
+    if plan.view and is_thin(plan.outs[0]):
+        return  # its strides may have to be noted
     if not isinstance(args[0], DTensorBase) or args[0]._layout.is_partial:
         return
     other: Any = tuple(args[1:])

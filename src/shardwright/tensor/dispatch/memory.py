@@ -20,6 +20,7 @@ from shardwright.errors import InPlaceError, UnsupportedError
 from shardwright.layout import Layout, Placement, Ragged, Shard
 from shardwright.tensor.gradients.enter import forget_entered
 from shardwright.tensor.local import DTensorBase, disabled
+from shardwright.tensor.strides import copy_strides
 from shardwright.tensor.types import REPLICATE
 from shardwright.tensor.writes import count_writes_through
 
@@ -120,6 +121,7 @@ def set_(target: DTensorBase, source: Any = None, *where: Any, **named: Any) -> 
         )
     disabled(Tensor.set_, (), (target, source), {})
     target._layout = source._layout
+    copy_strides(target, source)
     count_writes_through(target)
     forget_entered()
     return target

@@ -16,6 +16,7 @@ from shardwright.tensor.dispatch.intercept import PASS_FUNCTIONS
 from shardwright.tensor.dispatch.memory import EXPOSING
 from shardwright.tensor.dispatch.registry import canonical_name
 from shardwright.tensor.dispatch.reshape_in_place import RESHAPES
+from shardwright.tensor.dispatch.strided import Strided
 from shardwright.tensor.dispatch.write_through import write_through
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local import DTensorBase
@@ -31,7 +32,7 @@ _OF_THE_OBJECT = frozenset(("__get__", "__set__"))  # attributes: shapes and gra
 _OF_ITS_DIMENSIONS = RESHAPES | {"detach", "as_strided"}  # in place: torch changes the view, not its values
 
 
-class Picked(DTensor):
+class Picked(Strided):
     """A copy that looks like a view: `x[i]` along a sharded dimension."""
 
     @classmethod
@@ -46,7 +47,7 @@ class Picked(DTensor):
                     _refuse_change(name + "_", args[0])
                 with trace.operation(name):
                     return write_through(func, *args, **kwargs)
-        return DTensor.__torch_function__(func, types, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
     @property  # type: ignore[override]  # a DTensor, as DTensor's own
     def data(self) -> DTensor:

@@ -7,6 +7,7 @@ from typing import Any
 from shardwright.errors import InPlaceError
 from shardwright.tensor.copied import is_copied
 from shardwright.tensor.local import DTensorBase, no_torch_function
+from shardwright.tensor.strides import copy_strides
 
 __all__ = ["RESHAPES", "reshape_in_place"]
 
@@ -25,6 +26,7 @@ def reshape_in_place(name: str, func: Any, target: DTensorBase, args: Any, kwarg
         else:
             func(target, *args, **kwargs)
     target._layout = shown._layout
+    copy_strides(target, shown)
     return target
 
 

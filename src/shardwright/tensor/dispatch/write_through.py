@@ -17,6 +17,7 @@ from shardwright.tensor.copied import is_copied, refuse_copied, source_of
 from shardwright.tensor.dispatch.registry import canonical_name
 from shardwright.tensor.local import DTensorBase, no_torch_function, tag
 from shardwright.tensor.moving.movement import move
+from shardwright.tensor.strides import global_stride
 from shardwright.tensor.types import REPLICATE
 from shardwright.tensor.writes import writes_to
 
@@ -43,6 +44,11 @@ def write_through(func: Any, target: DTensorBase, *args: Any, **kwargs: Any) -> 
     """
     name = canonical_name(func)[0]
     chain = written_with(name, target)
+    if _overlaps_itself(target):
+        raise InPlaceError(
+            f"{name}: {target._layout} has elements that share memory, and is a view of a copy, because "
+            f"{target._copied} of a sharded dimension needed communication: write to the original, or to a clone()"
+        )
     fresh = _written(func, target, args, kwargs)
     with no_torch_function():
         # As torch does: a write to a detached alias is not recorded, even if the original requires grad.
@@ -54,6 +60,17 @@ def write_through(func: Any, target: DTensorBase, *args: Any, **kwargs: Any) -> 
             target.copy_(move(fresh, fresh._layout, target._layout))
         _pass_on(source_of(target))
     return target
+
+
+def _overlaps_itself(tensor: DTensorBase) -> bool:
+    """Return whether several elements of the global tensor are one place in memory."""
+    reach = 0
+    for stride, size in sorted(zip(global_stride(tensor), tensor._layout.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _pass_on(copy: DTensorBase) -> None:

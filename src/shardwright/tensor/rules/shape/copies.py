@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwright.errors import UnsupportedError
-from shardwright.tensor.copied import mark_copied
+from shardwright.tensor.copied import is_copied, mark_copied
 from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.local import DTensorBase, layout_of, no_torch_function
 from shardwright.tensor.rules.notation import Operand, Ways, index_ways
@@ -105,7 +105,7 @@ def _refuse_unknown_memory(name: str, input: Any, offsets: tuple[int | None, ...
             "and this is spread over many. Use `x.contiguous()` first, or views that name dimensions"
         )
     with no_torch_function():
-        is_view = input.is_inference() or isinstance(input._base, DTensorBase)
+        is_view = input.is_inference() or is_copied(input) or isinstance(input._base, DTensorBase)
     if is_view and any(offset is not None for offset in offsets):
         raise UnsupportedError(
             f"{name} of a DTensor {layout} with a storage offset: it may be a view, whose memory on one device would "
