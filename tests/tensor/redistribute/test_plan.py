@@ -80,6 +80,32 @@ def test_two_reductions_to_replicas_cost_one_all_reduce_of_all_ranks() -> None:
     assert moving(TWO, [P, P], [R, R]).received_bytes(0) == 2 * 3 * (8 * 12 * 4) // 4
 
 
+@pytest.mark.parametrize("order", [None, ("tp", "dp")], ids=str)
+@pytest.mark.parametrize("shape", [(1024, 8192), (8192, 8192), (28672, 8192), (128256, 8192)], ids=str)
+def test_a_reduction_into_nested_shards_is_one_reduce_scatter_and_at_most_one_message_a_rank(
+    shape: tuple[int, int], order: tuple[str, str] | None
+) -> None:
+    mesh = Mesh((64, 8), ("dp", "tp"))
+    gradient, sharded = (Layout(mesh, placements, shape, order) for placements in ([P, S0], [S0, S0]))
+    first, *rest = plan(gradient, sharded, 4).steps
+    assert first.kind == "reduce-scatter"
+    assert [step.kind for step in rest] == ([] if order else ["exchange"])
+    for step in rest:
+        for rank in (0, 1, 7, 100, 511):
+            moved = schedule(step.before, step.after, rank)
+            assert len(moved.sends) <= 1
+            assert len(moved.receives) <= 1
+
+
+@pytest.mark.parametrize("order", [None, ("dp", "tp")], ids=str)
+def test_an_activation_reduced_over_tp_into_rows_sharded_over_dp_is_one_reduce_scatter(
+    order: tuple[str, str] | None,
+) -> None:
+    mesh = Mesh((64, 8), ("dp", "tp"))
+    partial, rows = (Layout(mesh, placements, (65536, 8192), order) for placements in ([S0, P], [S0, S0]))
+    assert kinds(plan(partial, rows, 2)) == ["reduce-scatter"]
+
+
 def test_meshes_that_differ_in_names_only_are_one() -> None:
     source = Layout(Mesh((4,)), [S0], SHAPE)
     assert kinds(plan(source, Layout(Mesh((4,), ("dp",)), [R], SHAPE), 4)) == ["all-gather"]
