@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shardwright import comm
+from shardwright.comm import reduce
 from shardwright.errors import ArgumentTypeError, CollectiveArgumentError
 from shardwright.testing import run_ranks
 
@@ -236,3 +237,19 @@ def test_results_never_share_memory_with_arguments():
 def test_arguments_that_do_not_fit_are_refused_with_the_numbers(call, message):
     with pytest.raises(CollectiveArgumentError, match=message):
         call()
+
+
+def test_the_backends_own_reduce_scatter_takes_uneven_pieces_padded():
+    """GPUs take this path; here gloo's own collective runs it."""
+
+    def on_rank():
+        group = comm.world()
+        for parts, dim in (([2, 2, 2], 0), ([3, 3, 1], 0), ([1, 3, 2], 1)):
+            shape = (sum(parts), 4) if dim == 0 else (2, sum(parts), 3)
+            every = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size)]
+            for op in ("sum", "avg"):
+                found = reduce._reduce_scatter_natively(every[group.rank], group, parts, dim, op).wait()
+                whole = sum(every) / (group.size if op == "avg" else 1)
+                torch.testing.assert_close(found, torch.split(whole, parts, dim)[group.rank])
+
+    run_ranks(3, on_rank)

@@ -142,9 +142,8 @@ def start_reduce_scatter(
     mine = torch.split(tensor, parts, dim)[group.rank]
     if group.size > 1:
         report("reduce_scatter", (group.size - 1) * mine.nbytes, group)
-    even = len(set(parts)) == 1 and tensor.numel() > 0
-    natively = tensor.device.type != "cpu" and group.moves(tensor.device)
-    if natively and even and group.size > 1 and _backend_reduces(tensor, op):
+    natively = tensor.device.type != "cpu" and group.moves(tensor.device) and _few_padded(parts)
+    if natively and tensor.numel() and group.size > 1 and _backend_reduces(tensor, op):
         return _reduce_scatter_natively(tensor, group, parts, dim, op)
     outgoing = {peer: dense(piece) for peer, piece in enumerate(torch.split(tensor, parts, dim)) if peer != group.rank}
     pieces = [torch.empty(mine.shape, **like(tensor)) for _ in parts]
@@ -179,14 +178,37 @@ def _parts(tensor: Tensor, group: Group, sizes: Sequence[int] | None, dim: int) 
     return list(sizes)
 
 
+def _few_padded(parts: list[int]) -> bool:
+    """Return True if pieces padded to the largest are at most twice the pieces themselves."""
+    return max(parts) * len(parts) <= 2 * sum(parts)
+
+
+def _stack_padded(tensor: Tensor, parts: list[int], dim: int) -> Tensor:
+    """Stack the pieces of a tensor along `dim`, each padded with zeros to the largest: backends take equal pieces only.
+
+    >>> _stack_padded(torch.tensor([1, 2, 3]), [2, 1], 0)
+    tensor([[1, 2],
+            [3, 0]])
+    """
+    pieces = torch.split(tensor.detach(), parts, dim)
+    largest = max(parts)
+    if min(parts) == largest:
+        return torch.stack(pieces)
+    shape = (*tensor.shape[:dim], largest, *tensor.shape[dim + 1 :])
+    stacked = torch.zeros((len(parts), *shape), **like(tensor))
+    for index, piece in enumerate(pieces):
+        stacked[index].narrow(dim, 0, parts[index]).copy_(piece)
+    return stacked
+
+
 def _reduce_scatter_natively(tensor: Tensor, group: Group, parts: list[int], dim: int, op: str) -> Pending[Tensor]:
-    stacked = torch.stack(torch.split(tensor.detach(), parts, dim))
+    stacked = _stack_padded(tensor, parts, dim)
     result = torch.empty(stacked.shape[1:], **like(tensor))
     # torch 2.13 renamed it and warns about the old name.
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     operation = begin(group, "reduce_scatter", tensor.dtype, tuple(tensor.shape), tuple(parts), dim, op=op)
     flights = native(
-        lambda: call(result, stacked, op=_NATIVE[op], group=group.process_group, async_op=True),
+        lambda: call(result.view(-1), stacked.view(-1), op=_NATIVE[op], group=group.process_group, async_op=True),
         group,
         operation,
         stacked,
@@ -194,6 +216,8 @@ def _reduce_scatter_natively(tensor: Tensor, group: Group, parts: list[int], dim
 
     def finish() -> Tensor:
         _ = stacked  # what is being sent must outlive the sending
-        return result.div_(group.size) if op == "avg" else result
+        mine = parts[group.rank]
+        piece = result if result.shape[dim] == mine else result.narrow(dim, 0, mine).contiguous()
+        return piece.div_(group.size) if op == "avg" else piece
 
     return Pending("reduce_scatter", group, flights, finish, operation.number)

@@ -82,7 +82,7 @@ def test_two_reductions_to_replicas_cost_one_all_reduce_of_all_ranks() -> None:
 
 @pytest.mark.parametrize("order", [None, ("tp", "dp")], ids=str)
 @pytest.mark.parametrize("shape", [(1024, 8192), (8192, 8192), (28672, 8192), (128256, 8192)], ids=str)
-def test_a_reduction_into_nested_shards_is_one_reduce_scatter_and_at_most_one_message_a_rank(
+def test_a_reduction_into_nested_shards_is_one_reduce_scatter_and_at_most_two_messages_a_rank(
     shape: tuple[int, int], order: tuple[str, str] | None
 ) -> None:
     mesh = Mesh((64, 8), ("dp", "tp"))
@@ -90,11 +90,12 @@ def test_a_reduction_into_nested_shards_is_one_reduce_scatter_and_at_most_one_me
     first, *rest = plan(gradient, sharded, 4).steps
     assert first.kind == "reduce-scatter"
     assert [step.kind for step in rest] == ([] if order else ["exchange"])
+    most = 1 if shape[0] % 512 == 0 else 2  # pieces that do not line up lie on two ranks
     for step in rest:
         for rank in (0, 1, 7, 100, 511):
             moved = schedule(step.before, step.after, rank)
-            assert len(moved.sends) <= 1
-            assert len(moved.receives) <= 1
+            assert len(moved.sends) <= most
+            assert len(moved.receives) <= most
 
 
 @pytest.mark.parametrize("order", [None, ("dp", "tp")], ids=str)
