@@ -51,8 +51,8 @@ def _one_index(d: Draft, extent: int, *, tensors: bool) -> str:
     return d.leaf(shape, torch.int64, values=[d.number(0, extent - 1) for _ in range(count)], partial=False)
 
 
-def indexed(d: Draft) -> object:
-    x = d.pick(dims=(1, 4))
+def indexed(d: Draft, of: str | None = None) -> list[str]:
+    x = of or d.pick(dims=(1, 4))
     return d.assign(f"{x}[{index_text(d, d.value(x))}]", exact=d.is_exact(x))
 
 

@@ -37,6 +37,7 @@ from shardwright.testing.programs.steps.writes import (
     write_masked,
     write_out,
     write_tensor,
+    write_to_view,
 )
 
 __all__ = ["KINDS", "Step"]
@@ -71,6 +72,7 @@ KINDS: dict[Step, float] = {
     write_at: 6,
     write_masked: 2,
     write_out: 1,
+    write_to_view: 5,
     reshape_in_place: 0.8,
     backward: 5,
     about_gradients: 3,

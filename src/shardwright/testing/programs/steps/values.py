@@ -129,8 +129,8 @@ def cast(d: Draft) -> object:
     return d.assign(text, exact=exact and (value.dtype is not torch.bfloat16))
 
 
-def copied(d: Draft) -> object:
-    x = d.pick()
+def copied(d: Draft, of: str | None = None) -> list[str]:
+    x = of or d.pick()
     text = d.choice(
         (
             f"{x}.clone()",

@@ -10,8 +10,8 @@ from shardwright.testing.programs.draft import Draft, NoChoice
 __all__ = ["split_up", "strided", "view"]
 
 
-def view(d: Draft) -> object:
-    x = d.pick(dims=(1, 4))
+def view(d: Draft, of: str | None = None) -> list[str]:
+    x = of or d.pick(dims=(1, 4))
     value = d.value(x)
     dim, n = d.dim(value), value.ndim
     extent = value.shape[dim]
@@ -67,8 +67,8 @@ def strided(d: Draft) -> object:
     return d.assign(f"{x}.as_strided(({rows}, {columns}), ({columns * step}, {step}){place})", exact=d.is_exact(x))
 
 
-def split_up(d: Draft) -> object:
-    x = d.pick(dims=(1, 4), full=True)
+def split_up(d: Draft, of: str | None = None) -> list[str]:
+    x = of or d.pick(dims=(1, 4), full=True)
     value = d.value(x)
     dim = d.dim(value)
     extent = value.shape[dim]

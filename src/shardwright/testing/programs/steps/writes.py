@@ -8,17 +8,30 @@ import torch
 from torch import Tensor
 
 from shardwright.testing.programs.draft import NUMBERS, Draft, NoChoice, broadcasts
-from shardwright.testing.programs.steps.indexing import index_text
+from shardwright.testing.programs.steps.indexing import index_text, indexed
+from shardwright.testing.programs.steps.values import copied
+from shardwright.testing.programs.steps.views import split_up, view
 
-__all__ = ["reshape_in_place", "write", "write_at", "write_masked", "write_out", "write_tensor"]
+__all__ = ["reshape_in_place", "write", "write_at", "write_masked", "write_out", "write_tensor", "write_to_view"]
 
 
 def _target(d: Draft, fits: Callable[[Tensor], bool] = lambda _: True, *, numbers: bool = True) -> str:
     return d.pick(lambda t: d.is_small(t) and fits(t), dtypes=NUMBERS if numbers else None)
 
 
-def write(d: Draft) -> object:
-    x = _target(d)
+def write_to_view(d: Draft) -> object:
+    """Take a view of a view, or what may be a copy of it, and write to one of them: the others show it, or do not."""
+    names = [_target(d, lambda t: t.ndim > 0 and (not t.is_leaf or not t.requires_grad))]
+    for _ in range(d.number(1, 3)):
+        kind = d.choice((view, view, indexed, copied, split_up))
+        if d.value(names[-1]).ndim or kind is copied:
+            made = kind(d, names[-1])
+            names += made[-1:]
+    return write(d, d.choice(names))
+
+
+def write(d: Draft, to: str | None = None) -> object:
+    x = to or _target(d)
     value = d.value(x)
     whole = not value.is_floating_point()
     text = d.choice(
