@@ -79,8 +79,8 @@ KINDS: dict[Step, float] = {
     user_function: 1,
     checkpointed: 1,
     quiet: 1.5,
-    module: 3,
-    optimizer: 1.5,
+    module: 2,
+    optimizer: 2,
     forget: 1.5,
     read_number: 0.7,
 }

@@ -18,15 +18,7 @@ def module(d: Draft) -> object:
         if d.namespace[name].in_features == value.shape[-1] and d.namespace[name].weight.dtype == value.dtype
     ]
     if fitting and d.chance(0.7):
-        name = d.choice(fitting)
-        hook = d.random.random()
-        if hook < 0.2:
-            d.try_step(f"{name}.register_forward_hook(lambda module, args, out: out * 2)")
-        elif hook < 0.4:
-            d.try_step(f"{name}.register_forward_pre_hook(lambda module, args: (args[0] + 1,))")
-        elif hook < 0.7:
-            d.try_step(f"{name}.register_full_backward_hook(keep('{name}'))")
-        return d.assign(f"{name}({x})", exact=False)
+        return _called(d, d.choice(fitting), x)
     weight = d.leaf((d.number(1, 4), value.shape[-1]), value.dtype, requires_grad=False, partial=False)
     bias = (
         d.leaf((d.value(weight).shape[0],), value.dtype, requires_grad=False, partial=False)
@@ -34,18 +26,28 @@ def module(d: Draft) -> object:
         else "None"
     )
     made = d.assign(f"linear({weight}, {bias})", exact=False)
-    return made and d.assign(f"{made[0]}({x})", exact=False)
+    return made and _called(d, made[0], x)
+
+
+def _called(d: Draft, name: str, x: str) -> object:
+    """Call a module, often with a new hook, and sometimes run backward through it."""
+    hook = d.random.random()
+    if hook < 0.2:
+        d.try_step(f"{name}.register_forward_hook(lambda module, args, out: out * 2)")
+    elif hook < 0.35:
+        d.try_step(f"{name}.register_forward_pre_hook(lambda module, args: (args[0] + 1,))")
+    elif hook < 0.55:
+        d.try_step(f"{name}.register_full_backward_hook(keep('{name}'))")
+    out = d.assign(f"{name}({x})", exact=False)
+    if out and d.chance(0.5):
+        d.try_step(f"{out[0]}.sum().backward()")
+    return out
 
 
 def optimizer(d: Draft) -> object:
     known = d.of(torch.optim.Optimizer)
     if known and d.chance(0.7):
-        name = d.choice(known)
-        return d.try_step(
-            d.choice(
-                (f"{name}.step()", f"{name}.step()", f"{name}.zero_grad()", f"{name}.zero_grad(set_to_none=False)")
-            )
-        )
+        return _stepped(d, d.choice(known))
     leaves = [
         n
         for n in d.tensors()
@@ -64,7 +66,21 @@ def optimizer(d: Draft) -> object:
             "AdamW([{}], lr=0.25, foreach=True)",
         )
     )
-    return d.assign(f"torch.optim.{kind.format(parameters)}", exact=False)
+    made = d.assign(f"torch.optim.{kind.format(parameters)}", exact=False)
+    return made and _stepped(d, made[0])
+
+
+def _stepped(d: Draft, name: str) -> object:
+    """Make a step of an optimizer, often after a backward, or clear its gradients."""
+    losses = [n for n in d.tensors() if d.value(n).requires_grad and d.value(n).is_floating_point()]
+    if losses and d.chance(0.6):
+        d.try_step(f"{d.choice(losses)}.sum().backward(retain_graph=True)")
+    if d.chance(0.25):
+        return d.try_step(d.choice((f"{name}.zero_grad()", f"{name}.zero_grad(set_to_none=False)")))
+    parameters = [p for group in d.namespace[name].param_groups for p in group["params"]]
+    memory = {p.untyped_storage().data_ptr() for p in parameters}
+    d.exact -= {n for n in d.exact & set(d.tensors()) if d.value(n).untyped_storage().data_ptr() in memory}
+    return d.try_step(f"{name}.step()")
 
 
 def forget(d: Draft) -> object:
