@@ -277,6 +277,16 @@ ONCE_WRONG = {
         ),
         mesh=(2,),
     ),
+    "a clone, or a negative, of any partial value may be written to": Program(
+        (
+            "a = leaf([1, 2, 3], (3,), torch.float64, [Partial('min')])",
+            "b = -a",
+            "b += 1",
+            "c = a.clone()",
+            "c.relu_()",
+        ),
+        mesh=(2,),
+    ),
     "a nested activation checkpoint saves as many tensors again, without parameters too": Program(
         (
             "a = leaf([1, 2, 3], (3,), torch.float64, [Shard(0)], requires_grad=True)",

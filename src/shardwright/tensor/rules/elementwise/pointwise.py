@@ -141,6 +141,8 @@ def _cast_to(target: torch.dtype) -> Terms:
     return lambda source, *_, **__: _cast(source, target)
 
 
+ALWAYS_NEW = ("neg", "clone")  # never the input, nor a view of it: a write to the result shows nowhere else
+
 rule(*NONLINEAR, numbers_by_type=True)(pointwise())
 rule("add", "sub", numbers_by_type=True)(pointwise(_sum))
 rule("mul", numbers_by_type=True)(pointwise(_product))
@@ -164,8 +166,8 @@ def _rsub(first: Operand, second: Any, alpha: Any = 1) -> Ways:
     return pointwise(_sum)(first, second)
 
 
-def _same(linear: Terms) -> Callable[..., Ways | Decided]:
-    """One tensor in, the same layout out; it may be the input itself."""
+def _same(linear: Terms, *, fresh: bool = False) -> Callable[..., Ways | Decided]:
+    """Return a rule for one tensor in and the same layout out; unless `fresh`, it may be the input itself."""
 
     def answer(source: Operand, *args: Any, **kwargs: Any) -> Ways | Decided:
         labels = list(range(source.ndim))
@@ -181,12 +183,13 @@ def _same(linear: Terms) -> Callable[..., Ways | Decided]:
             target = source.layout.replace(placements=kept, order=source.layout.order)
             return Decided((target, *(other.layout for other in rest)), (target,), fresh=False)
         at = index_ways([source], [labels], [labels], terms=terms)
-        return Ways(at, fresh=False, shapes=(source.shape,))  # a meta tensor cannot be asked `to("cpu")`
+        return Ways(at, fresh=fresh, shapes=(source.shape,))  # a meta tensor cannot be asked `to("cpu")`
 
     return answer
 
 
-rule(*LINEAR_UNARY)(_same(_itself))
+rule(*(name for name in LINEAR_UNARY if name not in ALWAYS_NEW))(_same(_itself))
+rule(*ALWAYS_NEW)(_same(_itself, fresh=True))
 rule(*COPIES, "type_as")(_same(_cast))
 for _name, _dtype in CASTS.items():
     rule(_name)(_same(_cast_to(_dtype)))
