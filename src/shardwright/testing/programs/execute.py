@@ -139,7 +139,7 @@ class _Run:
 
     def _attempt(self, step: str) -> _Attempt:
         error = _execute(step, self.ours)
-        if isinstance(error, ShardwrightError):
+        if isinstance(error, ShardwrightError) or _FREED in str(error):
             return _Attempt(StepResult.REFUSED, type(error).__name__, _text(error))
         if isinstance(error, RecursionError):
             return _Attempt(StepResult.UNTYPED, type(error).__name__, _text(error))
@@ -261,6 +261,7 @@ class _Run:
 
 
 _REFUSED = "refused: "
+_FREED = "Trying to backward through the graph a second time"  # torch allows it where an operator saved nothing
 _BUILTINS = frozenset(dir(builtins))
 
 
