@@ -189,11 +189,17 @@ class DTensor(DTensorBase):
         *,
         order: Sequence[int | str] | None = None,
         async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same tensor under another layout, differentiably; on another mesh, where one is given.
+        """Return the same tensor under another layout, differentiably; on another mesh, where one is given.
 
         Between meshes it is collective over the ranks of both. `async_op=True` starts the movement and returns at
         once; the result waits when it is first used. Where a gradient is to be recorded, it does not overlap.
+
+        With `forward_dtype` the value is cast before it is sent, and the result has that dtype; with `backward_dtype`
+        the gradient is cast before it is sent back. The gradient that arrives has the dtype of this tensor. A cast
+        that could round or wrap partial values completes their sum first, in the dtype they have.
 
         >>> import torch, shardwright as sw
         >>> x = sw.ones(4, 2, mesh=sw.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
@@ -202,7 +208,7 @@ class DTensor(DTensorBase):
         """
         from shardwright.tensor.moving.boundary import redistribute
 
-        return redistribute(self, device_mesh, placements, order, async_op)
+        return redistribute(self, device_mesh, placements, order, async_op, forward_dtype, backward_dtype)
 
     # --- what torch.distributed.checkpoint asks a tensor, by these names --------------------------------------------
 

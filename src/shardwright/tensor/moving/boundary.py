@@ -14,6 +14,7 @@ from shardwright.layout import Layout, Mesh
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.gradients.below_autograd import expect_plain_roots
 from shardwright.tensor.local import alias, local_region, no_torch_function, nothing_of, tag
+from shardwright.tensor.moving.cast import cast_before_sending, check_dtypes, move_as
 from shardwright.tensor.moving.from_local import bound_mesh, for_gradient, verify_local
 from shardwright.tensor.moving.introduce import introduce
 from shardwright.tensor.moving.movement import move
@@ -123,21 +124,30 @@ def redistribute(
     placements: Sequence[object] | None,
     order: Sequence[int | str] | None,
     async_op: bool,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
 ) -> DTensor:
     """See `DTensor.redistribute`."""
     source = tensor.sharding
+    check_dtypes(forward_dtype, backward_dtype)
     mesh = source.mesh if device_mesh is None else comm.bind(device_mesh)
     if placements is None:
         if mesh.ndim != source.mesh.ndim:
             raise TensorError(f"redistribute to {mesh!r}: give placements, one for each of its {mesh.ndim} dimensions")
         placements, order = source.placements, order or source.order
     target = Layout(mesh, placements, source.shape, order)
-    if target is source:
+    before = tensor.dtype
+    forward, backward = forward_dtype or before, backward_dtype or before
+    if target is source and forward == before:
         return tensor
-    if async_op and not (tensor.requires_grad and torch.is_grad_enabled()):
-        return start_moving(tensor, source, target)
+    differentiable = tensor.requires_grad and torch.is_grad_enabled()
+    if async_op and target is not source and not differentiable and cast_before_sending(source, before, forward):
+        return start_moving(tensor.to(forward), source, target)
     with no_torch_function(), trace.asked():
-        moved = move(tensor, source, target)
+        if forward == backward == before:
+            moved = move(tensor, source, target)
+        else:
+            moved = move_as(tensor, source, target, forward, backward)
         return tag(tensor.view_as(tensor) if moved is tensor else moved, target)  # type: ignore[no-any-return]  # likewise
 
 

@@ -20,7 +20,7 @@ from shardwright.tensor.redistribute import execute, local_shape, plan
 from shardwright.tensor.seeing import divergence, trace
 from shardwright.tensor.types import dual
 
-__all__ = ["differs", "move", "unaveraged"]
+__all__ = ["differs", "move", "shares", "summed_up", "unaveraged"]
 
 
 def differs(source: Layout, target: Layout) -> bool:
@@ -50,6 +50,16 @@ def move(local: Tensor, source: Layout, target: Layout) -> Tensor:
         return as_step(move, local, source, target)  # type: ignore[no-any-return]  # it is this function's
     if not (local.requires_grad and torch.is_grad_enabled()):
         return _move(local, source, target)
+    scaled, summed = summed_up(local, source)
+    share, sums = shares(target)
+    moved: Tensor = scaled
+    if differs(summed, sums):
+        moved = Move.apply(scaled, summed, sums)  # type: ignore[no-untyped-call]  # torch's apply is untyped
+    return moved if share == 1.0 else moved / share
+
+
+def summed_up(local: Tensor, source: Layout) -> tuple[Tensor, Layout]:
+    """Return the local tensor and its layout with averages as sums; raise for other reductions, without gradients."""
     scaled, summed = unaveraged(local, source)
     for placement in summed.placements:
         if isinstance(placement, Partial) and placement.op != "sum":
@@ -57,20 +67,16 @@ def move(local: Tensor, source: Layout, target: Layout) -> Tensor:
                 f"{source} holds {placement}, which has no gradient: reduce it where no gradient is needed "
                 "(`x.detach().redistribute(...)`), or compute the reduction with torch.amax or torch.amin"
             )
-    share, sums = _shares(target)
-    moved: Tensor = scaled
-    if differs(summed, sums):
-        moved = Move.apply(scaled, summed, sums)  # type: ignore[no-untyped-call]  # torch's apply is untyped
-    return moved if share == 1.0 else moved / share
+    return scaled, summed
 
 
 def unaveraged(local: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
     """Averages as sums of shares, so that only sums are left to differentiate."""
-    share, sums = _shares(layout)
+    share, sums = shares(layout)
     return (local if share == 1.0 else local * share), sums
 
 
-def _shares(layout: Layout) -> tuple[float, Layout]:
+def shares(layout: Layout) -> tuple[float, Layout]:
     """What share of the whole each addend of an average is, and the layout of the sum of such shares."""
     share = 1.0
     placements = list(layout.placements)
