@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import shardwright as sw
 from shardwright import comm
@@ -140,6 +141,40 @@ def test_distribute_module_runs_its_functions_and_replicates_the_rest() -> None:
     out = model(torch.randn(5, 3))
     assert type(out) is torch.Tensor
     assert out.shape == (5, 4)
+
+
+def test_functions_of_a_distributed_module_may_leave_out_the_module_as_in_pytorch() -> None:
+    mesh = sw.init_device_mesh("cpu", (1,))
+    layer = nn.Linear(3, 2)
+    with pytest.warns(FutureWarning) as warned:
+        sw.distribute_module(
+            layer,
+            mesh,
+            input_fn=lambda inputs, mesh: sw.distribute_tensor(inputs[0], mesh),
+            output_fn=lambda outputs, mesh: (outputs.to_local(), mesh),
+        )
+    assert [str(one.message).split()[1] for one in warned] == ["input_fn", "output_fn"]
+    assert warned[0].filename == __file__
+    out, seen = layer(torch.ones(4, 3))
+    assert type(out) is torch.Tensor
+    assert seen is mesh
+
+
+def test_a_module_is_distributed_once_and_functions_are_checked_before() -> None:
+    seen: list[object] = []
+    layer = nn.Linear(3, 2)
+    with pytest.raises(ArgumentTypeError, match=r"output_fn\(outputs\) does not take three arguments"):
+        sw.distribute_module(layer, MESH, output_fn=lambda outputs: outputs)
+    assert type(layer.weight) is nn.Parameter  # untouched
+    mesh = sw.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    with mesh:
+        sw.distribute_module(layer, partition_fn=lambda *given: seen.append(given[2]))
+    assert seen == [mesh]
+    assert isinstance(layer.weight, sw.DTensor)
+    with pytest.raises(TensorError, match="distribute_module was called on this Linear before"):
+        sw.distribute_module(layer, mesh)
+    whole = sw.distribute_module(nn.Sequential(layer, nn.Linear(2, 2)), mesh)  # a part of it was distributed before
+    assert whole[0].weight is layer.weight
 
 
 MESH = sw.Mesh((1,), ("dp",))

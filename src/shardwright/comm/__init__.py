@@ -14,7 +14,16 @@ from shardwright.comm.exchange import exchange, start_exchange
 from shardwright.comm.fold import ReduceOp
 from shardwright.comm.group import Group, forget, mesh_group, on_forget, subgroup, world
 from shardwright.comm.join import host_store, join, leave, reach_store
-from shardwright.comm.mesh import DeviceMesh, bind, current_mesh, device_mesh_of, group_along, init_device_mesh, rank
+from shardwright.comm.mesh import (
+    DeviceMesh,
+    bind,
+    current_mesh,
+    device_mesh_of,
+    entered_mesh,
+    group_along,
+    init_device_mesh,
+    rank,
+)
 from shardwright.comm.pending import Pending
 from shardwright.comm.reduce import (
     all_reduce,
@@ -46,6 +55,7 @@ __all__ = [
     "current_mesh",
     "default_timeout",
     "device_mesh_of",
+    "entered_mesh",
     "exchange",
     "forget",
     "gather_bytes",

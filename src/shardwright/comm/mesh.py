@@ -21,6 +21,7 @@ __all__ = [
     "bind",
     "current_mesh",
     "device_mesh_of",
+    "entered_mesh",
     "group_along",
     "init_device_mesh",
     "known_meshes",
@@ -72,6 +73,16 @@ def bind(mesh: DeviceMesh | Mesh) -> Mesh:
     return known[1]
 
 
+def entered_mesh() -> DeviceMesh | None:
+    """Return the DeviceMesh of the innermost `with device_mesh:`, or None if there is none.
+
+    >>> entered_mesh() is None
+    True
+    """
+    entered: list[DeviceMesh] = device_mesh._mesh_resources.mesh_stack
+    return entered[-1] if entered else None
+
+
 def current_mesh() -> Mesh:
     """Return the mesh of the innermost `with device_mesh:`, or the mesh of all ranks in one dimension if there is none.
 
@@ -79,8 +90,8 @@ def current_mesh() -> Mesh:
     ...     current_mesh()
     Mesh(dp=1)
     """
-    entered = device_mesh._mesh_resources.mesh_stack
-    return bind(entered[-1]) if entered else Mesh((world().size,), ranks=world().ranks)
+    entered = entered_mesh()
+    return bind(entered) if entered is not None else Mesh((world().size,), ranks=world().ranks)
 
 
 def device_mesh_of(mesh: Mesh, device_type: str | None = None) -> DeviceMesh:

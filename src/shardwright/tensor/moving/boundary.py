@@ -142,7 +142,8 @@ def redistribute(
         return tensor
     differentiable = tensor.requires_grad and torch.is_grad_enabled()
     if async_op and target is not source and not differentiable and cast_before_sending(source, before, forward):
-        return start_moving(tensor.to(forward), source, target)
+        cast: Any = tensor.to(forward)
+        return start_moving(cast, source, target)
     with no_torch_function(), trace.asked():
         if forward == backward == before:
             moved = move(tensor, source, target)

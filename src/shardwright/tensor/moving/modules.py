@@ -6,15 +6,18 @@ place is distributed as its module's turn comes, so a tie has to be found before
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from inspect import Signature, signature
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import TensorError
+from shardwright import comm
+from shardwright.errors import ArgumentTypeError, TensorError
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.local import no_torch_function
 from shardwright.tensor.moving.boundary import distribute_tensor
@@ -42,8 +45,8 @@ def distribute_module(
     module: nn.Module,
     device_mesh: Any = None,
     partition_fn: Callable[[str, nn.Module, Any], None] | None = None,
-    input_fn: Callable[[nn.Module, Any, Any], Any] | None = None,
-    output_fn: Callable[[nn.Module, Any, Any], Any] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
 ) -> nn.Module:
     """Make the module's parameters and buffers DTensors, in place, and return it.
 
@@ -51,7 +54,10 @@ def distribute_module(
     replicated. Tensors that are tied (registered in several places) are tied afterwards as well: it is enough that
     `partition_fn` distributes one of the places; if it gives two of them different placements, `TensorError` names
     both and the module is left as it was. `input_fn(module, inputs, mesh)` and `output_fn(module, outputs, mesh)` run
-    before and after forward.
+    before and after forward. As in PyTorch they may leave out `module`, with a `FutureWarning`. Without a mesh, it is
+    that of the enclosing `with mesh:`, or all ranks in one dimension.
+
+    Raise `TensorError` if the module was given to `distribute_module` before: its functions would run twice.
 
     >>> import torch, shardwright as sw
     >>> mesh = sw.init_device_mesh("cpu", (1,))
@@ -59,11 +65,18 @@ def distribute_module(
     >>> print(layer.weight.sharding)
     [2, 4] (0: R)
     """
+    if getattr(module, _DISTRIBUTED, False):
+        raise TensorError(
+            f"distribute_module was called on this {type(module).__name__} before: distribute a module once, and "
+            "change its parameters later with redistribute"
+        )
+    on_input, on_output = _of_module(input_fn, "input_fn"), _of_module(output_fn, "output_fn")
+    mesh = _mesh(device_mesh)
     before = [(slot, slot.tensor) for slot in _slots(module)]
     tied = _tied(module)
     for name, submodule in module.named_modules():
         if partition_fn is not None:
-            partition_fn(name, submodule, device_mesh)
+            partition_fn(name, submodule, mesh)
     try:
         for places in tied:
             _tie(places)
@@ -74,15 +87,59 @@ def distribute_module(
     for places in _places(module):  # in all their places, so that what is tied is sent once and stays tied
         _, tensor = places[0]
         if not isinstance(tensor, DTensor):
-            _put(places, distribute_tensor(tensor, device_mesh))
+            _put(places, distribute_tensor(tensor, mesh))
     if tied:
         module.register_load_state_dict_pre_hook(_note_ties)  # type: ignore[no-untyped-call]  # torch's own
         module.register_load_state_dict_post_hook(_restore_ties)  # type: ignore[no-untyped-call]  # likewise
-    if input_fn is not None:
-        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, device_mesh))
-    if output_fn is not None:
-        module.register_forward_hook(lambda mod, _, outputs: output_fn(mod, outputs, device_mesh))
+    if on_input is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: on_input(mod, inputs, mesh))
+    if on_output is not None:
+        module.register_forward_hook(lambda mod, _, outputs: on_output(mod, outputs, mesh))
+    setattr(module, _DISTRIBUTED, True)
     return module
+
+
+_DISTRIBUTED = "_distribute_module_applied"  # PyTorch's name of the mark: its distribute_module refuses ours, too
+
+
+def _mesh(device_mesh: Any) -> Any:
+    """Return the mesh that `partition_fn` is given: a DeviceMesh wherever there is one."""
+    if device_mesh is not None:
+        return device_mesh
+    entered = comm.entered_mesh()
+    return comm.current_mesh() if entered is None else entered
+
+
+def _of_module(function: Callable[..., Any] | None, name: str) -> Callable[[nn.Module, Any, Any], Any] | None:
+    """Return the function as one of (module, values, mesh), with a warning where it takes no module."""
+    if function is None:
+        return None
+    try:
+        parameters = signature(function)
+    except ValueError:  # some builtins have none
+        return function
+    counts = [count for count in (3, 2) if _takes(parameters, count)]
+    if not counts:
+        raise ArgumentTypeError(
+            f"distribute_module: {name}{parameters} does not take three arguments: it is called as {name}(module, "
+            f"{name.removesuffix('_fn')}s, mesh)"
+        )
+    if counts[0] == 3:
+        return function
+    warnings.warn(
+        f"Deprecating {name} that takes two arguments: write {name}(module, {name.removesuffix('_fn')}s, mesh)",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return lambda _module, values, mesh: function(values, mesh)
+
+
+def _takes(parameters: Signature, count: int) -> bool:
+    try:
+        parameters.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
 
 
 def _slots(module: nn.Module) -> Iterator[_Slot]:
