@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright import comm
-from shardwright.errors import TensorError
+from shardwright.errors import TensorError, UnsupportedError
 from shardwright.testing import run_ranks
 
 SOME = sw.Mesh((2,), ("dp",), ranks=(0, 2))  # ranks 1 and 3 are outside
@@ -167,3 +167,43 @@ def test_the_gradient_of_a_plain_tensor_outside_the_mesh_is_zero() -> None:
         return local.grad.tolist()
 
     assert run_ranks(4, work) == [[3.0, 3.0] if rank in (0, 2) else [0.0, 0.0] for rank in range(4)]
+
+
+def test_mapped_functions_outside_the_mesh_give_empty_tensors_of_the_layout_inside() -> None:
+    def work() -> tuple[str, ...]:
+        x = sw.distribute_tensor(torch.arange(10.0).reshape(5, 2), SOME, [sw.Shard(0)]).requires_grad_()
+        bias = torch.ones(2)  # plain, and closed over
+
+        def function(local: torch.Tensor, plain: torch.Tensor, factor: int) -> Any:
+            shifted = local * factor + bias + plain
+            return torch.cat([shifted, shifted]), shifted.sum(0), factor, shifted.argmax(0)
+
+        mapped = sw.local_map(function, None, ([sw.Shard(0)], [sw.Partial()], None, None))
+        for _ in range(2):
+            doubled, total, factor, plain = mapped(x, torch.ones(2), 3)
+        assert factor == 3
+        assert not isinstance(plain, sw.DTensor)
+        assert doubled.requires_grad
+        (doubled.sum() + total.sum()).backward()
+        assert x.grad is not None
+        if inside():
+            assert doubled.full_tensor()[:3].tolist() == [[2.0, 5.0], [8.0, 11.0], [14.0, 17.0]]
+            assert x.grad.full_tensor().tolist() == [[9.0, 9.0]] * 5
+        else:
+            assert [t.to_local().numel() for t in (doubled, total, x.grad)] == [0, 0, 0]
+        return str(doubled.sharding), str(total.sharding), str(plain.dtype), str((doubled + 1).sharding)
+
+    assert len(set(run_ranks(4, work))) == 1
+
+
+def test_mapped_functions_that_need_values_are_refused_outside_the_mesh() -> None:
+    def work() -> None:
+        x = sw.ones(4, mesh=SOME, placements=[sw.Shard(0)])
+        mapped = sw.local_map(lambda local: local[: int(local.sum())], [[sw.Shard(0)]], [sw.Shard(0)])
+        if inside():
+            assert mapped(x).shape == (4,)
+            return
+        with pytest.raises(UnsupportedError, match=r"rank [13] is outside the mesh"):
+            mapped(x)
+
+    run_ranks(4, work)

@@ -26,7 +26,7 @@ from shardwright.tensor.rules.notation import Local
 from shardwright.tensor.strides import global_stride
 from shardwright.tensor.types import REPLICATE
 
-__all__ = ["call_outside", "is_outside", "run_outside"]
+__all__ = ["Kind", "call_outside", "empty_results", "is_outside", "run_outside"]
 
 
 def is_outside(tensor: DTensorBase) -> bool:
@@ -37,7 +37,7 @@ def is_outside(tensor: DTensorBase) -> bool:
 _TO_A_DEVICE = frozenset(("to", "cpu", "cuda", "type", "type_as"))
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """What is known of a result without computing it."""
 
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ def call_outside(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kinds, structure = _kinds(func, args, kwargs)
         result = pytree.tree_unflatten(_results(inputs, kinds, view=False), structure)
     mesh = inputs[0]._layout.mesh
-    layouts = [Layout(mesh, [REPLICATE] * mesh.ndim, kind.shape) for kind in kinds if isinstance(kind, _Kind)]
+    layouts = [Layout(mesh, [REPLICATE] * mesh.ndim, kind.shape) for kind in kinds if isinstance(kind, Kind)]
     return tag_results(result, layouts, ())
 
 
@@ -105,7 +105,7 @@ def _kinds(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], Any
     flat, structure = pytree.tree_flatten(result)
     here = take_apart(func, args, kwargs).tensors[0].device
     kinds = [
-        _Kind(tuple(v.shape), v.dtype, v.device if cast else here, v.requires_grad) if isinstance(v, Tensor) else v
+        Kind(tuple(v.shape), v.dtype, v.device if cast else here, v.requires_grad) if isinstance(v, Tensor) else v
         for v in flat
     ]
     return kinds, structure
@@ -118,17 +118,17 @@ def _fake_tensors() -> Any:
 
 
 def _results(inputs: Sequence[DTensorBase], kinds: Sequence[Any], view: bool) -> list[Any]:
-    tensors = [kind for kind in kinds if isinstance(kind, _Kind)]
+    tensors = [kind for kind in kinds if isinstance(kind, Kind)]
     if view and all((kind.dtype, kind.device) == (inputs[0].dtype, inputs[0].device) for kind in tensors):
         seen = [Tensor.view(inputs[0], (0,) * max(1, len(kind.shape))) for kind in tensors]
         made = [each if kind.grad else each.detach() for each, kind in zip(seen, tensors, strict=True)]
     else:
-        made = list(_nothing(tensors, inputs))
+        made = list(empty_results(tensors, inputs))
     each_made = iter(made)
-    return [next(each_made) if isinstance(kind, _Kind) else kind for kind in kinds]
+    return [next(each_made) if isinstance(kind, Kind) else kind for kind in kinds]
 
 
-def _nothing(kinds: Sequence[_Kind], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def empty_results(kinds: Sequence[Kind], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return empty tensors of these kinds, whose gradients are empty gradients of the inputs."""
     sources = [alias(tensor) for tensor in inputs if tensor.requires_grad]
     if sources and any(kind.grad for kind in kinds):
@@ -136,7 +136,7 @@ def _nothing(kinds: Sequence[_Kind], inputs: Sequence[Tensor]) -> tuple[Tensor, 
     return tuple(map(_empty, kinds))
 
 
-def _empty(kind: _Kind) -> Tensor:
+def _empty(kind: Kind) -> Tensor:
     return torch.empty((0,) * max(1, len(kind.shape)), dtype=kind.dtype, device=kind.device)
 
 
@@ -144,8 +144,8 @@ class _Nothing(torch.autograd.Function):
     """An operator that is not computed here: empty results of empty inputs, and the same on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, kinds: Sequence[_Kind], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.kinds = [_Kind(tuple(each.shape), each.dtype, each.device, True) for each in inputs]
+    def forward(ctx: Any, kinds: Sequence[Kind], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.kinds = [Kind(tuple(each.shape), each.dtype, each.device, True) for each in inputs]
         ctx.save_for_backward(*inputs)  # a gradient may depend on them: they are needed for its own gradient
         made = tuple(map(_empty, kinds))
         ctx.mark_non_differentiable(*(each for each, kind in zip(made, kinds, strict=True) if not kind.grad))
@@ -153,13 +153,13 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, *_nothing(ctx.kinds, [*(each for each in gradients if each is not None), *ctx.saved_tensors])
+        return None, *empty_results(ctx.kinds, [*(each for each in gradients if each is not None), *ctx.saved_tensors])
 
 
 def _write(inputs: Sequence[DTensorBase]) -> DTensorBase:
     """Write nothing to the first tensor: what counts is that it was written to, and what its gradient depends on."""
     target = inputs[0]
     recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    kind = _Kind(target._layout.shape, target.dtype, target.device, recorded)
-    Tensor.copy_(target, _nothing([kind], inputs)[0])
+    kind = Kind(target._layout.shape, target.dtype, target.device, recorded)
+    Tensor.copy_(target, empty_results([kind], inputs)[0])
     return target

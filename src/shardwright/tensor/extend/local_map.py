@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import Any, TypeAlias, final
 
@@ -14,7 +14,9 @@ from torch.utils import _pytree as pytree
 from shardwright import comm
 from shardwright.errors import LocalTensorError, MeshMismatchError, TensorError
 from shardwright.layout import Layout, Mesh, Placement, as_placement
+from shardwright.tensor.dispatch.outside import Kind
 from shardwright.tensor.dispatch.recording import recording
+from shardwright.tensor.extend.local_map_outside import map_outside
 from shardwright.tensor.gradients.below_autograd import expect_plain_roots
 from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.moving.from_local import for_gradient, from_local
@@ -60,6 +62,9 @@ def local_map(
     closes over. Where there are plain tensors or objects of other kinds, they are asked each time. What `function`
     raises while the ranks are asked is raised on all of them, as a `RankFailedError`.
 
+    On a rank outside the mesh `function` is not computed: it is called on tensors without values, to know what the
+    results are, and these are empty there. Raise `UnsupportedError` there if they depend on values.
+
     >>> import torch, shardwright as sw
     >>> mesh = sw.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     >>> rows, whole = [sw.Shard(0)], [sw.Replicate()]
@@ -84,6 +89,8 @@ def local_map(
             None if source is None else _target(name, place, source, want, in_placements is None, redistribute_inputs)
             for place, (source, want) in enumerate(zip(sources, wanted, strict=True))
         ]
+        if comm.rank() not in over:
+            return map_outside(name, function, flat, spec, targets, over, partial(_said, name, over, out_placements))
         gradients = _each(in_grad_placements, len(flat), f"{name}: in_grad_placements", "arguments")
         entering = [
             None if target is None else _entering(target, given, targets, out_placements)
@@ -221,12 +228,7 @@ def _layouts(
     key: tuple[Any, ...] | None,
 ) -> list[Layout | None]:
     """The results' layouts: what the ranks were asked before, with the same inputs, is known."""
-    placements = _each(out_placements, len(results), f"{name}: out_placements", "results")
-    for place, (value, said) in enumerate(zip(results, placements, strict=True)):
-        if isinstance(value, DTensorBase):
-            raise TensorError(f"{name}: result {place} is a DTensor {value._layout}: return local tensors")
-        if isinstance(value, Tensor) and said is not None and len(said) != mesh.ndim:
-            raise TensorError(f"{name}: result {place} has placements {said} on {mesh!r}: give one per mesh dimension")
+    placements = _said(name, mesh, out_placements, results)
     layouts = None if key is None else known.layouts.get(key)
     if layouts is None:
         with recording(False):
@@ -246,6 +248,17 @@ def _layouts(
             "what else they depend on as an argument (a number or a string), or make another local_map for it"
         )
     return layouts
+
+
+def _said(name: str, mesh: Mesh, out_placements: Sequence[Any], results: Sequence[Any]) -> list[list[Placement] | None]:
+    """Return the placements of each result, None where it stays as it is."""
+    placements = _each(out_placements, len(results), f"{name}: out_placements", "results")
+    for place, (value, said) in enumerate(zip(results, placements, strict=True)):
+        if isinstance(value, DTensorBase):
+            raise TensorError(f"{name}: result {place} is a DTensor {value._layout}: return local tensors")
+        if isinstance(value, Tensor | Kind) and said is not None and len(said) != mesh.ndim:
+            raise TensorError(f"{name}: result {place} has placements {said} on {mesh!r}: give one per mesh dimension")
+    return placements
 
 
 def _listed(shapes: Sequence[tuple[int, ...] | None]) -> str:

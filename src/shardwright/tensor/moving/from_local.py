@@ -27,7 +27,7 @@ from shardwright.tensor.moving.movement import move
 from shardwright.tensor.redistribute.steps import line
 from shardwright.tensor.types import ENTERED, REPLICATE
 
-__all__ = ["bound_mesh", "for_gradient", "from_local", "verify_local"]
+__all__ = ["bound_mesh", "for_gradient", "from_local", "layout_of_shards", "verify_local"]
 
 
 def bound_mesh(device_mesh: Any) -> Mesh:
@@ -94,6 +94,12 @@ def verify_local(local: Tensor, layout: Layout) -> None:
     rank = comm.rank()
     if rank in layout.mesh and tuple(local.shape) != layout.local_shape(rank):
         raise LocalTensorError(_misfit(rank, tuple(local.shape), layout))
+
+
+def layout_of_shards(shapes: Mapping[int, Sequence[int]], mesh: Mesh, placements: list[Placement]) -> Layout:
+    """Return the layout in which each rank of the mesh has a local tensor of the shape given for it."""
+    found = {rank: _Description(list(shape), [], "", requires_grad=False) for rank, shape in shapes.items()}
+    return _deduced(found, mesh, placements)
 
 
 @dataclass(frozen=True, slots=True)
