@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from shardwright.comm.group import Group, world
 from shardwright.comm.rendezvous import Door, LostNoteError, leave_note, reach, read_note
+from shardwright.comm.stores import STORE_SECONDS, within
 from shardwright.comm.wire import Frame, Kind, Link, LinkError, readable
 from shardwright.errors import CommError, RankLostError
 
@@ -253,10 +254,9 @@ class Channel:
                         return self._spread(_heard_of(frame, what), index)
         if self._parent in indices:
             # It may have closed its door on us before it could tell us why.
-            with contextlib.suppress(RuntimeError):
-                note = read_note(self._store, f"{self._prefix}/{self._parent}")
-                if note is not None:
-                    return self._spread(_about(str(note), note.ranks, what), self._parent)
+            note = within(STORE_SECONDS, lambda: read_note(self._store, f"{self._prefix}/{self._parent}"))
+            if note is not None:
+                return self._spread(_about(str(note), note.ranks, what), self._parent)
         ranks = tuple(self._group.ranks[index] for index in indices)
         named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         return self._spread(RankLostError(f"{what}: {named} {why}", ranks), None)
@@ -265,9 +265,8 @@ class Channel:
         self._lost = loss
         if self._door is not None:
             self._links.update(self._door.admit())
-            # The store may be what was lost.
-            with contextlib.suppress(RuntimeError):
-                leave_note(self._store, f"{self._prefix}/{self._group.rank}", str(loss), loss.ranks)
+            key = f"{self._prefix}/{self._group.rank}"
+            within(STORE_SECONDS, lambda: leave_note(self._store, key, str(loss), loss.ranks))
             self._door.close()
             self._door = None
         body = json.dumps({"ranks": loss.ranks, "why": str(loss)}).encode()

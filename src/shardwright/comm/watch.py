@@ -12,8 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from shardwright.comm.beacon import Beacon, Reply, State, ask
 from shardwright.comm.coordinate import default_timeout
 from shardwright.comm.group import Group, known_groups, on_enter, on_forget
 from shardwright.comm.leaving import break_off, leaving
+from shardwright.comm.stores import STORE_SECONDS, within
 from shardwright.comm.waits import line_of, main_line, threads, waiting
 from shardwright.errors import CommError, ProgramMismatchError, RankLostError
 
@@ -37,7 +37,6 @@ _PAUSE = 2.0  # seconds between two questions, growing to _PAUSE_MOST
 _PAUSE_MOST = 10.0
 _ANSWER = 3.0  # seconds for an answer
 _TRIES = 3  # questions after a failure
-_STORE = 3.0  # seconds for the store: its host may be the one that is lost
 _MOST_ASKED = 32  # ranks asked at once, where it is not known for whom this rank waits
 
 
@@ -85,7 +84,7 @@ class Watch:
         """Stop watching and answering; others who ask are told whether the process ends."""
         self._stop.set()
         note = {"ended": leaving.is_set(), "line": ""}
-        _within(_STORE, lambda: self._store.set(self._key(self.rank), json.dumps(note)))
+        within(STORE_SECONDS, lambda: self._store.set(self._key(self.rank), json.dumps(note)))
         self._beacon.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(_ANSWER)
@@ -262,7 +261,7 @@ class Watch:
         def read() -> list[tuple[int, bytes]]:
             return [(rank, self._store.get(self._key(rank))) for rank in ranks if self._store.check([self._key(rank)])]
 
-        for rank, note in _within(_STORE, read) or ():
+        for rank, note in within(STORE_SECONDS, read) or ():
             self._places[rank] = json.loads(note)
 
     def _adopt(self, replies: Iterable[Reply]) -> None:
@@ -270,7 +269,7 @@ class Watch:
         notes = [reply.body["verdict"] for reply in replies if reply.body.get("verdict")]
         if not notes:
             key = "shardwright/verdict"
-            noted = _within(_STORE, lambda: self._store.get(key) if self._store.check([key]) else b"")
+            noted = within(STORE_SECONDS, lambda: self._store.get(key) if self._store.check([key]) else b"")
             notes = [json.loads(noted)] if noted else []
         if notes and self.verdict is None:
             self.verdict = _from_note(notes[0])
@@ -280,7 +279,7 @@ class Watch:
         if self.verdict is None:
             self.verdict = verdict
             note = json.dumps(_as_note(verdict))
-            _within(_STORE, lambda: self._store.compare_set("shardwright/verdict", "", note))
+            within(STORE_SECONDS, lambda: self._store.compare_set("shardwright/verdict", "", note))
 
     def _lost_for_long(self, found: dict[int, Reply]) -> tuple[int, ...]:
         now = time.monotonic()
@@ -370,23 +369,6 @@ def _place_text(rank: int, reply: Reply) -> str:
     last = [f"{kind} number {number}" for g in reply.body["groups"].values() for number, kind, *_ in g["recent"][-1:]]
     before = f"; the last collective that it has started is {', '.join(last)}" if last else ""
     return f"rank {rank}: it computes, at {reply.body['line'] or 'an unknown line'}{before}"
-
-
-def _within(seconds: float, function: Callable[[], Any]) -> Any:
-    """Return what the function returns, or None if it has not returned in time or the store has failed.
-
-    torch's stores wait without a limit for a host that does not answer.
-    """
-    found: list[Any] = []
-
-    def call() -> None:
-        with suppress(RuntimeError):  # all errors of a store
-            found.append(function())
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else None
 
 
 _current: Watch | None = None
