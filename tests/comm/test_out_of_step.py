@@ -71,6 +71,20 @@ def test_ranks_that_differ_are_named_and_get_nothing(what: str) -> None:
     assert time.monotonic() - start < 20
 
 
+def test_ranks_that_gather_different_tensors_of_one_layout_are_named_and_get_nothing() -> None:
+    def work() -> list[float]:
+        mesh = sw.init_device_mesh("cpu", (2,))
+        logged = sw.distribute_tensor(torch.arange(4.0), mesh, [sw.Shard(0)])
+        wanted = sw.distribute_tensor(torch.arange(40.0, 44.0), mesh, [sw.Shard(0)])
+        if comm.rank() == 1:
+            logged.full_tensor()  # `if rank == 1: log(x)`
+        return wanted.full_tensor().tolist()
+
+    for outcome in outcomes(2, work, timeout=30, grace=20):
+        assert isinstance(outcome, Raised), outcome
+        assert isinstance(outcome.exception, ProgramMismatchError), outcome
+
+
 def test_ranks_that_wait_for_each_other_in_a_circle_are_named() -> None:
     def work() -> None:
         comm.all_reduce(torch.ones(1))

@@ -69,6 +69,20 @@ class Sine(torch.autograd.Function):
         return x.cos() * gradient
 
 
+def test_a_hook_on_an_output_that_backward_does_not_reach_gets_none_as_in_torch() -> None:
+    def on_rank() -> None:
+        ours, plain = _pair(_mesh(), [R, R], 4, 3)
+        seen: list[Any] = []
+        for x in (ours, plain):
+            rows = x.unbind(0)
+            rows[1].register_hook(seen.append)
+            rows[2].sum().backward()
+        assert seen in ([], [None, None])  # whether torch calls it or not, both are treated alike
+        _same(ours.grad, plain.grad)
+
+    run_ranks(4, on_rank)
+
+
 def test_hooks_see_gradients_as_dtensors_and_may_replace_them() -> None:
     """Traps 7 and 13: tensor hooks, hooks after accumulation, and hooks of modules."""
 

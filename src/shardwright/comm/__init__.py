@@ -14,6 +14,7 @@ from shardwright.comm.exchange import exchange, start_exchange
 from shardwright.comm.fold import ReduceOp
 from shardwright.comm.group import Group, forget, mesh_group, on_forget, subgroup, world
 from shardwright.comm.join import host_store, join, leave, reach_store
+from shardwright.comm.ledger import moving_tensor
 from shardwright.comm.mesh import (
     DeviceMesh,
     bind,
@@ -66,6 +67,7 @@ __all__ = [
     "leave",
     "listen",
     "mesh_group",
+    "moving_tensor",
     "on_forget",
     "rank",
     "rank_of_worker",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.group import Group, world
-from shardwright.comm.ledger import code, tag
+from shardwright.comm.ledger import code, current_tensor, of_tensor, tag
 from shardwright.comm.pending import Flight, Pending, Work
 from shardwright.comm.traffic import report
 from shardwright.errors import CollectiveArgumentError
@@ -44,7 +44,11 @@ def begin(
 
     `sent` is for collectives in which a rank knows only its own sizes: the bytes it sends, by peer.
     """
-    return Operation(kind, code((kind, dtype, op)), group.ledger.begin(kind, (dtype, *details, op), sent))
+    tensor = current_tensor()
+    if tensor:
+        details = (*details, f"tensor {tensor} of its mesh")
+    number = group.ledger.begin(kind, (dtype, *details, op), sent)
+    return Operation(kind, of_tensor(code((kind, dtype, op)), tensor), number)
 
 
 def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: Group | None = None) -> None:
@@ -86,7 +90,8 @@ def start_exchange(
             strided.append((buffer, landing))
     if outgoing or incoming:
         report("exchange", sum(tensor.nbytes for _, tensor in incoming), group)
-    flights = post(outgoing, incoming, group, _EXCHANGE)
+    operation = _EXCHANGE._replace(code=of_tensor(_EXCHANGE.code, current_tensor()))
+    flights = post(outgoing, incoming, group, operation)
     return Pending("exchange", group, flights, _scatter(strided, outgoing))
 
 

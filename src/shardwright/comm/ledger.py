@@ -7,17 +7,19 @@ rank that is out of step waits, and is named (see watch.py), instead of taking a
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, final
 
-__all__ = ["Entry", "Ledger", "code", "tag"]
+__all__ = ["Entry", "Ledger", "code", "current_tensor", "moving_tensor", "of_tensor", "tag"]
 
 _RECENT = 64
 
 # Odd factors, so that two messages that differ in their number alone, or in their size alone, never share a tag.
-_PER_NUMBER, _PER_BYTE = 0x1E3779B1, 0x05EBCA6B
+_PER_NUMBER, _PER_BYTE, _PER_TENSOR = 0x1E3779B1, 0x05EBCA6B, 0x27D4EB2F
 _BITS = (1 << 30) - 1
 _OURS = 1 << 30  # tags below are left to the user's own messages
 
@@ -34,6 +36,47 @@ def code(kind: Hashable) -> int:
     if known is None:
         known = _codes[kind] = zlib.crc32(repr(kind).encode())
     return known
+
+
+class _Moving(threading.local):
+    tensor = 0
+
+
+_moving = _Moving()
+
+
+@contextmanager
+def moving_tensor(number: int) -> Iterator[None]:
+    """Have the messages of this thread carry the number of the tensor they belong to; 0 is for tensors without one.
+
+    Two tensors of one shape and layout look alike in a message. With their numbers in the tags, a rank that gathers one
+    of them never takes the data of a rank that gathers the other.
+
+    >>> with moving_tensor(3):
+    ...     current_tensor()
+    3
+    >>> current_tensor()
+    0
+    """
+    before, _moving.tensor = _moving.tensor, number
+    try:
+        yield
+    finally:
+        _moving.tensor = before
+
+
+def current_tensor() -> int:
+    """Return the number of the tensor that this thread moves, or 0."""
+    return _moving.tensor
+
+
+def of_tensor(kind: int, tensor: int) -> int:
+    """Return the number for a kind of operation (see `code`) on a numbered tensor.
+
+    >>> of_tensor(7, 0), of_tensor(7, 1) != of_tensor(7, 2)
+    (7, True)
+    """
+    return kind + tensor * _PER_TENSOR
 
 
 def tag(number: int, kind: int, nbytes: int) -> int:

@@ -27,7 +27,7 @@ from shardwright.tensor.writes import count_writes_through, data_of
 __all__ = ["DTensor"]
 
 _OF_ONE_OBJECT = frozenset(
-    ("_layout", "_copied", "_origin", "_seen", "_looked_up", "_strides", "_untracked")
+    ("_layout", "_copied", "_origin", "_seen", "_looked_up", "_strides", "_number", "_untracked")
 )  # not copied
 _enabled = torch._C._is_torch_function_enabled
 

@@ -48,6 +48,7 @@ class DTensorBase(Tensor):
     _seen: tuple[DTensorBase, Any]  # what it is a copy of, and the state of its memory then; None: it shares its memory
     _looked_up: bool  # set on partial results of lookups, which are new tensors in torch and may be overwritten
     _strides: tuple[int, ...]  # the global tensor's, where it is not contiguous and shards do not tell
+    _number: int  # among the tensors that `distribute_tensor` has sent over the mesh, the same on all its ranks
     _untracked: bool  # set where its memory may be written to behind autograd's back
     concrete: ClassVar[type[DTensorBase]]
     copies: ClassVar[type[DTensorBase]]  # of what looks like a view and is none

@@ -188,8 +188,9 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
     """`Tensor.register_hook`, for a hook that sees the gradient as a DTensor."""
     layout = tensor._layout
 
-    def tagged(gradient: Tensor) -> Tensor | None:
-        answer = hook(shown_gradient(gradient, layout))
+    def tagged(gradient: Tensor | None) -> Tensor | None:
+        # Torch calls the hooks of one output of several with None where backward does not reach it.
+        answer = hook(None if gradient is None else shown_gradient(gradient, layout))  # type: ignore[arg-type]  # as torch
         return None if answer is None else plain_gradient(answer, layout, "a hook")
 
     with no_torch_function():

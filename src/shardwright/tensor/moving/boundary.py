@@ -65,7 +65,8 @@ def distribute_tensor(
     _refuse_partial(layout, "distribute_tensor")
     with torch.no_grad():
         whole = tensor.detach()
-        if src_data_rank is not None and not whole.is_meta and layout.mesh.size > 1:
+        sent = src_data_rank is not None and not whole.is_meta and layout.mesh.size > 1
+        if src_data_rank is not None and sent:
             whole = _from_source(whole, layout.mesh, src_data_rank)
         inside = comm.rank() in layout.mesh
         local = whole[local_region(layout).slices()] if inside else nothing_of(whole, layout)
@@ -76,8 +77,14 @@ def distribute_tensor(
     result: DTensor = tag(local.detach(), layout)
     result.requires_grad_(tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(result, requires_grad=tensor.requires_grad)  # type: ignore[return-value]  # it stays a DTensor
+        result = nn.Parameter(result, requires_grad=tensor.requires_grad)  # type: ignore[assignment]  # it stays a DTensor
+    if sent:
+        result._number = _sent[layout.mesh] = _sent.get(layout.mesh, 0) + 1
     return result
+
+
+_sent: dict[Mesh, int] = {}  # how many tensors have been sent over a mesh
+comm.on_forget(_sent.clear)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -144,7 +151,7 @@ def redistribute(
     if async_op and target is not source and not differentiable and cast_before_sending(source, before, forward):
         cast: Any = tensor.to(forward)
         return start_moving(cast, source, target)
-    with no_torch_function(), trace.asked():
+    with no_torch_function(), trace.asked(), comm.moving_tensor(tensor.__dict__.get("_number", 0)):
         if forward == backward == before:
             moved = move(tensor, source, target)
         else:
