@@ -232,3 +232,18 @@ def test_nonsense_is_refused_with_the_value_and_the_rule(text: str) -> None:
     error, make = NONSENSE[text]
     with pytest.raises(error, match=text):
         make()
+
+
+@given(st.integers(0, 30), st.integers(1, 8))
+def test_sizes_and_offsets_of_a_shard_are_those_of_torch_chunk(size: int, count: int) -> None:
+    chunks = list(torch.arange(size).chunk(count)) if size else []
+    for rank in range(count):
+        length, offset = Shard.local_shard_size_and_offset(size, count, rank)
+        expected = chunks[rank].tolist() if rank < len(chunks) else []
+        assert list(range(offset, offset + length)) == expected
+
+
+@pytest.mark.parametrize("arguments", [(4, 0, 0), (4, 2, 2), (4, 2, -1), (-1, 2, 0)])
+def test_chunks_that_there_are_not_have_no_size(arguments: tuple[int, int, int]) -> None:
+    with pytest.raises(PlacementError, match="chunks are numbered from 0"):
+        Shard.local_shard_size_and_offset(*arguments)

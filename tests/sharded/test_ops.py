@@ -659,3 +659,23 @@ def test_turning_dimensions_is_an_algebra_for_any_boxes(data: st.DataObject) -> 
             check(tensor.sum(dim), whole.sum(dim), f"sum over {dim}")
             check(tensor.cumsum(dim), whole.cumsum(dim), f"cumsum along {dim}")
             assert torch.equal(tensor.sum(dim), (tensor + tensor).sum(dim) - tensor.sum(dim))
+
+
+def test_an_operator_of_ones_own_is_called_with_the_sharded_tensors_and_their_group() -> None:
+    def work() -> None:
+        spec = specs()["rows"]
+        tensor = sharded.ones(spec, *SIZE)
+        with pytest.raises(UnsupportedError, match="a ShardedTensor has no such operator"):
+            torch.mode(tensor)
+
+        @sharded.custom_sharded_op_impl(torch.mode)
+        def own_mode(types: Any, args: Any, kwargs: Any, process_group: Any) -> Tensor:
+            assert types == (ShardedTensor,)
+            assert kwargs == {"keepdim": True}
+            total = torch.stack([shard.tensor.square().sum() for shard in args[0].local_shards()]).sum()
+            torch.distributed.all_reduce(total, group=process_group)
+            return total.sqrt()
+
+        assert torch.mode(tensor, keepdim=True).item() == pytest.approx(30**0.5)
+
+    run_ranks(2, work)

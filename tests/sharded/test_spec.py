@@ -129,6 +129,8 @@ def test_pytorch_users_spellings_work() -> None:
         (lambda: ChunkShardingSpec("rows", ["rank:0/cpu"]), ArgumentTypeError, "dim 'rows' is a str: a number is"),
         (lambda: ChunkShardingSpec(True, ["rank:0/cpu"]), ArgumentTypeError, "dim True is a bool"),
         (lambda: ChunkShardingSpec(0, []), PlacementError, "no placements: at least one rank"),
+        (lambda: ChunkShardingSpec(0, ["cuda:first"]), PlacementError, "placement 'cuda:first': write rank:1/cuda:0"),
+        (lambda: ChunkShardingSpec(0, ["rang:0/cpu"]), PlacementError, "placement 'rang:0/cpu': write rank:1/cuda:0"),
         (lambda: ChunkShardingSpec(0, [0]), ArgumentTypeError, "placement 0 is a int: give text"),
         (lambda: sharded.empty(ChunkShardingSpec(2, ["rank:0/cpu"]), 3, 4), PlacementError, r"dim 2 .* size \[3, 4\]"),
         (lambda: sharded.empty(ChunkShardingSpec(0, ["rank:0/cpu"])), PlacementError, r"dim 0 .* size \[\]"),

@@ -271,3 +271,9 @@ def test_what_one_rank_raises_is_raised_on_all_of_them() -> None:
     for said, seconds in run_ranks(4, failing_on_one):
         assert "(2, 2) is no multiple of 3" in said
         assert seconds < 20
+
+
+def test_pytorchs_name_of_the_mesh_is_taken() -> None:
+    mesh = mesh_of_all()
+    ones = sw.local_map(torch.ones, None, WHOLE, device_mesh=mesh)
+    assert ones(2, 3).device_mesh is mesh

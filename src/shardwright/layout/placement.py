@@ -87,6 +87,25 @@ class Shard(Placement):
     def __post_init__(self) -> None:
         object.__setattr__(self, "dim", integer(self.dim, "Shard dimension"))
 
+    @staticmethod
+    def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+        """Return the size of chunk number `rank` of a dimension, and the offset at which it begins.
+
+        `curr_local_size` is the size of the dimension, or of the piece of it that is sharded further. The offset counts
+        from the beginning of that piece; that of an empty chunk is its end.
+
+        >>> [Shard.local_shard_size_and_offset(5, 4, rank) for rank in range(4)]
+        [(2, 0), (2, 2), (1, 4), (0, 5)]
+        """
+        if num_chunks < 1 or not 0 <= rank < num_chunks or curr_local_size < 0:
+            raise PlacementError(
+                f"chunk {rank} of {num_chunks} of a dimension of size {curr_local_size}: chunks are numbered from 0, "
+                "and sizes are not negative"
+            )
+        chunk = -(-curr_local_size // num_chunks)
+        start = min(chunk * rank, curr_local_size)
+        return min(chunk, curr_local_size - start), start
+
     def __repr__(self) -> str:
         return f"Shard({self.dim})"
 

@@ -11,6 +11,7 @@ from shardwright.sharded.hooks import pre_load_state_dict_hook, state_dict_hook
 from shardwright.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwright.sharded.module import Sharder, ShardingPlan, shard_module, shard_parameter
 from shardwright.sharded.nested import flatten_sharded_tensors
+from shardwright.sharded.ops.custom import custom_sharded_op_impl
 from shardwright.sharded.optimizer import ShardedOptimizer, named_params_with_sharded_tensor
 from shardwright.sharded.plan import Moves, moves_between, moves_of
 from shardwright.sharded.process_group import load_with_process_group
@@ -46,6 +47,7 @@ __all__ = [
     "TensorProperties",
     "clip_grad_norm_",
     "collect_local_shard",
+    "custom_sharded_op_impl",
     "empty",
     "flatten_sharded_tensors",
     "from_dtensor",

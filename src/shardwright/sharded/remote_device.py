@@ -106,7 +106,9 @@ def _parse(text: str) -> tuple[str | None, int | None, torch.device]:
             return None, None, alone
         device = "cpu"
     where = _device(device)
-    if where is None or not owner:
+    # A misspelt device ("cuda:first") must not pass for the name of a worker, whose shards would be on its CPU.
+    misspelt = ":" in owner and not owner.startswith("rank:")
+    if where is None or not owner or misspelt:
         raise PlacementError(
             f"placement {text!r}: write rank:1/cuda:0, a worker's name such as trainer0/cpu, or a device"
         )

@@ -39,6 +39,7 @@ def local_map(
     out_placements: Sequence[Placements] | Sequence[object],
     *,
     mesh: Any = None,
+    device_mesh: Any = None,
     redistribute_inputs: bool = False,
     in_grad_placements: Sequence[Placements] | None = None,
 ) -> Callable[..., Any]:
@@ -48,7 +49,8 @@ def local_map(
     out is a DTensor laid out as `out_placements` says. Both lists have an entry for each leaf of the arguments and of
     the results, None where it is no DTensor; a single list of placements stands for all of them. Inputs that lie
     otherwise are refused, or brought there with `redistribute_inputs=True`; `in_placements=None` takes them as they
-    lie. Plain tensors and other values are passed on.
+    lie. Plain tensors and other values are passed on. `mesh`, or `device_mesh` as PyTorch calls it, is needed where no
+    argument is a DTensor.
 
     The leaves are those of the arguments that are given, in the order of the function's parameters, however the call
     spells them. Keyword arguments that are no parameters of it, or of a function without a signature, come last, by
@@ -82,7 +84,7 @@ def local_map(
     @wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         flat, spec = pytree.tree_flatten((args, _in_order(kwargs, parameters)))
-        over = _mesh_of(name, flat, mesh)
+        over = _mesh_of(name, flat, device_mesh if mesh is None else mesh)
         wanted = _each(in_placements, len(flat), f"{name}: in_placements", "arguments")
         sources = [value._layout if isinstance(value, DTensorBase) else None for value in flat]
         targets = [
