@@ -663,19 +663,17 @@ def test_turning_dimensions_is_an_algebra_for_any_boxes(data: st.DataObject) -> 
 
 def test_an_operator_of_ones_own_is_called_with_the_sharded_tensors_and_their_group() -> None:
     def work() -> None:
-        spec = specs()["rows"]
-        tensor = sharded.ones(spec, *SIZE)
-        with pytest.raises(UnsupportedError, match="a ShardedTensor has no such operator"):
-            torch.mode(tensor)
-
-        @sharded.custom_sharded_op_impl(torch.mode)
-        def own_mode(types: Any, args: Any, kwargs: Any, process_group: Any) -> Tensor:
+        @sharded.custom_sharded_op_impl(torch.linalg.cond)
+        def largest_over_smallest(types: Any, args: Any, kwargs: Any, process_group: Any) -> float:
             assert types == (ShardedTensor,)
-            assert kwargs == {"keepdim": True}
-            total = torch.stack([shard.tensor.square().sum() for shard in args[0].local_shards()]).sum()
-            torch.distributed.all_reduce(total, group=process_group)
-            return total.sqrt()
+            assert kwargs == {"p": "own"}
+            most = torch.stack([shard.tensor.max() for shard in args[0].local_shards()]).max()
+            least = torch.stack([shard.tensor.min() for shard in args[0].local_shards()]).min()
+            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=process_group)
+            torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=process_group)
+            return (most / least).item()
 
-        assert torch.mode(tensor, keepdim=True).item() == pytest.approx(30**0.5)
+        tensor = specs()["rows"].shard(torch.arange(1.0, 31.0).reshape(SIZE))
+        assert torch.linalg.cond(tensor, p="own") == 30.0
 
     run_ranks(2, work)
