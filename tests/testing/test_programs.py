@@ -298,6 +298,15 @@ ONCE_WRONG = {
     ),
 }
 REFUSED = {
+    "an assignment to no element of an expanded tensor": Program(
+        (
+            "a = leaf([0, -2], (1, 2, 1), torch.int64, [Shard(1)])",
+            "b = a.expand(3, -1, -1, -1)",
+            "c = leaf([0], (1,), torch.int64, [Replicate()])",
+            "b[-2:1, c, 0, :0:2] = -4",
+        ),
+        mesh=(2,),
+    ),
     "detach_ of a result whose local tensor is a view": Program(
         (
             "a = leaf([0, 1, 2, 3, 4, 5], (2, 3), torch.float32, [Replicate()], requires_grad=True)",
