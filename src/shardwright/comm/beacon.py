@@ -61,8 +61,14 @@ class Beacon:
             close_in_children(sock)
         self._token = secrets.token_bytes(16)
         self._describe = describe
-        port = self._listener.getsockname()[1]
-        place = {"machine": machine(), "addresses": addresses(), "port": port, "token": self._token.hex()}
+        bound, port = self._listener.getsockname()[:2]
+        place = {
+            "machine": machine(),
+            "bound": bound,
+            "addresses": addresses(),
+            "port": port,
+            "token": self._token.hex(),
+        }
         store.set(key, json.dumps(place))
         self._thread = threading.Thread(target=self._serve, name="shardwright beacon", daemon=True)
         self._thread.start()
@@ -100,42 +106,54 @@ class Beacon:
 
 
 def ask(places: Mapping[int, dict[str, Any]], asker: int, timeout: float) -> dict[int, Reply]:
-    """Ask ranks, by what they wrote in the store, on behalf of the rank `asker`; wait at most `timeout` seconds."""
-    found: dict[int, Reply] = {}
+    """Ask ranks, by what they wrote in the store, on behalf of the rank `asker`; wait at most `timeout` seconds.
+
+    A rank is asked under all its addresses: one that refuses may belong to another host.
+    """
+    found = {rank: Reply(State.UNKNOWN, {}) for rank in places}
     calls: dict[socket.socket, tuple[int, bytearray]] = {}
     with selectors.DefaultSelector() as selector:
         for rank, place in places.items():
-            address = _address(place)
-            if address is None:
-                found[rank] = Reply(State.UNKNOWN, {})
-                continue
-            sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-            sock.setblocking(False)
-            code = sock.connect_ex((address, place["port"]))
-            if code in (0, errno.EINPROGRESS):
-                calls[sock] = (rank, bytearray())
-                selector.register(sock, selectors.EVENT_WRITE)
-            else:
-                sock.close()
-                found[rank] = Reply(_failure(code), {})
+            for address in _addresses_to_ask(place):
+                sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+                sock.setblocking(False)
+                code = sock.connect_ex((address, place["port"]))
+                if code in (0, errno.EINPROGRESS):
+                    calls[sock] = (rank, bytearray())
+                    selector.register(sock, selectors.EVENT_WRITE)
+                else:
+                    sock.close()
+                    found[rank] = _surer(found[rank], Reply(_failure(code), {}))
         deadline = time.monotonic() + timeout
         connected: set[socket.socket] = set()
         while calls and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
                 sock = key.fileobj  # type: ignore[assignment]  # those that were registered
+                if sock not in calls:
+                    continue
                 rank, heard = calls[sock]
                 reply = _go_on(sock, heard, connected, places[rank], asker)
                 if reply is not None:
-                    found[rank] = reply
-                    selector.unregister(sock)
-                    sock.close()
-                    del calls[sock]
+                    found[rank] = _surer(found[rank], reply)
+                    answered = reply.state is State.HERE
+                    for done in [each for each, (of, _) in calls.items() if each is sock or (answered and of == rank)]:
+                        selector.unregister(done)
+                        done.close()
+                        del calls[done]
                 elif sock in connected:
                     selector.modify(sock, selectors.EVENT_READ)
         for sock, (rank, _) in calls.items():
-            found[rank] = Reply(State.SILENT if sock in connected else State.UNREACHABLE, {})
+            found[rank] = _surer(found[rank], Reply(State.SILENT if sock in connected else State.UNREACHABLE, {}))
             sock.close()
     return found
+
+
+_SUREST_FIRST = (State.HERE, State.SILENT, State.ENDED, State.UNREACHABLE, State.UNKNOWN)
+
+
+def _surer(one: Reply, other: Reply) -> Reply:
+    """Return which of two replies under different addresses of a rank says more of it."""
+    return min(one, other, key=lambda reply: _SUREST_FIRST.index(reply.state))
 
 
 def _go_on(
@@ -158,16 +176,20 @@ def _go_on(
     if data:
         heard += data
         return None
-    return Reply(State.HERE, json.loads(heard)) if heard else Reply(State.SILENT, {})
+    try:
+        return Reply(State.HERE, json.loads(heard))
+    except ValueError:  # it has closed the connection before the end of its answer
+        return Reply(State.SILENT, {})
 
 
 def _failure(code: int) -> State:
     return State.ENDED if code == errno.ECONNREFUSED else State.UNREACHABLE
 
 
-def _address(place: dict[str, Any]) -> str | None:
-    """Return the address to ask: a loopback address means this machine, so it is of no use for another one."""
+def _addresses_to_ask(place: dict[str, Any]) -> list[str]:
+    """Return the addresses to ask at: a loopback address means this machine, so it is of no use for another one."""
     if place.get("machine") == machine():
-        return "127.0.0.1"
+        bound: str = place.get("bound", "")
+        return ["127.0.0.1" if bound in ("", "::", "0.0.0.0") else bound]
     usable: Iterable[str] = place.get("addresses", ())
-    return next((one for one in usable if not ipaddress.ip_address(one.partition("%")[0]).is_loopback), None)
+    return [one for one in usable if not ipaddress.ip_address(one.partition("%")[0]).is_loopback]

@@ -180,14 +180,17 @@ def machine() -> str:
 
 
 def _interface_address() -> str | None:
-    name = os.environ.get("GLOO_SOCKET_IFNAME")
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]  # gloo takes several, separated by commas
     if not name:
         return None
     import fcntl  # only here: not on every system
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         siocgifaddr = 0x8915
-        answer = fcntl.ioctl(probe.fileno(), siocgifaddr, struct.pack("256s", name.encode()[:15]))
+        try:
+            answer = fcntl.ioctl(probe.fileno(), siocgifaddr, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None  # it has no IPv4 address: be reached on every interface
     return socket.inet_ntoa(answer[20:24])
 
 

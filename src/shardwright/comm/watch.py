@@ -26,6 +26,8 @@ from shardwright.comm.waits import line_of, main_line, threads, waiting
 from shardwright.errors import CommError, ProgramMismatchError, RankLostError
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from shardwright.comm.ledger import Entry
     from shardwright.comm.pending import Pending
 
@@ -36,6 +38,7 @@ _PATIENCE = 2.0  # seconds of waiting before others are asked
 _PAUSE = 2.0  # seconds between two questions, growing to _PAUSE_MOST
 _PAUSE_MOST = 10.0
 _ANSWER = 3.0  # seconds for an answer
+_FORGOTTEN = 60.0  # seconds without a question after which an earlier failure to reach a rank no longer counts
 _TRIES = 3  # questions after a failure
 _MOST_ASKED = 32  # ranks asked at once, where it is not known for whom this rank waits
 
@@ -67,14 +70,13 @@ class _Wait(NamedTuple):
 class Watch:
     """Watches over the waits of this process in one world."""
 
-    def __init__(self, everyone: Group) -> None:
+    def __init__(self, everyone: Group, store: Store) -> None:
         self.rank = everyone.ranks[everyone.rank]
         self.verdict: CommError | None = None
-        # A connection of its own: another thread may be waiting in the one that torch uses.
-        self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+        self._store = store
         self._beacon = Beacon(self._store, self._key(self.rank), self._describe)
         self._places: dict[int, dict[str, Any]] = {}
-        self._unreachable: dict[int, float] = {}  # since when
+        self._unreachable: dict[int, tuple[float, float]] = {}  # since when, and when it was last asked
         self._seen: dict[int, tuple[int, float, float, float]] = {}  # by thread: wait, since, next question, pause
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwright watch", daemon=True)
@@ -237,17 +239,15 @@ class Watch:
     def _ask(self, ranks: Iterable[int], asker: int | None = None) -> dict[int, Reply]:
         ranks = list(ranks)
         self._find([rank for rank in ranks if rank not in self._places])
-        known = {rank: self._places[rank] for rank in ranks if "port" in self._places.get(rank, {})}
+        known = {rank: place for rank in ranks if "port" in (place := self._places.get(rank, {}))}
         found = ask(known, self.rank if asker is None else asker, _ANSWER)
         refused = [rank for rank, reply in found.items() if reply.state is State.ENDED]
         if refused:
             # It may have opened another door since, or closed this one without ending.
-            before = {rank: self._places.pop(rank) for rank in refused}
             self._find(refused)
             for rank in refused:
-                now = self._places.get(rank, before[rank])
-                self._places.setdefault(rank, before[rank])
-                if now != before[rank] and not now.get("ended"):
+                now = self._places[rank]
+                if now != known[rank] and not now.get("ended"):
                     found[rank] = Reply(State.UNKNOWN, {})
         for rank in ranks:
             if rank not in found:
@@ -282,13 +282,20 @@ class Watch:
             within(STORE_SECONDS, lambda: self._store.compare_set("shardwright/verdict", "", note))
 
     def _lost_for_long(self, found: dict[int, Reply]) -> tuple[int, ...]:
+        """Return those of the ranks just asked that could not be reached for the timeout, whenever they were asked."""
         now = time.monotonic()
+        lost = []
         for rank, reply in found.items():
-            if reply.state is State.UNREACHABLE:
-                self._unreachable.setdefault(rank, now - _ANSWER)
-            else:
+            if reply.state is not State.UNREACHABLE:
                 self._unreachable.pop(rank, None)
-        return tuple(sorted(rank for rank, since in self._unreachable.items() if now - since > default_timeout()))
+                continue
+            since, asked = self._unreachable.get(rank, (now - _ANSWER, now))
+            if now - asked > _FORGOTTEN:
+                since = now - _ANSWER  # nobody has asked in between: it may have been there
+            self._unreachable[rank] = (since, now)
+            if now - since > default_timeout():
+                lost.append(rank)
+        return tuple(sorted(lost))
 
     def _ended_text(self, ranks: tuple[int, ...]) -> str:
         finished = [rank for rank in ranks if self._places.get(rank, {}).get("ended")]
@@ -386,8 +393,14 @@ def where(group: Group) -> str:
 
 def _enter(everyone: Group) -> None:
     global _current
-    if everyone.size > 1:
-        _current = Watch(everyone)
+    if everyone.size == 1:
+        return
+    try:
+        # A connection of its own: another thread may be waiting in the one that torch uses.
+        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+    except RuntimeError:
+        return  # a store written in Python, or torch's fake one: there is no way to tell others where to ask
+    _current = Watch(everyone, store)
 
 
 def _forget() -> None:
