@@ -78,6 +78,27 @@ def test_a_cast_that_rounds_completes_sums_first(target: sw.Placement) -> None:
     run_ranks(2, work)
 
 
+def test_casts_on_two_mesh_dimensions_keep_values_and_gradients() -> None:
+    sources = ([sw.Partial(), sw.Shard(0)], [sw.Shard(0), sw.Partial()], [sw.Shard(0), sw.Shard(0)])
+    targets = ([sw.Shard(0), sw.Replicate()], [sw.Replicate(), sw.Shard(1)], [sw.Shard(1), sw.Partial()])
+
+    def work() -> None:
+        mesh = sw.init_device_mesh("cpu", (2, 2))
+        whole = torch.arange(24.0).reshape(6, 4)
+        for source in sources:
+            for target in targets:
+                x = sw.distribute_tensor(whole, mesh).redistribute(placements=source).detach().requires_grad_()
+                y = x.redistribute(placements=target, forward_dtype=torch.float16, backward_dtype=BF16)
+                assert y.placements == tuple(target)
+                assert torch.equal(y.full_tensor(), whole.half())
+                (y * 3).sum().backward()
+                assert x.grad is not None
+                assert x.grad.dtype is F32
+                assert torch.equal(x.grad.full_tensor(), torch.full((6, 4), 3.0))
+
+    run_ranks(4, work)
+
+
 def test_sums_of_gradients_are_completed_before_they_are_rounded() -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
