@@ -7,7 +7,9 @@ import ctypes
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch import nn
 import shardwright as sw
 from shardwright import comm
 from shardwright.errors import UnsupportedError
+from shardwright.tensor.dispatch import constructors
 from shardwright.testing import run_ranks
 
 R, S0, S1, P = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()
@@ -280,7 +283,9 @@ def test_tensors_made_from_a_dtensor_have_its_whole_value() -> None:
             assert torch.asarray(x, copy=False) is x
             for made in (
                 torch.as_tensor(x, dtype=torch.float64),
+                torch.as_tensor(data=x, dtype=torch.float64),
                 torch.asarray(x, dtype=torch.float64),
+                torch.asarray(obj=x, dtype=torch.float64),
                 torch.asarray(x, copy=True),
                 torch.as_tensor(x, device="cpu", dtype=torch.int64),
                 x.new_tensor(x),
@@ -304,6 +309,11 @@ def test_numbers_that_torch_reads_from_a_dtensor_are_whole() -> None:
         n = sw.DTensor.from_local(torch.tensor(2), _mesh(), [P])  # 4
         assert torch.equal(torch.full((2,), n), torch.full((2,), 4))
         assert torch.equal(torch.full((2,), fill_value=n), torch.full((2,), 4))
+        for like in (torch.full_like(torch.zeros(2), n), torch.full_like(input=torch.zeros(2), fill_value=n)):
+            assert torch.equal(like, torch.full((2,), 4.0))
+        for new in (torch.zeros(1).new_full((2,), n), torch.zeros(1).new_full(size=(2,), fill_value=n)):
+            assert torch.equal(new, torch.full((2,), 4.0))
+        assert torch.full_like(n, n).full_tensor().item() == 4
         assert torch.equal(torch.arange(n), torch.arange(4))
         assert torch.equal(torch.arange(0, n, 2), torch.arange(0, 4, 2))
         assert torch.equal(torch.linspace(0, 1, steps=n), torch.linspace(0, 1, 4))
@@ -345,9 +355,10 @@ def test_plain_torch_makes_tensors_as_before() -> None:
 
     def make(x: torch.Tensor) -> torch.Tensor:
         made = torch.tensor([1.0, 2.0]) + torch.as_tensor([3.0, 4.0]) + torch.asarray([5.0, 6.0]) + torch.arange(2)
+        made = made + torch.full_like(x, 1.0) + x.new_full((2,), 1.0)
         return made + torch.full((2,), 1.0) + torch.eye(2)[0] + x.new_tensor([7.0, 8.0]) + torch.scalar_tensor(2.0)
 
-    expected = torch.tensor([20.0, 24.0])
+    expected = torch.tensor([22.0, 26.0])
     assert torch.equal(make(torch.ones(2)), expected)
     assert torch.equal(torch.compile(make, backend="aot_eager", fullgraph=True)(torch.ones(2)), expected)
     with torch.device("meta"):
@@ -360,7 +371,27 @@ def test_plain_torch_makes_tensors_as_before() -> None:
 
 
 def _scripted(x: torch.Tensor) -> torch.Tensor:
-    return x + torch.tensor([1.0, 1.0]) + torch.arange(2) + torch.full([2], 1.0)
+    return x + torch.tensor([1.0, 1.0]) + torch.arange(2) + torch.full([2], 1.0) + torch.full_like(x, 0.0)
+
+
+def test_a_function_that_another_package_has_wrapped_is_replaced_once() -> None:
+    asked: list[object] = []
+
+    @wraps(torch.zeros)
+    def of_another_package(data: object) -> object:
+        asked.append(data)
+        return data
+
+    home = SimpleNamespace(tensor=of_another_package)
+    constructors._replace(home, "tensor", constructors._from_data)
+    ours = home.tensor
+    assert ours is not of_another_package
+    assert ours(3) == 3
+    assert asked == [3]
+    home.tensor = wraps(ours)(lambda data: ours(data))  # put around ours later
+    later = home.tensor
+    constructors._replace(home, "tensor", constructors._from_data)
+    assert home.tensor is later
 
 
 @pytest.mark.filterwarnings("ignore")

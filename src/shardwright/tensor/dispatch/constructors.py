@@ -5,7 +5,7 @@ these are tensors. So importing this package replaces these functions by ones th
 
 - `torch.tensor(d)`, `plain.new_tensor(d)` and `plain.new(d)` give the whole value, as `d.numpy()` does;
 - `torch.as_tensor(d)` and `torch.asarray(d)` give a DTensor, as torch gives the tensor itself, converted if asked;
-- `torch.full`, `torch.arange` and the other factories take a number from `d.item()`;
+- `torch.full`, `torch.full_like`, `torch.arange` and the other factories take a number from `d.item()`;
 - sparse and nested tensors, and `torch.utils.dlpack.to_dlpack` of a shard, are refused.
 
 Whoever has bound one of these functions to a name before shardwright was imported has torch's own.
@@ -14,7 +14,6 @@ Whoever has bound one of these functions to a name before shardwright was import
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch.utils._device import _device_constructors
 from shardwright.errors import UnsupportedError
 from shardwright.tensor.dispatch.memory import refuse_shard
 from shardwright.tensor.local import DTensorBase
+from shardwright.tensor.replaced import is_replaced, replacing
 
 __all__ = ["install"]
 
@@ -36,12 +36,14 @@ _SPARSE = [f"sparse_{kind}_tensor" for kind in ("coo", "compressed", "csr", "csc
 
 
 def install() -> None:
-    """Replace torch's functions. Doing it twice changes nothing."""
+    """Replace torch's functions, or what other packages have put in their place. Doing it twice changes nothing."""
     _replace(torch, "tensor", _from_data)
-    _replace(torch, "as_tensor", _converted(_as_tensor))
-    _replace(torch, "asarray", _converted(_asarray))
+    _replace(torch, "as_tensor", _converted("data", _as_tensor))
+    _replace(torch, "asarray", _converted("obj", _asarray))
     for name in _FROM_NUMBERS:
         _replace(torch, name, _from_numbers)
+    for home, name in ((torch, "full_like"), (Tensor, "new_full")):
+        _replace(home, name, _from_number_beside_tensor)
     for name in _SPARSE:
         _replace(torch, name, _refusing)
     for name in ("nested_tensor", "as_nested_tensor"):
@@ -54,9 +56,9 @@ def install() -> None:
 
 def _replace(home: Any, name: str, instead: Callable[[Any], Any]) -> None:
     original = getattr(home, name)
-    if hasattr(original, "__wrapped__"):
+    if is_replaced(original):
         return
-    replaced = wraps(original)(instead(original))
+    replaced = replacing(original)(instead(original))
     constructors = _device_constructors()  # those that a default device applies to; torch makes the set only once
     if original in constructors:
         constructors.add(replaced)
@@ -90,10 +92,10 @@ def _from_data_beside_self(original: Any) -> Any:
     return method
 
 
-def _converted(convert: Callable[..., Any]) -> Callable[[Any], Any]:
+def _converted(name: str, convert: Callable[..., Any]) -> Callable[[Any], Any]:
     def instead(original: Any) -> Any:
         def function(*args: Any, **kwargs: Any) -> Any:
-            if args and isinstance(args[0], DTensorBase) and _enabled():
+            if isinstance(args[0] if args else kwargs.get(name), DTensorBase) and _enabled():
                 return convert(*args, **kwargs)
             return original(*args, **kwargs)
 
@@ -124,6 +126,17 @@ def _from_numbers(original: Any) -> Any:
         if any(isinstance(value, DTensorBase) for value in (*args, *kwargs.values())) and _enabled():
             args = tuple(map(_number, args))
             kwargs = {key: _number(value) for key, value in kwargs.items()}
+        return original(*args, **kwargs)
+
+    return function
+
+
+def _from_number_beside_tensor(original: Any) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        given = (*args[1:], kwargs.get("fill_value"))
+        if any(isinstance(value, DTensorBase) for value in given) and _enabled():
+            args = (*args[:1], *map(_number, args[1:]))
+            kwargs = {key: _number(value) if key == "fill_value" else value for key, value in kwargs.items()}
         return original(*args, **kwargs)
 
     return function

@@ -20,7 +20,6 @@ plain tensors reads from a DTensor (`plain.add(plain, alpha=d)`) is this rank's.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 import torch._functorch.eager_transforms
@@ -31,6 +30,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from shardwright.errors import UnsupportedError
 from shardwright.tensor.dispatch import constructors
 from shardwright.tensor.local import DTensorBase
+from shardwright.tensor.replaced import is_replaced, replacing
 
 __all__ = ["as_subclass", "install", "refuse", "refuse_functional"]
 
@@ -79,7 +79,7 @@ _FUNCTIONAL = (
 def _looking_first(original: Any) -> Any:
     """The function, for everything but DTensors."""
 
-    @wraps(original)
+    @replacing(original)
     def looking(value: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(value, DTensorBase):
             raise UnsupportedError(f"torch.func of a DTensor {value._layout}: {_FUNCTIONAL}")
@@ -103,7 +103,7 @@ def _refuse_replicas(wrapper: nn.Module, name: str, module: nn.Module | None) ->
 
 
 def install() -> None:
-    """Puts the refusals that need a hook in place. Doing it twice changes nothing."""
+    """Put the refusals that need a hook in place. Doing it twice changes nothing."""
     for module, name in (
         (torch._functorch.eager_transforms, "_wrap_tensor_for_grad"),
         (torch._functorch.eager_transforms, "_maybe_wrap_functional_tensor"),
@@ -112,7 +112,7 @@ def install() -> None:
         (torch._functorch.vmap, "_remove_batch_dim"),
     ):
         original = getattr(module, name)
-        if not hasattr(original, "__wrapped__"):
+        if not is_replaced(original):
             setattr(module, name, _looking_first(original))
     constructors.install()
     if _refuse_replicas not in nn.modules.module._global_module_registration_hooks.values():

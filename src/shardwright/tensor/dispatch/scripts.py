@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import wraps
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from shardwright.errors import UnsupportedError
 from shardwright.tensor.dispatch.call import admit, tensors_in
 from shardwright.tensor.dispatch.fallback import call_replicated
 from shardwright.tensor.local import DTensorBase
+from shardwright.tensor.replaced import is_replaced, replacing
 
 __all__ = ["install"]
 
@@ -28,9 +28,9 @@ _enabled = torch._C._is_torch_function_enabled
 
 
 def install() -> None:
-    """Replace torch's entry points. Doing it twice changes nothing."""
+    """Replace torch's entry points, or what other packages have put in their place. Doing it twice changes nothing."""
     for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
-        if not hasattr(kind.__call__, "__wrapped__"):
+        if not is_replaced(kind.__call__):
             kind.__call__ = _call_whole(kind.__call__)  # type: ignore[method-assign]  # torch offers no other place
     for home, name in (
         (torch.jit._recursive, "create_script_module"),
@@ -40,7 +40,7 @@ def install() -> None:
         (torch.export, "export"),
     ):
         original = getattr(home, name)
-        if not hasattr(original, "__wrapped__"):
+        if not is_replaced(original):
             setattr(home, name, _refusing(original))
 
 
@@ -48,7 +48,7 @@ def _call_whole(original: Any) -> Any:
     def run(script: Any, *args: Any, **kwargs: Any) -> Any:
         return original(script, *args, **kwargs)
 
-    @wraps(original)
+    @replacing(original)
     def call(script: Any, *args: Any, **kwargs: Any) -> Any:
         ours = list(_dtensors((*args, *kwargs.values())))
         if not ours or not _enabled():
@@ -81,7 +81,7 @@ def _dtensors(value: Any) -> Iterator[DTensorBase]:
 
 
 def _refusing(original: Any) -> Any:
-    @wraps(original)
+    @replacing(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         found = next(_dtensors((*args, kwargs)), None)
         if found is not None and _enabled():

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import wraps
 from types import FunctionType
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as clipped
 from shardwright.tensor.dispatch import refusals, scripts
 from shardwright.tensor.gradients import below_autograd, functions, module_hooks, saved_tensors
 from shardwright.tensor.local import DTensorBase
+from shardwright.tensor.replaced import is_replaced, replacing
 
 __all__ = ["functions_of", "introduce", "leave_eager"]
 
@@ -36,8 +36,8 @@ def introduce(kind: type[DTensorBase], rebuild: Callable[..., Any]) -> None:
         leave_eager(function)
     refusals.install()
     scripts.install()
-    for replacing in (module_hooks, functions, saved_tensors, below_autograd):
-        for function in replacing.install():
+    for part in (module_hooks, functions, saved_tensors, below_autograd):
+        for function in part.install():
             leave_eager(function)
     _keep_recurrent_weights()
 
@@ -45,10 +45,10 @@ def introduce(kind: type[DTensorBase], rebuild: Callable[..., Any]) -> None:
 def _keep_recurrent_weights() -> None:
     """Have `flatten_parameters` of recurrent modules leave DTensors where they are. Doing it twice changes nothing."""
     original: Any = nn.RNNBase.flatten_parameters
-    if hasattr(original, "__wrapped__"):
+    if is_replaced(original):
         return
 
-    @wraps(original)
+    @replacing(original)
     def flatten_parameters(self: nn.RNNBase) -> None:
         if not any(isinstance(weight, DTensorBase) for weight in self._flat_weights):
             original(self)
