@@ -298,6 +298,14 @@ ONCE_WRONG = {
     ),
 }
 REFUSED = {
+    "`out=` whose elements are several times in memory": Program(
+        (
+            "a = leaf([3, 1, -1, -4], (4,), torch.int64, [Replicate()])",
+            "b = a.unfold(-1, 3, 1)",
+            "torch.neg(b, out=b)",
+        ),
+        mesh=(1,),
+    ),
     "an assignment to no element of an expanded tensor": Program(
         (
             "a = leaf([0, -2], (1, 2, 1), torch.int64, [Shard(1)])",

@@ -24,7 +24,8 @@ def close_in_children(connection: _Closable) -> None:
     """Have a socket or connection closed in every child that this process forks.
 
     >>> import socket
-    >>> close_in_children(socket.socket())
+    >>> with socket.socket() as connection:
+    ...     close_in_children(connection)
     """
     _open.add(connection)
 

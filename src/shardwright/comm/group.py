@@ -219,7 +219,7 @@ def known_groups() -> list[Group]:
     >>> known_groups()
     []
     """
-    return list(_groups.values())
+    return [group for group in list(_groups.values()) if group.size > 1]
 
 
 def _enter(process_group: dist.ProcessGroup | None) -> Group:

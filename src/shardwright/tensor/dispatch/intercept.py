@@ -22,7 +22,7 @@ from shardwright.tensor.dispatch.reenter import body_of, writes_on_the_way
 from shardwright.tensor.dispatch.refusals import refuse
 from shardwright.tensor.dispatch.registry import Op, canonical_name, operator
 from shardwright.tensor.dispatch.reshape_in_place import RESHAPES, reshape_in_place
-from shardwright.tensor.dispatch.write_through import is_looked_up, overwrite, written_with
+from shardwright.tensor.dispatch.write_through import is_looked_up, overwrite, refuse_unwritable, written_with
 from shardwright.tensor.gradients import engine
 from shardwright.tensor.local import DTensorBase, disabled, tag_replicated
 from shardwright.tensor.randomness import refuse_plain_draws
@@ -215,4 +215,5 @@ def _refuse_out(name: str, target: DTensorBase, value: Tensor) -> None:
         )
     if not torch.can_cast(value.dtype, target.dtype):
         raise InPlaceError(f"{name}: `out` of {target.dtype} cannot hold the result of {value.dtype}")
-    written_with(name, target)
+    for tensor in written_with(name, target):
+        refuse_unwritable(name, tensor, records=False)  # `out=` is never recorded

@@ -118,8 +118,8 @@ def refuse_unwritable(name: str, tensor: DTensorBase, records: bool) -> None:
 def _unwritable(tensor: DTensorBase, records: bool) -> str | None:
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "it was made in inference mode: clone() it first"
-    if any(size > 1 and step == 0 for size, step in zip(tensor._layout.shape, global_stride(tensor), strict=True)):
-        return "several of its elements are one in memory, as expand() makes them: clone() it first"
+    if _overlaps_itself(tensor):
+        return "several of its elements are one in memory, as expand() and unfold() make them: clone() it first"
     if not records:
         return None
     if tensor.requires_grad and tensor.is_leaf:

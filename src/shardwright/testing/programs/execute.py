@@ -61,8 +61,8 @@ def run_program(program: Program, notes: str | None = None, setup: Setup | None 
     returns. `setup` makes a context to run the program in.
 
     >>> steps = ("a = leaf([1, 2], (2,), torch.float32, [Shard(0)])", "a += 1")
-    >>> [str(result) for result in run_program(Program(steps, mesh=(1,))).results]
-    ['right', 'right']
+    >>> {str(result) for result in run_program(Program(steps, mesh=(1,))).results}
+    {'right'}
     """
     with warnings.catch_warnings(), nullcontext() if setup is None else setup():
         warnings.simplefilter("ignore")
