@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.tensor.random import Key, OffsetBasedRNGTracker, RandomArgumentError, manual_seed, tracker
@@ -112,6 +113,24 @@ def test_activation_checkpointing_recomputes_with_the_same_offsets(rng: OffsetBa
     assert first[3:] == first[2::-1]
     assert [key.offset for key in second[:3]] == [3, 4, 5]
     assert second[3:] == second[2::-1]
+
+
+def test_a_generator_is_saved_and_restored_where_compilers_are_at_work(rng: OffsetBasedRNGTracker) -> None:
+    """They do so under modes that take no real tensors: activation checkpointing of a dropout, compiled."""
+    rng.manual_seed(7)
+    with FakeTensorMode():
+        state = torch.get_rng_state()
+    first = rng.next_offset()
+    with FakeTensorMode():
+        torch.set_rng_state(state)
+    assert rng.next_offset() == first
+
+    def dropped(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y: torch.nn.functional.dropout(y.sin()), x, use_reentrant=False)
+
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(dropped, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    assert x.grad is not None
 
 
 def test_a_fork_with_its_own_seed_repeats_nothing_outside(rng: OffsetBasedRNGTracker) -> None:

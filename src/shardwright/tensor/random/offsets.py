@@ -284,7 +284,9 @@ class OffsetBasedRNGTracker:
 
 
 def _digest(state: Tensor) -> int:
-    return hash(state.numpy().tobytes())
+    # Compilers save and restore the generator while their modes are on, which take no real tensors.
+    with torch._C._DisableTorchDispatch():
+        return hash(state.numpy().tobytes())
 
 
 tracker = OffsetBasedRNGTracker()
