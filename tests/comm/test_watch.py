@@ -79,6 +79,14 @@ def test_a_rank_that_was_out_of_reach_long_ago_is_not_lost(monkeypatch: pytest.M
     assert seeing._lost_for_long({1: unreachable}) == (1,)
 
 
+def test_a_rank_that_has_done_its_part_and_ended_is_lost_only_to_those_who_wait_for_it() -> None:
+    seeing: Any = object.__new__(Watch)
+    seeing._places = {1: {"ended": True}, 2: {"port": 1}}
+    found = dict.fromkeys((1, 2), Reply(State.ENDED, {})) | {3: Reply(State.HERE, {})}
+    assert seeing._ended(found, finished=()) == (2,)
+    assert seeing._ended(found, finished=(1,)) == (1, 2)
+
+
 def test_a_world_whose_store_cannot_be_shared_can_be_used() -> None:
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:

@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch.distributed as dist
@@ -100,7 +100,8 @@ class Watch:
                 break
             found = self._ask(others[:_MOST_ASKED])
             self._adopt(found.values())
-            ended = tuple(sorted(rank for rank, reply in found.items() if reply.state is State.ENDED))
+            # It has failed. A third rank that has come to its end in good order is not the reason.
+            ended = self._ended(found, finished=found if peer is None else (others[0],))
             if self.verdict is None and ended:
                 self._settle(RankLostError(self._ended_text(ended), ended))
             elif all(reply.state is not State.SILENT for reply in found.values()):
@@ -192,7 +193,8 @@ class Watch:
         if lost:
             why = f"could not be reached for {default_timeout():g} s: the host or its network is down"
             return RankLostError(f"{_ranks(lost)} {why}", lost)
-        ended = tuple(sorted(rank for rank, reply in found.items() if reply.state is State.ENDED))
+        # A backend does not say for whom it waits: a rank that has come to its end may have done its part before.
+        ended = self._ended(found, finished=() if wait.peer is None else (wait.peer,))
         if ended:
             # What it has sent before may be on its way: this is certain if this rank still waits after a while.
             if self._stop.wait(_PATIENCE) or not self._still(wait):
@@ -296,6 +298,11 @@ class Watch:
             if now - since > default_timeout():
                 lost.append(rank)
         return tuple(sorted(lost))
+
+    def _ended(self, found: dict[int, Reply], finished: Container[int]) -> tuple[int, ...]:
+        """Return the ranks that have ended; those that ended in good order only if they are in `finished`."""
+        gone = (rank for rank, reply in found.items() if reply.state is State.ENDED)
+        return tuple(sorted(rank for rank in gone if rank in finished or not self._places.get(rank, {}).get("ended")))
 
     def _ended_text(self, ranks: tuple[int, ...]) -> str:
         finished = [rank for rank in ranks if self._places.get(rank, {}).get("ended")]
