@@ -19,6 +19,7 @@ import torch
 from shardwright import comm
 from shardwright.errors import RanksError
 from shardwright.testing import Died, Hung, Raised, RankPool, Returned, on_ranks, outcomes, run_ranks
+from shardwright.testing.pickling import dumps_call
 
 
 @dataclasses.dataclass
@@ -181,3 +182,22 @@ def test_ranks_end_when_the_process_that_made_them_is_killed():
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_calls_are_pickled_from_several_threads_at_once():
+    """The list of modules that travel by value is one for the whole process."""
+
+    def pickle_often():
+        try:
+            for _ in range(50):
+                dumps_call(lambda: 1, (), {})
+        except ValueError as error:
+            failures.append(error)
+
+    failures = []
+    threads = [threading.Thread(target=pickle_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []

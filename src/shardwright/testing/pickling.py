@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
@@ -18,6 +19,9 @@ except ImportError as error:
     raise ShardwrightError("shardwright.testing needs cloudpickle: pip install 'shardwright[testing]'") from error
 
 __all__ = ["dumps", "dumps_call", "loads"]
+
+
+_registering = threading.Lock()  # cloudpickle's list of modules is one for all threads
 
 
 def dumps(value: object) -> bytes:
@@ -37,7 +41,7 @@ def loads(packed: bytes) -> Any:
 
 def dumps_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """The call, pickled; functions of test modules, scripts and notebooks travel with their code."""
-    with ExitStack() as registered:
+    with _registering, ExitStack() as registered:
         for module in _local_modules(function):
             cloudpickle.register_pickle_by_value(module)
             registered.callback(cloudpickle.unregister_pickle_by_value, module)
