@@ -2,10 +2,12 @@
 #
 #   PYTHON   which Python makes .venv                (default: the first 3.11 or later found)
 #   TORCH    which torch to install, as pip takes it (default: the one the project is developed against)
+#   WORKERS  how pytest shares out the test files    (WORKERS= runs them in one process, for a debugger)
 #   ARGS     passed on to pytest                     (make test ARGS="tests/layout -x")
 
 TORCH ?= torch==2.13.0
 ARGS ?=
+WORKERS ?= -n 2 --dist loadfile --durations 25
 
 VENV := .venv
 STAMPS := $(VENV)/.stamps
@@ -25,10 +27,10 @@ demo: $(STAMPS)/test ## the main job in miniature, on 4 local ranks: save, be ki
 	@OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(VENV)/bin/torchrun --standalone --nproc-per-node 4 examples/demo.py
 
 test: $(STAMPS)/test ## every test, every documentation example (ARGS="..." goes to pytest)
-	@$(VENV)/bin/pytest $(ARGS)
+	@$(VENV)/bin/pytest $(WORKERS) $(ARGS)
 
 test-full: $(STAMPS)/test ## the same tests with larger budgets: the long proofs
-	@SHARDWRIGHT_BUDGET=full $(VENV)/bin/pytest $(ARGS)
+	@SHARDWRIGHT_BUDGET=full $(VENV)/bin/pytest $(WORKERS) $(ARGS)
 
 lint: $(STAMPS)/lint ## ruff and mypy --strict
 	@$(VENV)/bin/ruff check

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright import comm
 from shardwright.errors import TensorError, UnsupportedError
-from shardwright.tensor.dispatch.registry import OPERATORS
 from shardwright.testing import run_ranks
 
 SHAPE = (5, 6)
@@ -183,17 +182,41 @@ def test_a_fill_in_place_is_seen_by_autograd() -> None:
         square.sum().backward()
 
 
-def test_no_operator_of_torch_draws_unnoticed() -> None:
-    drawing = set()
-    for name in dir(torch.ops.aten):
-        packet = getattr(torch.ops.aten, name)
-        for overload in packet.overloads() if hasattr(packet, "overloads") else ():
-            if torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags:
-                drawing.add(name.rstrip("_"))
-    # They take no tensor that could be a DTensor, are for other devices, or are backward passes.
-    drawing -= {"rand", "randint", "randn", "randperm", "_cudnn_rnn", "miopen_rnn"}
-    drawing = {name for name in drawing if not name.endswith(("_mps", "_backward", "_functional", "_inplace"))}
-    assert drawing - OPERATORS.keys() == set()
+def test_operators_without_a_rule_draw_the_same_numbers_on_every_rank() -> None:
+    def on_a_rank() -> list[Tensor]:
+        mesh = sw.init_device_mesh("cpu", (2,))
+        torch.manual_seed(comm.rank())
+        query = sw.ones(2, 2, 8, 8, mesh=mesh, placements=[sw.Shard(0)])
+        attended, _ = torch._scaled_dot_product_attention_math(query, query, query, None, 0.5)
+        aten = getattr(torch, "ops").aten  # noqa: B009  # cloudpickle cannot pickle a function that names torch.ops
+        drawn = aten.normal_functional(query)
+        negative, noise = aten.rrelu_with_noise_functional(-query, query, training=True)
+        return [x.full_tensor() for x in (attended, drawn, negative, noise)]
+
+    first, second = run_ranks(2, on_a_rank)
+    for mine, other in zip(first, second, strict=True):
+        assert torch.equal(mine, other)
+        assert mine.unique().numel() > 1
+
+
+def test_an_operator_of_the_users_that_draws_is_seeded_alike_by_its_tag_and_refused_without() -> None:
+    def on_a_rank() -> tuple[Tensor, Tensor]:
+        with torch.library._scoped_library("drawing", "DEF") as library:
+            library.define("noisy(Tensor x) -> Tensor")
+            library.define("tagged(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+            for name in ("noisy", "tagged"):
+                library.impl(name, lambda x: x + torch.rand_like(x), "CompositeExplicitAutograd")
+            drawing = getattr(torch, "ops").drawing  # noqa: B009  # cloudpickle cannot pickle a function that names torch.ops
+            mesh = sw.init_device_mesh("cpu", (2,))
+            torch.manual_seed(comm.rank())
+            x = sw.zeros(4, 3, mesh=mesh, placements=[sw.Shard(0)])
+            with pytest.raises(UnsupportedError, match="nondeterministic_seeded"):
+                drawing.noisy(x)
+            return drawing.tagged(x).full_tensor(), torch.rand(3)
+
+    (first, plain), (second, other_plain) = run_ranks(2, on_a_rank)
+    assert torch.equal(first, second)
+    assert not torch.equal(plain, other_plain)  # the generators of the ranks are their own again
 
 
 def test_recurrent_dropout_is_the_same_on_every_rank() -> None:

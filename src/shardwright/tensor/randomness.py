@@ -19,7 +19,7 @@ from shardwright.tensor.random import Key, tracker
 
 comm.on_forget(tracker.reset)  # another world has another past, which all its ranks share
 
-__all__ = ["fill_local", "next_key", "refuse_generator", "refuse_plain_draws", "scratch_seed"]
+__all__ = ["draws_alike", "fill_local", "next_key", "refuse_generator", "refuse_plain_draws", "scratch_seed"]
 
 
 def next_key(mesh: Mesh) -> Key:
@@ -70,6 +70,49 @@ def scratch_seed(mesh: Mesh) -> Iterator[None]:
         # Far from any other operator's numbers: a step of an odd constant for each offset, modulo 2^63.
         torch.manual_seed((key.seed + (key.offset + 1) * 0x9E3779B97F4A7C15) % 2**63)
         yield
+
+
+@contextmanager
+def draws_alike(name: str, func: Any, mesh: Mesh) -> Iterator[None]:
+    """Make every rank of the mesh draw the same numbers in a call on replicated tensors, or raise if they might differ.
+
+    An operator that torch tags as `nondeterministic_seeded` draws from a generator that is seeded alike on every rank.
+    One that draws without that tag, such as a custom operator, raises `UnsupportedError`.
+    """
+    if _is_seeded(func):
+        with scratch_seed(mesh):
+            yield
+        return
+    if mesh.size == 1 or is_recording():
+        yield
+        return
+    before = _generator_states()
+    yield
+    if any(not torch.equal(old, new) for old, new in zip(before, _generator_states(), strict=True)):
+        raise UnsupportedError(
+            f"{name} draws random numbers, which would differ between the ranks that hold the same replicated result: "
+            "declare the operator with tags=(torch.Tag.nondeterministic_seeded,), so that all ranks draw the same "
+            "numbers, or pass the random numbers to it as a tensor made with sw.rand"
+        )
+
+
+def _is_seeded(func: Any) -> bool:
+    """Return whether torch tags an overload of this function as drawing random numbers."""
+    func = getattr(func, "_opoverload", func)  # made by torch.library.custom_op
+    packet = getattr(func, "_overloadpacket", func)
+    if not hasattr(packet, "overloads"):
+        name: str = getattr(func, "__name__", "")
+        packet = getattr(torch.ops.aten, name, None) if name else None
+    overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+
+
+def _generator_states() -> list[Tensor]:
+    """Return the states of torch's default generators, of the CPU and of the current CUDA device."""
+    states = [torch.default_generator.get_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        states.append(torch.cuda.get_rng_state())
+    return states
 
 
 def refuse_generator(name: str, generator: torch.Generator | None) -> None:

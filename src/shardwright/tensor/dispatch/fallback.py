@@ -15,6 +15,7 @@ from shardwright.tensor.dispatch.registry import canonical_name
 from shardwright.tensor.dispatch.write_through import refuse_unwritable
 from shardwright.tensor.local import DTensorBase, no_torch_function, tag_results, version_of
 from shardwright.tensor.moving.movement import move
+from shardwright.tensor.randomness import draws_alike
 from shardwright.tensor.seeing import policy
 from shardwright.tensor.types import REPLICATE
 
@@ -27,9 +28,10 @@ _SILENT_WRITES = {"batch_norm": (1, 2), "instance_norm": (1, 2)}
 def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The result of a call on whole tensors, the same on every rank. What the call wrote to is written back."""
     call = take_apart(func, args, kwargs)
-    if is_outside(call.tensors[0]):
-        return call_outside(func, args, kwargs)
     mesh = call.tensors[0]._layout.mesh
+    if is_outside(call.tensors[0]):
+        with draws_alike(name, func, mesh):
+            return call_outside(func, args, kwargs)
     targets = [Layout(mesh, [REPLICATE] * mesh.ndim, tensor._layout.shape) for tensor in call.tensors]
     policy.check(name, [(tensor._layout, target) for tensor, target in zip(call.tensors, targets, strict=True)])
     with no_torch_function():
@@ -40,7 +42,8 @@ def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> 
         versions = [version_of(tensor) for tensor in whole]
         each = iter(whole)
         plain_args, plain_kwargs = map_tensors(args, kwargs, lambda _: next(each))
-        result = func(*plain_args, **plain_kwargs)
+        with draws_alike(name, func, mesh):
+            result = func(*plain_args, **plain_kwargs)
         silent = [args[i] for i in _SILENT_WRITES.get(name, ()) if i < len(args)]
         written = []
         for tensor, moved, version, target in zip(call.tensors, whole, versions, targets, strict=True):

@@ -46,9 +46,7 @@ def _mesh_of(args: Any, kwargs: dict[str, Any]) -> Mesh:
 def call_seeded(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """An operator of torch's on whole tensors, whose numbers every rank draws alike."""
     refuse_generator(name, kwargs.get("generator"))
-    function = getattr(torch, name, None) or getattr(torch.ops.aten, name)
-    with scratch_seed(_mesh_of(args, kwargs)):
-        return call_replicated(name, function, args, kwargs)
+    return call_replicated(name, getattr(torch, name, None) or getattr(torch.ops.aten, name), args, kwargs)
 
 
 def _seeded(name: str, *args: Any, **kwargs: Any) -> Any:
