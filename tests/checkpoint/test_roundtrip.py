@@ -15,7 +15,7 @@ import torch
 import shardwright as sw
 from shardwright import checkpoint, comm, sharded
 from shardwright.layout import Region
-from shardwright.tensor.local import local_region, tag
+from shardwright.tensor.base.tagging import local_region, tag
 from shardwright.testing import run_ranks
 
 CASES = 300 if os.environ.get("SHARDWRIGHT_BUDGET") == "full" else 30

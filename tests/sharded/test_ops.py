@@ -17,7 +17,7 @@ import shardwright as sw
 from shardwright import comm, sharded
 from shardwright.errors import ArgumentTypeError, MixedTensorsError, RandomArgumentError, ShardError, UnsupportedError
 from shardwright.sharded import ChunkShardingSpec, EnumerableShardingSpec, ShardedTensor, ShardingSpec, ShardMetadata
-from shardwright.tensor.dispatch.registry import canonical_name
+from shardwright.tensor.base.registry import canonical_name
 from shardwright.tensor.rules.elementwise.pointwise import CASTS, COPIES, LINEAR_UNARY, NONLINEAR
 from shardwright.testing import run_ranks
 

@@ -13,7 +13,7 @@ import shardwright as sw
 from shardwright import comm
 from shardwright.errors import RuleError
 from shardwright.rules import Decided, Operand, Way, Ways, either, index_ways, indexed, pointwise
-from shardwright.tensor.dispatch.registry import canonical_name
+from shardwright.tensor.base.registry import canonical_name
 from shardwright.testing import prove, run_ranks
 
 

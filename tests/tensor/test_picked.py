@@ -13,8 +13,8 @@ from torch import Tensor
 
 import shardwright as sw
 from shardwright.errors import InPlaceError, LoadMismatchError
-from shardwright.tensor.copied import is_copied
-from shardwright.tensor.local import version_of
+from shardwright.tensor.base.copied import is_copied
+from shardwright.tensor.base.tagging import version_of
 from shardwright.testing import on_ranks, run_ranks
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwright.errors import TensorError
 from shardwright.layout import Layout, Partial, Placement, Replicate, Shard
-from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation, Way, Ways, index_ways
+from shardwright.tensor.base.strategy import Decided, Local, Operand, Situation, Way, Ways, index_ways
 from shardwright.testing import prove
 
 R, P = Replicate(), Partial()

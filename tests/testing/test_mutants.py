@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from shardwright.layout import Partial, Replicate, Shard
-from shardwright.tensor.dispatch.registry import OPERATORS, canonical_name
-from shardwright.tensor.rules.notation import Decided, Way, Ways
+from shardwright.tensor.base.registry import OPERATORS, canonical_name
+from shardwright.tensor.base.strategy import Decided, Way, Ways
 from shardwright.testing import prove
 
 FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"

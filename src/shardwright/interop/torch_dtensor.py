@@ -23,7 +23,7 @@ from shardwright.errors import ArgumentTypeError, LayoutError, LocalTensorError,
 from shardwright.interop.torch_sharded import from_torch_sharded_tensor
 from shardwright.layout import Layout, Partial, Shard
 from shardwright.tensor import DTensor
-from shardwright.tensor.local import alias, local_region, tag
+from shardwright.tensor.base.tagging import alias, local_region, tag
 
 __all__ = ["from_torch_dtensor", "to_shardwright", "to_torch_dtensor"]
 

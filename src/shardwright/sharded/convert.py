@@ -27,7 +27,7 @@ from shardwright.sharded.shard import Shard as LocalShard
 from shardwright.sharded.spec import LayoutShardingSpec, ShardingSpec, metadata_for
 from shardwright.sharded.tensor import ShardedTensor
 from shardwright.tensor import DTensor
-from shardwright.tensor.local import alias, local_region, tag
+from shardwright.tensor.base.tagging import alias, local_region, tag
 
 __all__ = ["from_dtensor", "to_dtensor"]
 

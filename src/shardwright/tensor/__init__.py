@@ -1,6 +1,9 @@
 """The distributed tensor: op → rule → redistribution → collective."""
 
 from shardwright.tensor import rules
+from shardwright.tensor.base.divergence import verify_ranks
+from shardwright.tensor.base.policy import CommunicationWarning, communication, implicit_replication
+from shardwright.tensor.base.trace import Movement, Operation, Trace, trace
 from shardwright.tensor.compiled import Compiled, compile
 from shardwright.tensor.dispatch import picked
 from shardwright.tensor.dtensor import DTensor
@@ -12,10 +15,7 @@ from shardwright.tensor.meta import TensorMeta
 from shardwright.tensor.moving.boundary import distribute_tensor
 from shardwright.tensor.moving.modules import distribute_module
 from shardwright.tensor.random import OffsetBasedRNGTracker, manual_seed
-from shardwright.tensor.seeing.divergence import verify_ranks
 from shardwright.tensor.seeing.explain import explain
-from shardwright.tensor.seeing.policy import CommunicationWarning, communication, implicit_replication
-from shardwright.tensor.seeing.trace import Movement, Operation, Trace, trace
 from shardwright.tensor.seeing.visualize import visualize
 
 __all__ = [

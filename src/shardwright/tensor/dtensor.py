@@ -12,17 +12,17 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import MixedTensorsError, TensorError
 from shardwright.layout import Layout, Placement
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.registry import UNIFORM
+from shardwright.tensor.base.strides import copy_strides, global_stride
+from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function, tag
+from shardwright.tensor.base.trace import on_trace
+from shardwright.tensor.base.writes import count_writes_through, data_of
 from shardwright.tensor.dispatch import memory, refusals
 from shardwright.tensor.dispatch.by_rule import call_known, call_uniform
 from shardwright.tensor.dispatch.intercept import PASS_FUNCTIONS, intercept
-from shardwright.tensor.dispatch.registry import UNIFORM
 from shardwright.tensor.gradients import engine
 from shardwright.tensor.gradients.enter import forget_entered
-from shardwright.tensor.local import DTensorBase, disabled, no_torch_function, tag
-from shardwright.tensor.seeing.trace import on_trace
-from shardwright.tensor.strides import copy_strides, global_stride
-from shardwright.tensor.types import REPLICATE
-from shardwright.tensor.writes import count_writes_through, data_of
 
 __all__ = ["DTensor"]
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from shardwright.errors import ArgumentTypeError, TensorError, UnsupportedError
 from shardwright.layout import Layout
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.tagging import local_region, local_size, tag
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.local import local_region, local_size, tag
 from shardwright.tensor.moving.from_local import bound_mesh
 from shardwright.tensor.random import permutation
 from shardwright.tensor.randomness import next_key
-from shardwright.tensor.types import REPLICATE
 
 __all__ = ["Making", "empty", "full", "normal", "ones", "rand", "randint", "randn", "randperm", "zeros"]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import UnsupportedError
 from shardwright.layout import Layout, Mesh, Region
-from shardwright.tensor.dispatch.recording import as_step, is_recording, refuse_to_record
-from shardwright.tensor.local import local_region
+from shardwright.tensor.base.capture import as_step, is_recording, refuse_to_record
+from shardwright.tensor.base.tagging import local_region
 from shardwright.tensor.random import Key, tracker
 
 comm.on_forget(tracker.reset)  # another world has another past, which all its ranks share

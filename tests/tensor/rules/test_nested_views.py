@@ -10,7 +10,7 @@ import torch
 
 import shardwright as sw
 from shardwright.layout import Layout, Mesh, Placement
-from shardwright.tensor.local import no_torch_function, tag
+from shardwright.tensor.base.tagging import no_torch_function, tag
 from shardwright.tensor.redistribute import plan
 from shardwright.testing import on_ranks
 

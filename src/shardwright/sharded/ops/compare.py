@@ -18,7 +18,7 @@ from shardwright.sharded.ops.locally import on_shards
 from shardwright.sharded.ops.reduce import along
 from shardwright.sharded.ops.registry import implements_named
 from shardwright.sharded.tensor import ShardedTensor
-from shardwright.tensor.dispatch.registry import canonical_name
+from shardwright.tensor.base.registry import canonical_name
 
 __all__: list[str] = []
 

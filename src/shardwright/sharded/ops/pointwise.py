@@ -18,7 +18,7 @@ from shardwright.sharded.cut_like import cut_like
 from shardwright.sharded.ops.locally import check_operands, kind_of, made_like, on_shards
 from shardwright.sharded.ops.registry import getters, implements, implements_named, name_of, unsupported
 from shardwright.sharded.tensor import ShardedTensor
-from shardwright.tensor.dispatch.registry import canonical_name
+from shardwright.tensor.base.registry import canonical_name
 from shardwright.tensor.rules.elementwise.pointwise import CASTS, COPIES, LINEAR_UNARY, NONLINEAR
 
 __all__ = ["pointwise"]

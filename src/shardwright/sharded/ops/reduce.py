@@ -15,7 +15,7 @@ from shardwright.sharded.metadata import check_tiling
 from shardwright.sharded.ops.locally import check_operands, made_like, recut, recut_shard, whole_of
 from shardwright.sharded.ops.pointwise import pointwise
 from shardwright.sharded.ops.registry import implements_named, unsupported
-from shardwright.tensor.dispatch.registry import canonical_name
+from shardwright.tensor.base.registry import canonical_name
 
 __all__ = ["along", "cut_dims"]
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from shardwright.errors import UnsupportedError
-from shardwright.tensor.dispatch.registry import canonical_name
+from shardwright.tensor.base.registry import canonical_name
 
 __all__ = ["Handler", "call", "getters", "implements", "implements_named", "name_of", "unsupported"]
 

@@ -12,7 +12,7 @@ from shardwright.sharded.base import ShardedTensorBase
 from shardwright.sharded.ops.locally import check_operands, recut, whole_of
 from shardwright.sharded.ops.reduce import cut_dims
 from shardwright.sharded.ops.registry import getters, implements, implements_named, unsupported
-from shardwright.tensor.dispatch.registry import canonical_name
+from shardwright.tensor.base.registry import canonical_name
 
 __all__: list[str] = []
 

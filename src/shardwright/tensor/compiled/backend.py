@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwright.tensor.dispatch.recording import step_of
+from shardwright.tensor.base.capture import step_of
+from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.gradients.enter import move_operand
-from shardwright.tensor.local import DTensorBase
 from shardwright.tensor.moving.introduce import leave_eager
 
 __all__ = ["with_backend"]

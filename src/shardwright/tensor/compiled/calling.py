@@ -12,16 +12,16 @@ from torch import nn
 
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, CaptureError
+from shardwright.tensor.base.capture import is_recording
+from shardwright.tensor.base.custom_op import is_traced
+from shardwright.tensor.base.trace import source_line
 from shardwright.tensor.compiled.backend import with_backend
 from shardwright.tensor.compiled.capturing import capture
 from shardwright.tensor.compiled.holding import Held
 from shardwright.tensor.compiled.inputs import Call, gather
 from shardwright.tensor.compiled.looking import Looks
 from shardwright.tensor.compiled.program import Program
-from shardwright.tensor.dispatch.recording import is_recording
 from shardwright.tensor.moving.introduce import leave_eager
-from shardwright.tensor.moving.opaque import is_traced
-from shardwright.tensor.seeing.trace import source_line
 
 __all__ = ["Compiled", "compile"]
 

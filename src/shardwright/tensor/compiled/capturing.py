@@ -18,12 +18,12 @@ from torch.utils import _pytree as pytree
 
 from shardwright import comm
 from shardwright.errors import CaptureError
+from shardwright.tensor.base.capture import foreign, is_recording, recording, refuse_to_record
+from shardwright.tensor.base.trace import is_of_the_user, source_line
 from shardwright.tensor.compiled.cleaning import clean
 from shardwright.tensor.compiled.program import Program
 from shardwright.tensor.dispatch.call import tensors_in
-from shardwright.tensor.dispatch.recording import foreign, is_recording, recording, refuse_to_record
 from shardwright.tensor.gradients.enter import forget_entered
-from shardwright.tensor.seeing.trace import is_of_the_user, source_line
 
 __all__ = ["capture"]
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwright.errors import CaptureError
+from shardwright.tensor.base import policy
+from shardwright.tensor.base.copied import refuse_stale
+from shardwright.tensor.base.tagging import DTensorBase, no_torch_function
 from shardwright.tensor.compiled.holding import Held
 from shardwright.tensor.compiled.looking import Looks
-from shardwright.tensor.copied import refuse_stale
 from shardwright.tensor.dispatch.picked import Picked
-from shardwright.tensor.local import DTensorBase, no_torch_function
-from shardwright.tensor.seeing import policy
 
 __all__ = ["Call", "gather"]
 

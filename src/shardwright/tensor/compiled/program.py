@@ -10,8 +10,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from shardwright.layout import Layout
-from shardwright.tensor.copied import is_copied, mark_copied, refuse_stale
-from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag
+from shardwright.tensor.base.copied import is_copied, mark_copied, refuse_stale
+from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag
 
 __all__ = ["Program"]
 

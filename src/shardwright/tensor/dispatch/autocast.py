@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.dispatch.call import map_tensors, tensors_in
-from shardwright.tensor.local import DTensorBase
 
 __all__ = ["call_as_cast", "cast_to", "low_dtype"]
 

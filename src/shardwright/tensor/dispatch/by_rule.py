@@ -19,31 +19,31 @@ import torch
 from shardwright import comm
 from shardwright.errors import InPlaceError
 from shardwright.layout import Layout
-from shardwright.tensor.copied import mark_copied, refuse_copied, remember_origin
-from shardwright.tensor.dispatch.autocast import cast_to
-from shardwright.tensor.dispatch.call import Call, map_tensors, take_apart
-from shardwright.tensor.dispatch.choose import Impossible, choose
-from shardwright.tensor.dispatch.outside import is_outside, run_outside
-from shardwright.tensor.dispatch.recording import below_modes
-from shardwright.tensor.dispatch.registry import FAST, Op
-from shardwright.tensor.dispatch.shapes import Outputs, outputs_of
-from shardwright.tensor.dispatch.shown import NOTHING, Shown, note_shown, what_torch_shows
-from shardwright.tensor.dispatch.write_through import is_looked_up
-from shardwright.tensor.gradients.enter import move_operand
-from shardwright.tensor.local import (
+from shardwright.tensor.base import policy
+from shardwright.tensor.base.capture import below_modes
+from shardwright.tensor.base.copied import mark_copied, refuse_copied, remember_origin
+from shardwright.tensor.base.gradient_types import settled
+from shardwright.tensor.base.registry import FAST, Op
+from shardwright.tensor.base.rounding import completing_first
+from shardwright.tensor.base.strategy import Decided, Local, Operand, Situation, Ways
+from shardwright.tensor.base.strides import is_thin
+from shardwright.tensor.base.tagging import (
     DTensorBase,
     disabled,
     no_torch_function,
     tag_results,
     with_dtypes,
 )
+from shardwright.tensor.dispatch.autocast import cast_to
+from shardwright.tensor.dispatch.call import Call, map_tensors, take_apart
+from shardwright.tensor.dispatch.choose import Impossible, choose
+from shardwright.tensor.dispatch.outside import is_outside, run_outside
+from shardwright.tensor.dispatch.shapes import Outputs, outputs_of
+from shardwright.tensor.dispatch.shown import NOTHING, Shown, note_shown, what_torch_shows
+from shardwright.tensor.dispatch.write_through import is_looked_up
+from shardwright.tensor.gradients.enter import move_operand
 from shardwright.tensor.moving.movement import differs
 from shardwright.tensor.rules.elementwise.foreach import LIST_FUNCTIONS
-from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation, Ways
-from shardwright.tensor.rules.rounding import completing_first
-from shardwright.tensor.seeing import policy
-from shardwright.tensor.strides import is_thin
-from shardwright.tensor.types import settled
 
 __all__ = ["CallPlan", "call_by_rule", "call_known", "call_uniform"]
 

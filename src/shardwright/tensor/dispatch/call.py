@@ -11,12 +11,12 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import MeshMismatchError, MixedTensorsError
 from shardwright.layout import Layout
+from shardwright.tensor.base import policy, trace
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.registry import takes_numbers_by_type
+from shardwright.tensor.base.tagging import DTensorBase, alias, disabled, nothing_of, tag, tag_replicated
 from shardwright.tensor.dispatch.reenter import made_by_torch
 from shardwright.tensor.dispatch.refusals import refuse_functional
-from shardwright.tensor.dispatch.registry import takes_numbers_by_type
-from shardwright.tensor.local import DTensorBase, alias, disabled, nothing_of, tag, tag_replicated
-from shardwright.tensor.seeing import policy, trace
-from shardwright.tensor.types import REPLICATE
 
 __all__ = ["Call", "admit", "map_tensors", "take_apart", "tensors_in"]
 

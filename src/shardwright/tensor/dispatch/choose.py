@@ -7,8 +7,8 @@ from math import prod
 
 from shardwright.errors import RuleError
 from shardwright.layout import Layout, Partial, Placement, Ragged, Shard
-from shardwright.tensor.rules.notation import Operand, Way, Ways
-from shardwright.tensor.types import ENTERED, REPLICATE, Entered
+from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE, Entered
+from shardwright.tensor.base.strategy import Operand, Way, Ways
 
 __all__ = ["Impossible", "choose"]
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 
 from shardwright.errors import UnsupportedError
+from shardwright.tensor.base.replaced import is_replaced, replacing
+from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.dispatch.memory import refuse_shard
-from shardwright.tensor.local import DTensorBase
-from shardwright.tensor.replaced import is_replaced, replacing
 
 __all__ = ["install"]
 

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout
-from shardwright.tensor.copied import is_copied, mark_copied, refuse_copied
+from shardwright.tensor.base import policy
+from shardwright.tensor.base.copied import is_copied, mark_copied, refuse_copied
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.registry import canonical_name
+from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag_results, version_of
 from shardwright.tensor.dispatch.call import map_tensors, take_apart
 from shardwright.tensor.dispatch.outside import call_outside, is_outside
-from shardwright.tensor.dispatch.registry import canonical_name
 from shardwright.tensor.dispatch.write_through import refuse_unwritable
-from shardwright.tensor.local import DTensorBase, no_torch_function, tag_results, version_of
 from shardwright.tensor.moving.movement import move
 from shardwright.tensor.randomness import draws_alike
-from shardwright.tensor.seeing import policy
-from shardwright.tensor.types import REPLICATE
 
 __all__ = ["call_replicated"]
 

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import InPlaceError
+from shardwright.tensor.base import trace
+from shardwright.tensor.base.registry import Op, canonical_name, operator
+from shardwright.tensor.base.tagging import DTensorBase, disabled, tag_replicated
 from shardwright.tensor.dispatch.autocast import call_as_cast
 from shardwright.tensor.dispatch.by_rule import call_by_rule
 from shardwright.tensor.dispatch.call import admit, map_tensors
 from shardwright.tensor.dispatch.fallback import call_replicated
 from shardwright.tensor.dispatch.reenter import body_of, writes_on_the_way
 from shardwright.tensor.dispatch.refusals import refuse
-from shardwright.tensor.dispatch.registry import Op, canonical_name, operator
 from shardwright.tensor.dispatch.reshape_in_place import RESHAPES, reshape_in_place
 from shardwright.tensor.dispatch.write_through import is_looked_up, overwrite, refuse_unwritable, written_with
 from shardwright.tensor.gradients import engine
-from shardwright.tensor.local import DTensorBase, disabled, tag_replicated
 from shardwright.tensor.randomness import refuse_plain_draws
 from shardwright.tensor.rules.elementwise.foreach import LISTS, call_on_lists
 from shardwright.tensor.rules.pieces import completed
-from shardwright.tensor.seeing import trace
 
 __all__ = ["PASS_FUNCTIONS", "intercept", "listen"]
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import InPlaceError, UnsupportedError
 from shardwright.layout import Layout, Placement, Ragged, Shard
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.strides import copy_strides
+from shardwright.tensor.base.tagging import DTensorBase, disabled
+from shardwright.tensor.base.writes import count_writes_through
 from shardwright.tensor.gradients.enter import forget_entered
-from shardwright.tensor.local import DTensorBase, disabled
-from shardwright.tensor.strides import copy_strides
-from shardwright.tensor.types import REPLICATE
-from shardwright.tensor.writes import count_writes_through
 
 __all__ = [
     "EXPOSING",

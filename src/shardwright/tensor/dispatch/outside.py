@@ -18,13 +18,13 @@ from torch.utils import _pytree as pytree
 from shardwright import comm
 from shardwright.errors import UnsupportedError
 from shardwright.layout import Layout
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.registry import canonical_name
+from shardwright.tensor.base.strategy import Local
+from shardwright.tensor.base.strides import global_stride
+from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag_results
 from shardwright.tensor.dispatch.call import map_tensors, take_apart
-from shardwright.tensor.dispatch.registry import canonical_name
-from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag_results
 from shardwright.tensor.randomness import next_key
-from shardwright.tensor.rules.notation import Local
-from shardwright.tensor.strides import global_stride
-from shardwright.tensor.types import REPLICATE
 
 __all__ = ["Kind", "call_outside", "empty_results", "is_outside", "run_outside"]
 

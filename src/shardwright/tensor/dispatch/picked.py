@@ -10,18 +10,18 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from shardwright.errors import InPlaceError
-from shardwright.tensor.copied import mark_copied, refuse_stale
+from shardwright.tensor.base import trace
+from shardwright.tensor.base.copied import mark_copied, refuse_stale
+from shardwright.tensor.base.registry import canonical_name
+from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.dispatch.call import tensors_in
 from shardwright.tensor.dispatch.intercept import PASS_FUNCTIONS
 from shardwright.tensor.dispatch.memory import EXPOSING
-from shardwright.tensor.dispatch.registry import canonical_name
 from shardwright.tensor.dispatch.reshape_in_place import RESHAPES
 from shardwright.tensor.dispatch.strided import Strided
 from shardwright.tensor.dispatch.write_through import write_through
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.local import DTensorBase
 from shardwright.tensor.moving.introduce import functions_of, leave_eager
-from shardwright.tensor.seeing import trace
 
 __all__ = ["Picked"]
 

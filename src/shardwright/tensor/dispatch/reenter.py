@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.tensor.local import DTensorBase
+from shardwright.tensor.base.tagging import DTensorBase
 
 __all__ = ["body_of", "made_by_torch", "writes_on_the_way"]
 

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from shardwright.errors import UnsupportedError
+from shardwright.tensor.base.replaced import is_replaced, replacing
+from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.dispatch import constructors
-from shardwright.tensor.local import DTensorBase
-from shardwright.tensor.replaced import is_replaced, replacing
 
 __all__ = ["as_subclass", "install", "refuse", "refuse_functional"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.errors import InPlaceError
-from shardwright.tensor.copied import is_copied
-from shardwright.tensor.local import DTensorBase, no_torch_function
-from shardwright.tensor.strides import copy_strides
+from shardwright.tensor.base.copied import is_copied
+from shardwright.tensor.base.strides import copy_strides
+from shardwright.tensor.base.tagging import DTensorBase, no_torch_function
 
 __all__ = ["RESHAPES", "reshape_in_place"]
 

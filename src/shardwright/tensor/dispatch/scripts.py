@@ -17,10 +17,10 @@ import torch.jit
 from torch import nn
 
 from shardwright.errors import UnsupportedError
+from shardwright.tensor.base.replaced import is_replaced, replacing
+from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.dispatch.call import admit, tensors_in
 from shardwright.tensor.dispatch.fallback import call_replicated
-from shardwright.tensor.local import DTensorBase
-from shardwright.tensor.replaced import is_replaced, replacing
 
 __all__ = ["install"]
 

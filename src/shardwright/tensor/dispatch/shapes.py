@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardwright.tensor.base.capture import unrecorded
+from shardwright.tensor.base.strides import meta_of
 from shardwright.tensor.dispatch.call import map_tensors
-from shardwright.tensor.dispatch.recording import unrecorded
-from shardwright.tensor.strides import meta_of
 
 __all__ = ["Outputs", "call_on_meta", "outputs_of"]
 

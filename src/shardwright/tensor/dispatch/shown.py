@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from shardwright.tensor.base.strides import global_stride, is_contiguous, meta_of, note_strides
+from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.dispatch.call import map_tensors, tensors_in
 from shardwright.tensor.dispatch.shapes import call_on_meta
-from shardwright.tensor.local import DTensorBase
-from shardwright.tensor.strides import global_stride, is_contiguous, meta_of, note_strides
 
 __all__ = ["NOTHING", "Shown", "note_shown", "what_torch_shows"]
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from shardwright.tensor.base.strides import meta_of
+from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.dispatch.call import map_tensors, tensors_in
 from shardwright.tensor.dispatch.shapes import call_on_meta
 from shardwright.tensor.dispatch.shown import note_shown
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.local import DTensorBase
 from shardwright.tensor.moving.introduce import functions_of, leave_eager
-from shardwright.tensor.strides import meta_of
 
 __all__ = ["Strided"]
 

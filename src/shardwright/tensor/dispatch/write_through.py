@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import InPlaceError
-from shardwright.tensor.copied import is_copied, refuse_copied, source_of
-from shardwright.tensor.dispatch.registry import canonical_name
-from shardwright.tensor.local import DTensorBase, no_torch_function, tag
+from shardwright.tensor.base.copied import is_copied, refuse_copied, source_of
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.registry import canonical_name
+from shardwright.tensor.base.strides import global_stride
+from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
+from shardwright.tensor.base.writes import writes_to
 from shardwright.tensor.moving.movement import move
-from shardwright.tensor.strides import global_stride
-from shardwright.tensor.types import REPLICATE
-from shardwright.tensor.writes import writes_to
 
 __all__ = ["is_looked_up", "overwrite", "refuse_unwritable", "write_through", "written_with"]
 

@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 
 from shardwright.errors import RuleError
 from shardwright.layout import Layout, Placement, Ragged, Shard
+from shardwright.tensor.base.capture import unrecorded
+from shardwright.tensor.base.registry import Rule
+from shardwright.tensor.base.strategy import Decided, Local, Run, Situation, Way, Ways
+from shardwright.tensor.base.tagging import alias
 from shardwright.tensor.dispatch.call import map_tensors
-from shardwright.tensor.dispatch.recording import unrecorded
-from shardwright.tensor.dispatch.registry import Rule
-from shardwright.tensor.local import alias
 from shardwright.tensor.rules.elementwise.pointwise import operands_in
-from shardwright.tensor.rules.notation import Decided, Local, Run, Situation, Way, Ways
 
 __all__ = ["checked", "spelled"]
 

@@ -9,7 +9,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from shardwright.errors import RuleError
 from shardwright.layout.layout import forget_plans
-from shardwright.tensor.dispatch.registry import FAST, OPERATORS, UNIFORM, Op, Rule, canonical_name, forget_types
+from shardwright.tensor.base.registry import FAST, OPERATORS, UNIFORM, Op, Rule, canonical_name, forget_types
 from shardwright.tensor.extend.claims import checked
 from shardwright.tensor.extend.notations import indexed
 

@@ -9,11 +9,11 @@ import torch
 
 from shardwright.errors import RuleError
 from shardwright.layout import Partial
-from shardwright.tensor.dispatch.registry import Rule
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.registry import Rule
+from shardwright.tensor.base.strategy import Labels, Operand, Way, Ways, index_ways
 from shardwright.tensor.extend.claims import spelled
 from shardwright.tensor.rules.elementwise.pointwise import broadcast_labels, operands_in
-from shardwright.tensor.rules.notation import Labels, Operand, Way, Ways, index_ways
-from shardwright.tensor.types import REPLICATE
 
 __all__ = ["either", "indexed", "pointwise"]
 

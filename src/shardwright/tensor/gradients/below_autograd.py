@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.tensor.local import no_torch_function
+from shardwright.tensor.base.tagging import no_torch_function
 
 __all__ = ["expect_plain_roots", "install", "run_backward"]
 

@@ -15,12 +15,12 @@ from torch.autograd.graph import GradientEdge
 
 from shardwright.errors import MixedTensorsError, TensorError, UnsupportedError
 from shardwright.layout import Layout, Partial
-from shardwright.tensor.dispatch.recording import refuse_to_record
+from shardwright.tensor.base.capture import refuse_to_record
+from shardwright.tensor.base.gradient_types import dual, settled
+from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.gradients.below_autograd import run_backward
 from shardwright.tensor.gradients.enter import forget_entered, reducing_now
-from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.moving.movement import move
-from shardwright.tensor.types import dual, settled
 
 __all__ = ["backward", "grad", "gradient_layout", "plain_gradient", "register_hook", "shown_gradient"]
 

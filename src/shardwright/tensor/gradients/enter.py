@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout
-from shardwright.tensor.dispatch.recording import as_step, is_recording
-from shardwright.tensor.local import DTensorBase, no_torch_function, tag
+from shardwright.tensor.base.capture import as_step, is_recording
+from shardwright.tensor.base.custom_op import is_traced
+from shardwright.tensor.base.gradient_types import ENTERED, dual, settled
+from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.moving.movement import differs, move
-from shardwright.tensor.moving.opaque import is_traced
-from shardwright.tensor.types import ENTERED, dual, settled
 
 __all__ = ["defer_gradient_reduction", "forget_entered", "move_operand", "reducing_now"]
 

@@ -23,13 +23,13 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from shardwright.errors import MixedTensorsError, TensorError
 from shardwright.layout import Layout
-from shardwright.tensor.dispatch.recording import as_step, is_recording, refuse_to_record
+from shardwright.tensor.base import policy
+from shardwright.tensor.base.capture import as_step, is_recording, refuse_to_record
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.tagging import DTensorBase, alias, disabled, no_torch_function, tag, tag_replicated
 from shardwright.tensor.gradients.below_autograd import expect_plain_roots
 from shardwright.tensor.gradients.engine import plain_gradient, shown_gradient
-from shardwright.tensor.local import DTensorBase, alias, disabled, no_torch_function, tag, tag_replicated
 from shardwright.tensor.moving.movement import move
-from shardwright.tensor.seeing import policy
-from shardwright.tensor.types import REPLICATE
 
 __all__ = ["install", "layouts_of", "with_layout"]
 

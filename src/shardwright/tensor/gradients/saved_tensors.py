@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
+from shardwright.tensor.base.tagging import DTensorBase, alias
 from shardwright.tensor.gradients.functions import layouts_of, with_layout
-from shardwright.tensor.local import DTensorBase, alias
 
 __all__ = ["install"]
 

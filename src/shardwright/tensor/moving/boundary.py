@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, TensorError
 from shardwright.layout import Layout, Mesh
+from shardwright.tensor.base import trace
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.tagging import alias, local_region, no_torch_function, nothing_of, tag
 from shardwright.tensor.dtensor import DTensor
 from shardwright.tensor.gradients.below_autograd import expect_plain_roots
-from shardwright.tensor.local import alias, local_region, no_torch_function, nothing_of, tag
 from shardwright.tensor.moving.cast import cast_before_sending, check_dtypes, move_as
 from shardwright.tensor.moving.from_local import bound_mesh, for_gradient, verify_local
 from shardwright.tensor.moving.introduce import introduce
 from shardwright.tensor.moving.movement import move
 from shardwright.tensor.moving.waiting import start_moving
-from shardwright.tensor.seeing import trace
-from shardwright.tensor.types import REPLICATE
 
 __all__ = [
     "distribute_tensor",

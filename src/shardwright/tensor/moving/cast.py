@@ -12,10 +12,10 @@ from torch import Tensor
 
 from shardwright.errors import ArgumentTypeError, TensorError
 from shardwright.layout import Layout, Placement
-from shardwright.tensor.dispatch.recording import as_step, is_recording
+from shardwright.tensor.base.capture import as_step, is_recording
+from shardwright.tensor.base.gradient_types import REPLICATE, dual
+from shardwright.tensor.base.rounding import keeps_every_value
 from shardwright.tensor.moving.movement import differs, move, shares, summed_up
-from shardwright.tensor.rules.rounding import keeps_every_value
-from shardwright.tensor.types import REPLICATE, dual
 
 __all__ = ["cast_before_sending", "check_dtypes", "move_as"]
 

@@ -20,12 +20,12 @@ from shardwright import comm
 from shardwright.errors import ArgumentTypeError, LocalTensorError, PlacementError, TensorError
 from shardwright.layout import Layout, Mesh, Placement, Ragged, Shard, as_placement
 from shardwright.layout.placement import StridedShard
-from shardwright.tensor.dispatch.recording import refuse_to_record
+from shardwright.tensor.base.capture import refuse_to_record
+from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE
+from shardwright.tensor.base.tagging import alias, no_torch_function, nothing_of, tag
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.local import alias, no_torch_function, nothing_of, tag
 from shardwright.tensor.moving.movement import move
 from shardwright.tensor.redistribute.steps import line
-from shardwright.tensor.types import ENTERED, REPLICATE
 
 __all__ = ["bound_mesh", "for_gradient", "from_local", "layout_of_shards", "verify_local"]
 

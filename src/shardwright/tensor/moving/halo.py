@@ -16,10 +16,10 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import CommError
 from shardwright.layout import Layout, Placement, Ragged, Region, Shard
-from shardwright.tensor.dispatch.recording import as_step, is_recording
+from shardwright.tensor.base import divergence, policy, trace
+from shardwright.tensor.base.capture import as_step, is_recording
 from shardwright.tensor.redistribute.packing import pack, unpack
 from shardwright.tensor.redistribute.schedule import Message, Schedule
-from shardwright.tensor.seeing import divergence, policy, trace
 
 __all__ = ["Halo", "widen"]
 

@@ -18,10 +18,10 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch.optim.optimizer import _foreach_supported_types as optimized
 from torch.utils._foreach_utils import _foreach_supported_types as clipped
 
+from shardwright.tensor.base.replaced import is_replaced, replacing
+from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.dispatch import refusals, scripts
 from shardwright.tensor.gradients import below_autograd, functions, module_hooks, saved_tensors
-from shardwright.tensor.local import DTensorBase
-from shardwright.tensor.replaced import is_replaced, replacing
 
 __all__ = ["functions_of", "introduce", "leave_eager"]
 

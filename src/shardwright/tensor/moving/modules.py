@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, TensorError
+from shardwright.tensor.base.tagging import no_torch_function
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.local import no_torch_function
 from shardwright.tensor.moving.boundary import distribute_tensor
 
 __all__ = ["distribute_module"]

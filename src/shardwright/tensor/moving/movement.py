@@ -14,11 +14,11 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import CommError, PartialGradientError
 from shardwright.layout import Layout, Partial
-from shardwright.tensor.dispatch.recording import as_step, is_recording
-from shardwright.tensor.moving.opaque import define_move, is_traced, move_as_operator
+from shardwright.tensor.base import divergence, trace
+from shardwright.tensor.base.capture import as_step, is_recording
+from shardwright.tensor.base.custom_op import define_move, is_traced, move_as_operator
+from shardwright.tensor.base.gradient_types import dual
 from shardwright.tensor.redistribute import execute, local_shape, plan
-from shardwright.tensor.seeing import divergence, trace
-from shardwright.tensor.types import dual
 
 __all__ = ["differs", "move", "shares", "summed_up", "unaveraged"]
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from shardwright.layout import Layout
+from shardwright.tensor.base import trace
+from shardwright.tensor.base.tagging import no_torch_function, tag
 from shardwright.tensor.dispatch.call import tensors_in
 from shardwright.tensor.dtensor import DTensor
-from shardwright.tensor.local import no_torch_function, tag
 from shardwright.tensor.redistribute import Moving, plan, start
-from shardwright.tensor.seeing import trace
 
 __all__ = ["Waiting", "start_moving"]
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from shardwright import comm
 from shardwright.layout import Layout, Placement, Shard
-from shardwright.tensor.local import DTensorBase, no_torch_function, tag
+from shardwright.tensor.base import policy
+from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE, settled
+from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.moving.movement import move
 from shardwright.tensor.rules.index.pick import cutting
-from shardwright.tensor.seeing import policy
-from shardwright.tensor.types import ENTERED, REPLICATE, settled
 
 __all__ = ["Pieces", "brought", "completed", "pieces_of", "pieces_of_all", "reduced", "replicated"]
 

@@ -9,8 +9,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from shardwright.tensor.local import DTensorBase, no_torch_function, tag
-from shardwright.tensor.seeing.trace import Trace, trace
+from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
+from shardwright.tensor.base.trace import Trace, trace
 
 __all__ = ["explain"]
 

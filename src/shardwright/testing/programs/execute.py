@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwright.errors import ShardwrightError
 from shardwright.layout import Layout
-from shardwright.tensor.local import DTensorBase
+from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.testing.programs.compare import (
     difference,
     is_readable,

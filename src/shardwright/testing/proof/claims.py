@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from shardwright.errors import ShardwrightError, TensorError
 from shardwright.layout import Layout, Mesh, Placement
+from shardwright.tensor.base.gradient_types import settled
+from shardwright.tensor.base.registry import Rule
+from shardwright.tensor.base.rounding import completing_first, never_partial
+from shardwright.tensor.base.strategy import Decided, Operand, Run, Way, Ways
 from shardwright.tensor.dispatch.choose import Impossible, choose
-from shardwright.tensor.dispatch.registry import Rule
-from shardwright.tensor.rules.notation import Decided, Operand, Run, Way, Ways
-from shardwright.tensor.rules.rounding import completing_first, never_partial
-from shardwright.tensor.types import settled
 from shardwright.testing.proof.sample import Reference, Sample
 from shardwright.testing.proof.splitting import Mismatch
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shardwright.errors import TensorError
 from shardwright.layout import Layout, Mesh, Placement
-from shardwright.tensor.local import DTensorBase, no_torch_function, tag
-from shardwright.tensor.seeing.trace import trace
+from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
+from shardwright.tensor.base.trace import trace
 from shardwright.testing.operators.database import Entry, OpSample, entry, samples_of
 from shardwright.testing.proof.apart import apart
 from shardwright.testing.proof.parts import PartCall, parts_of, pattern_of

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout, Partial
-from shardwright.tensor.rules.notation import Situation
-from shardwright.tensor.types import dual
+from shardwright.tensor.base.gradient_types import dual
+from shardwright.tensor.base.strategy import Situation
 from shardwright.testing.proof.claims import Claim
 from shardwright.testing.proof.sample import Reference, Sample, reaching_gradients
 from shardwright.testing.proof.splitting import Mismatch, assemble, check_shapes, compare, split

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout, Mesh, Placement, Replicate, Shard
+from shardwright.tensor.base.registry import operator
+from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
+from shardwright.tensor.base.trace import trace
 from shardwright.tensor.dispatch.intercept import listen
-from shardwright.tensor.dispatch.registry import operator
-from shardwright.tensor.local import DTensorBase, no_torch_function, tag
-from shardwright.tensor.seeing.trace import trace
 
 __all__ = ["PartCall", "parts_of", "pattern_of"]
 

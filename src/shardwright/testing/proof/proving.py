@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardwright.errors import TensorError
 from shardwright.layout import Layout, Placement
-from shardwright.tensor.dispatch.registry import Rule, canonical_name, operator
-from shardwright.tensor.rules.notation import Way
+from shardwright.tensor.base.registry import Rule, canonical_name, operator
+from shardwright.tensor.base.strategy import Way
 from shardwright.testing.proof.claims import Claim, ask
 from shardwright.testing.proof.judge import DIFFERENTIABLE, judge
 from shardwright.testing.proof.placing import combinations_of, placements_of
@@ -39,7 +39,7 @@ def prove(func: Any, *args: Any, ranks: int = 3, rule: Rule | None = None, value
 
     >>> import torch
     >>> from shardwright.layout import Partial, Replicate, Shard
-    >>> from shardwright.tensor.rules.notation import Way, Ways
+    >>> from shardwright.tensor.base.strategy import Way, Ways
     >>> proof = prove(torch.mm, torch.randn(4, 2), torch.randn(2, 5))
     >>> assert not proof.wrong, proof
 

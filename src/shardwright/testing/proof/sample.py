@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.tensor.rules.notation import Local
+from shardwright.tensor.base.strategy import Local
 
 __all__ = ["Reference", "Sample", "refer"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.layout import Layout
-from shardwright.tensor.dispatch.registry import rule
-from shardwright.tensor.rules.notation import Decided, Operand
-from shardwright.tensor.types import REPLICATE, settled
+from shardwright.tensor.base.gradient_types import REPLICATE, settled
+from shardwright.tensor.base.registry import rule
+from shardwright.tensor.base.strategy import Decided, Operand
 
 __all__: list[str] = []
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Region
-from shardwright.tensor.dispatch.registry import composite, rule
+from shardwright.tensor.base.gradient_types import REPLICATE, settled
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Decided, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.random import (
     fill_bernoulli,
     fill_cauchy,
@@ -23,8 +25,6 @@ from shardwright.tensor.random import (
 from shardwright.tensor.randomness import fill_local, refuse_generator
 from shardwright.tensor.rules.elementwise.overwrite import as_addend, overwriting
 from shardwright.tensor.rules.elementwise.pointwise import broadcast_labels
-from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation, Ways, index_ways
-from shardwright.tensor.types import REPLICATE, settled
 
 __all__ = ["IN_PLACE", "Draw"]
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from shardwright.layout import Layout, Mesh
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.registry import composite
+from shardwright.tensor.base.tagging import DTensorBase, tag
 from shardwright.tensor.dispatch.call import tensors_in
 from shardwright.tensor.dispatch.fallback import call_replicated
 from shardwright.tensor.dispatch.reenter import body_of
-from shardwright.tensor.dispatch.registry import composite
-from shardwright.tensor.local import DTensorBase, tag
 from shardwright.tensor.random import fill_uniform
 from shardwright.tensor.randomness import fill_local, refuse_generator, scratch_seed
-from shardwright.tensor.types import REPLICATE
 
 __all__ = ["call_seeded"]
 

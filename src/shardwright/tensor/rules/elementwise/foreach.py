@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import InPlaceError, TensorError
 from shardwright.layout import Layout
-from shardwright.tensor.local import DTensorBase, disabled, no_torch_function, tag_replicated
+from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function, tag_replicated
 from shardwright.tensor.redistribute.steps import line
 
 __all__ = ["LISTS", "LIST_FUNCTIONS", "call_on_lists"]

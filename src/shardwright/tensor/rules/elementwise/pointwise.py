@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.dispatch.registry import composite, mark_fast, mark_uniform, rule
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.registry import composite, mark_fast, mark_uniform, rule
+from shardwright.tensor.base.rounding import keeps_every_value
+from shardwright.tensor.base.strategy import Decided, Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.rules.elementwise.overwrite import as_addend, overwriting
-from shardwright.tensor.rules.notation import Decided, Labels, Local, Operand, Situation, Ways, index_ways
-from shardwright.tensor.rules.rounding import keeps_every_value
-from shardwright.tensor.types import REPLICATE
 
 __all__ = ["broadcast_labels", "operands_in", "pointwise"]
 

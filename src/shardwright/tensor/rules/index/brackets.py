@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.tensor.dispatch.registry import composite, rule
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Decided, Operand, Ways
+from shardwright.tensor.base.tagging import DTensorBase, layout_of, no_torch_function, tag_replicated
+from shardwright.tensor.base.writes import storage_of
 from shardwright.tensor.dispatch.write_through import is_looked_up, overwrite
-from shardwright.tensor.local import DTensorBase, layout_of, no_torch_function, tag_replicated
 from shardwright.tensor.rules.index.gather import advanced_ways
 from shardwright.tensor.rules.index.masked import pick_masked
 from shardwright.tensor.rules.index.pick import Item, cutting, moves, pick, resolved
 from shardwright.tensor.rules.index.scatter import written_ways
-from shardwright.tensor.rules.notation import Decided, Operand, Ways
-from shardwright.tensor.writes import storage_of
 
 __all__: list[str] = []
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Region
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Label, Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.tagging import layout_of
 from shardwright.tensor.dispatch.call import tensors_in
-from shardwright.tensor.dispatch.registry import composite, rule
-from shardwright.tensor.local import layout_of
 from shardwright.tensor.rules.index.pick import cutting
 from shardwright.tensor.rules.nn.embedding import check_range
-from shardwright.tensor.rules.notation import Label, Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.rules.space.neighbourhood import nothing_of
 
 __all__ = ["advanced_labels", "advanced_ways", "located"]

@@ -9,15 +9,15 @@ import torch
 
 from shardwright.errors import TensorError
 from shardwright.layout import Layout
-from shardwright.tensor.dispatch.registry import composite, rule
-from shardwright.tensor.local import DTensorBase, layout_of, no_torch_function, tag
+from shardwright.tensor.base import policy
+from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE, settled
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Operand, Ways, index_ways
+from shardwright.tensor.base.tagging import DTensorBase, layout_of, no_torch_function, tag
 from shardwright.tensor.moving.movement import move
-from shardwright.tensor.rules.notation import Operand, Ways, index_ways
 from shardwright.tensor.rules.order.select import as_found, by_rows
 from shardwright.tensor.rules.pieces import brought, pieces_of, pieces_of_all
 from shardwright.tensor.rules.space.neighbourhood import nothing_of
-from shardwright.tensor.seeing import policy
-from shardwright.tensor.types import ENTERED, REPLICATE, settled
 
 __all__ = ["pick_masked"]
 

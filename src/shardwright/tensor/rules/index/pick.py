@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout, Partial, Placement, Ragged, Region, Shard
+from shardwright.tensor.base.gradient_types import REPLICATE, SUM
+from shardwright.tensor.base.strategy import Decided, Local, Operand, Situation
 from shardwright.tensor.dispatch.call import tensors_in
-from shardwright.tensor.rules.notation import Decided, Local, Operand, Situation
 from shardwright.tensor.rules.shape.views import evenly, piece_sizes
-from shardwright.tensor.types import REPLICATE, SUM
 
 __all__ = ["Item", "cutting", "first_tensor", "moves", "pick", "pick_each", "resolved"]
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.tensor.base.registry import canonical_name, composite, rule
+from shardwright.tensor.base.strategy import Label, Labels, Local, Operand, Run, Situation, Ways, index_ways
+from shardwright.tensor.base.tagging import DTensorBase, layout_of
 from shardwright.tensor.dispatch.call import tensors_in
-from shardwright.tensor.dispatch.registry import canonical_name, composite, rule
-from shardwright.tensor.local import DTensorBase, layout_of
 from shardwright.tensor.rules.index.gather import advanced_labels, located
 from shardwright.tensor.rules.index.pick import cutting
 from shardwright.tensor.rules.nn.embedding import check_range
-from shardwright.tensor.rules.notation import Label, Labels, Local, Operand, Run, Situation, Ways, index_ways
 from shardwright.tensor.rules.space.neighbourhood import nothing_of
 
 __all__ = ["written_ways"]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from shardwright.layout import Shard
-from shardwright.tensor.dispatch.registry import composite, mark_fast, rule
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.registry import composite, mark_fast, rule
+from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Way, Ways, index_ways
 from shardwright.tensor.rules.elementwise.pointwise import broadcast_labels, operands_in, pointwise
-from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Way, Ways, index_ways
-from shardwright.tensor.types import REPLICATE
 
 __all__: list[str] = []
 

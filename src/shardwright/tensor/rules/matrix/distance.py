@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.dispatch.registry import composite, rule
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Label, Local, Operand, Ways, index_ways
 from shardwright.tensor.rules.matrix.linalg import batched
-from shardwright.tensor.rules.notation import Label, Local, Operand, Ways, index_ways
 
 __all__: list[str] = []
 

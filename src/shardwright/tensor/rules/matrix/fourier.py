@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.dispatch.registry import composite, rule
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Label, Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.rules.matrix.linalg import unless_meta
-from shardwright.tensor.rules.notation import Label, Labels, Local, Operand, Situation, Ways, index_ways
 
 __all__: list[str] = []
 

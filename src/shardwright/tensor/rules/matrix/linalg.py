@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Label, Labels, Local, Operand, Situation, Way, Ways, index_ways
 from shardwright.tensor.dispatch.call import tensors_in
-from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.rules.elementwise.pointwise import operands_in
-from shardwright.tensor.rules.notation import Label, Labels, Local, Operand, Situation, Way, Ways, index_ways
-from shardwright.tensor.types import REPLICATE
 
 __all__: list[str] = []
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from shardwright.tensor.base.registry import rule
+from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.dispatch.autocast import low_dtype
-from shardwright.tensor.dispatch.registry import rule
-from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
 
 __all__: list[str] = []
 

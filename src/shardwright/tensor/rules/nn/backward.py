@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright.tensor.dispatch.registry import rule
+from shardwright.tensor.base.registry import rule
+from shardwright.tensor.base.strategy import Operand, Ways, index_ways
 from shardwright.tensor.rules.elementwise.pointwise import pointwise
-from shardwright.tensor.rules.notation import Operand, Ways, index_ways
 
 __all__ = ["ELEMENTWISE"]
 

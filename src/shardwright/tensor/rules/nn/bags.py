@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own short name
 
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Label, Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.dispatch.fallback import call_replicated
-from shardwright.tensor.dispatch.registry import composite, rule
 from shardwright.tensor.rules.nn.embedding import check_range, refuse_sparse
-from shardwright.tensor.rules.notation import Label, Labels, Local, Operand, Situation, Ways, index_ways
 
 __all__: list[str] = []
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.dispatch.registry import composite, rule
-from shardwright.tensor.local import tag_replicated
-from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.tagging import tag_replicated
 
 __all__: list[str] = []
 

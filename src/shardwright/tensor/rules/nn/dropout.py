@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout
-from shardwright.tensor.dispatch.registry import rule
+from shardwright.tensor.base.registry import rule
+from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.random import fill_bernoulli, fill_scaled_mask
 from shardwright.tensor.randomness import fill_local
-from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
 
 __all__: list[str] = []
 

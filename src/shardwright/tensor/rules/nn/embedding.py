@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UnsupportedError
-from shardwright.tensor.dispatch.recording import as_step
-from shardwright.tensor.dispatch.registry import composite, rule
-from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.capture import as_step
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
 
 __all__ = ["check_range", "refuse_sparse"]
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.tensor.base.registry import Op, composite, rule
+from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag_replicated
 from shardwright.tensor.dispatch.by_rule import call_by_rule
 from shardwright.tensor.dispatch.call import map_tensors, tensors_in
-from shardwright.tensor.dispatch.registry import Op, composite, rule
-from shardwright.tensor.local import DTensorBase, alias, no_torch_function, tag_replicated
 from shardwright.tensor.rules.elementwise.pointwise import broadcast_labels, operands_in, pointwise
 from shardwright.tensor.rules.nn.embedding import check_range
-from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
 
 __all__: list[str] = []
 

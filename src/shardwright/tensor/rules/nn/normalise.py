@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.dispatch.registry import composite, rule
-from shardwright.tensor.local import DTensorBase, tag_replicated
-from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.tagging import DTensorBase, tag_replicated
 from shardwright.tensor.rules.pieces import completed
 
 __all__: list[str] = []

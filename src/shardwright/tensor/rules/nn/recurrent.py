@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.dispatch.registry import composite, rule
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Labels, Ways, index_ways
 from shardwright.tensor.rules.create.seeded import call_seeded
 from shardwright.tensor.rules.elementwise.pointwise import operands_in
-from shardwright.tensor.rules.notation import Labels, Ways, index_ways
 
 __all__: list[str] = []
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.dispatch.registry import composite, mark_fast, rule
-from shardwright.tensor.rules.notation import Operand, Ways, index_ways
+from shardwright.tensor.base.registry import composite, mark_fast, rule
+from shardwright.tensor.base.strategy import Operand, Ways, index_ways
 
 __all__: list[str] = []
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardwright import comm
 from shardwright.layout import Layout
-from shardwright.tensor.dispatch.registry import composite
-from shardwright.tensor.local import no_torch_function, tag, tag_replicated
+from shardwright.tensor.base.registry import composite
+from shardwright.tensor.base.tagging import no_torch_function, tag, tag_replicated
 from shardwright.tensor.rules.index.places import place_in_whole
 from shardwright.tensor.rules.pieces import Pieces, completed, pieces_of, pieces_of_all, reduced
 from shardwright.tensor.rules.reduction.reduce import extreme_cut

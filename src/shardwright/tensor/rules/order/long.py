@@ -16,10 +16,10 @@ from torch import Tensor
 
 from shardwright import comm
 from shardwright.layout import Layout, Placement
-from shardwright.tensor.local import no_torch_function, tag
+from shardwright.tensor.base import policy, trace
+from shardwright.tensor.base.gradient_types import REPLICATE, SUM
+from shardwright.tensor.base.tagging import no_torch_function, tag
 from shardwright.tensor.rules.pieces import Pieces, completed
-from shardwright.tensor.seeing import policy, trace
-from shardwright.tensor.types import REPLICATE, SUM
 
 __all__ = ["LONG", "can_be_ordered", "nth", "order_long"]
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from shardwright.layout import Layout
+from shardwright.tensor.base.gradient_types import SUM
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Label, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.tagging import no_torch_function, tag, tag_replicated
 from shardwright.tensor.dispatch.call import tensors_in
-from shardwright.tensor.dispatch.registry import composite, rule
-from shardwright.tensor.local import no_torch_function, tag, tag_replicated
-from shardwright.tensor.rules.notation import Label, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.rules.pieces import pieces_of, pieces_of_all, replicated
-from shardwright.tensor.types import SUM
 
 __all__: list[str] = []
 

@@ -14,15 +14,15 @@ import torch.nn.functional as F  # noqa: N812  # torch's own short name
 from torch import Tensor
 
 from shardwright.layout import Layout, Placement, Ragged, Shard
-from shardwright.tensor.dispatch.registry import composite, rule
-from shardwright.tensor.local import no_torch_function, tag
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Label, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.tagging import no_torch_function, tag
 from shardwright.tensor.rules.index.pick import cutting
 from shardwright.tensor.rules.index.places import place_in_region
 from shardwright.tensor.rules.nn.embedding import check_range
-from shardwright.tensor.rules.notation import Label, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.rules.pieces import Pieces, brought, completed, pieces_of, pieces_of_all
 from shardwright.tensor.rules.shape.views import evenly
-from shardwright.tensor.types import REPLICATE
 
 __all__ = ["as_found", "by_rows"]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.dispatch.registry import composite, rule
-from shardwright.tensor.rules.notation import Label, Labels, Operand, Ways, index_ways
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Label, Labels, Operand, Ways, index_ways
 from shardwright.tensor.rules.order.extremes import kth_of_few
 from shardwright.tensor.rules.order.long import LONG, can_be_ordered, nth, order_long
 from shardwright.tensor.rules.pieces import Pieces, completed, pieces_of, pieces_of_all, replicated

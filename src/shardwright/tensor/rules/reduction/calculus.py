@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.dispatch.registry import composite
+from shardwright.tensor.base.registry import composite
 
 __all__: list[str] = []
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from shardwright.layout import Partial
-from shardwright.tensor.dispatch.registry import composite, rule
-from shardwright.tensor.local import DTensorBase, no_torch_function, tag
-from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Way, Ways, index_ways
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Way, Ways, index_ways
+from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.rules.pieces import brought, completed, pieces_of_all, replicated
 from shardwright.tensor.rules.reduction.reduce import reduced_dims
-from shardwright.tensor.types import REPLICATE
 
 __all__: list[str] = []
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.dispatch.registry import composite, rule
-from shardwright.tensor.rules.notation import Label, Operand, Ways, index_ways
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Label, Operand, Ways, index_ways
 from shardwright.tensor.rules.reduction.reduce import is_cut, reduced_dims, reduction_labels
 
 __all__: list[str] = []

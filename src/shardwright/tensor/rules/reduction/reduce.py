@@ -11,14 +11,14 @@ from torch import Tensor
 
 from shardwright.errors import TensorError
 from shardwright.layout import Layout
-from shardwright.tensor.dispatch.registry import composite, mark_fast, rule
-from shardwright.tensor.local import alias, no_torch_function, tag
+from shardwright.tensor.base.gradient_types import ENTERED
+from shardwright.tensor.base.registry import composite, mark_fast, rule
+from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.tagging import alias, no_torch_function, tag
 from shardwright.tensor.moving.movement import move
 from shardwright.tensor.redistribute.neutral import neutral
 from shardwright.tensor.rules.elementwise.pointwise import pointwise
-from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.rules.pieces import completed
-from shardwright.tensor.types import ENTERED
 
 __all__ = ["along", "extreme_cut", "is_cut", "reduced_dims", "reduction_labels"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.tensor.dispatch.registry import composite
-from shardwright.tensor.local import no_torch_function, tag
+from shardwright.tensor.base.registry import composite
+from shardwright.tensor.base.tagging import no_torch_function, tag
 from shardwright.tensor.rules.pieces import completed, pieces_of
 
 __all__: list[str] = []

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from shardwright.layout import Shard
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.registry import composite
+from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag, tag_replicated
 from shardwright.tensor.dispatch.outside import is_outside
-from shardwright.tensor.dispatch.registry import composite
-from shardwright.tensor.local import DTensorBase, no_torch_function, tag, tag_replicated
 from shardwright.tensor.rules.pieces import brought, completed, pieces_of_all, replicated
-from shardwright.tensor.types import REPLICATE
 
 __all__: list[str] = []
 

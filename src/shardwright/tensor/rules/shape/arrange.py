@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from shardwright.layout import Layout, Placement, Ragged, Shard
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.registry import Op, composite, rule
+from shardwright.tensor.base.strategy import Label, Local, Operand, Situation, Way, Ways, index_ways
+from shardwright.tensor.base.tagging import DTensorBase, layout_of, local_region, no_torch_function, tag
 from shardwright.tensor.dispatch import by_rule  # it imports the rules, and is there by the time they are asked
-from shardwright.tensor.dispatch.registry import Op, composite, rule
-from shardwright.tensor.local import DTensorBase, layout_of, local_region, no_torch_function, tag
 from shardwright.tensor.moving.halo import widen
 from shardwright.tensor.rules.index.pick import cutting, first_tensor
-from shardwright.tensor.rules.notation import Label, Local, Operand, Situation, Way, Ways, index_ways
 from shardwright.tensor.rules.pieces import brought
 from shardwright.tensor.rules.shape.views import evenly, piece_sizes
 from shardwright.tensor.rules.space.neighbourhood import Sliding, halo_of, nothing_of, or_nothing, where_cut, with_halo
-from shardwright.tensor.types import REPLICATE
 
 __all__: list[str] = []
 

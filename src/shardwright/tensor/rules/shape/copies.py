@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from shardwright.errors import UnsupportedError
-from shardwright.tensor.copied import is_copied, mark_copied
-from shardwright.tensor.dispatch.registry import composite, rule
-from shardwright.tensor.local import DTensorBase, layout_of, no_torch_function
-from shardwright.tensor.rules.notation import Operand, Ways, index_ways
-from shardwright.tensor.strides import is_contiguous
-from shardwright.tensor.types import REPLICATE
+from shardwright.tensor.base.copied import is_copied, mark_copied
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Operand, Ways, index_ways
+from shardwright.tensor.base.strides import is_contiguous
+from shardwright.tensor.base.tagging import DTensorBase, layout_of, no_torch_function
 
 __all__: list[str] = []
 

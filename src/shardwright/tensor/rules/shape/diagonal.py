@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from shardwright.layout import Ragged, Region, Shard
-from shardwright.tensor.dispatch.registry import composite, rule
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Label, Local, Operand, Situation, Way, Ways, index_ways
 from shardwright.tensor.rules.index.pick import cutting, first_tensor
-from shardwright.tensor.rules.notation import Label, Local, Operand, Situation, Way, Ways, index_ways
 from shardwright.tensor.rules.shape.views import evenly, piece_sizes
 
 __all__ = ["on_diagonal"]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from shardwright.layout import Placement, Shard
-from shardwright.tensor.dispatch.registry import composite, rule
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Label, Operand, Way, Ways, index_ways
 from shardwright.tensor.rules.index.pick import cutting
-from shardwright.tensor.rules.notation import Label, Operand, Way, Ways, index_ways
 from shardwright.tensor.rules.shape.views import evenly, piece_sizes
 from shardwright.tensor.rules.space.neighbourhood import or_nothing
 

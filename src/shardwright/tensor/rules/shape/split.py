@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.dispatch.registry import composite, rule
-from shardwright.tensor.local import DTensorBase
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Decided, Label, Operand, Ways, index_ways
+from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.rules.index.pick import pick_each, resolved
-from shardwright.tensor.rules.notation import Decided, Label, Operand, Ways, index_ways
 
 __all__: list[str] = []
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout, Region
-from shardwright.tensor.dispatch.registry import composite, rule
-from shardwright.tensor.local import layout_of, no_torch_function, tag
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Operand, Ways, index_ways
+from shardwright.tensor.base.tagging import layout_of, no_torch_function, tag
 from shardwright.tensor.moving.halo import Halo, widen
 from shardwright.tensor.rules.index.pick import cutting
-from shardwright.tensor.rules.notation import Operand, Ways, index_ways
 
 __all__: list[str] = []
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from shardwright.layout import Layout, Placement, Ragged, Shard
-from shardwright.tensor.dispatch.registry import composite, mark_fast, rule
-from shardwright.tensor.rules.notation import Decided, Labels, Local, Operand, Situation, Ways, index_ways
-from shardwright.tensor.types import REPLICATE
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.registry import composite, mark_fast, rule
+from shardwright.tensor.base.strategy import Decided, Labels, Local, Operand, Situation, Ways, index_ways
 
 __all__ = ["evenly", "piece_sizes", "regroup"]
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Ragged
+from shardwright.tensor.base.registry import rule
+from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Way, Ways, index_ways
 from shardwright.tensor.dispatch.autocast import low_dtype
-from shardwright.tensor.dispatch.registry import rule
 from shardwright.tensor.moving.halo import widen
-from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Way, Ways, index_ways
 from shardwright.tensor.rules.space.neighbourhood import (
     Reach,
     Sliding,

@@ -13,10 +13,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from shardwright.tensor.dispatch.registry import rule
+from shardwright.tensor.base.registry import rule
+from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.moving.halo import widen
 from shardwright.tensor.rules.index.pick import first_tensor
-from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.rules.space.neighbourhood import (
     Reach,
     by_halo,

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout, Placement, Ragged, Region, Shard
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.registry import Op, Rule, composite
+from shardwright.tensor.base.strategy import Local, Operand, Situation, Way
+from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.dispatch import by_rule  # it imports the rules, and is there by the time they are asked
 from shardwright.tensor.dispatch.call import tensors_in
-from shardwright.tensor.dispatch.registry import Op, Rule, composite
-from shardwright.tensor.local import DTensorBase
 from shardwright.tensor.moving.halo import Halo
 from shardwright.tensor.rules.index.pick import cutting
-from shardwright.tensor.rules.notation import Local, Operand, Situation, Way
 from shardwright.tensor.rules.shape.views import evenly, piece_sizes
-from shardwright.tensor.types import REPLICATE
 
 __all__ = [
     "Piece",

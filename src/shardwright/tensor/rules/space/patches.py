@@ -6,9 +6,9 @@ from math import prod
 from typing import Any
 
 from shardwright.layout import Ragged, Shard
-from shardwright.tensor.dispatch.registry import composite, rule
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Labels, Operand, Way, Ways, index_ways
 from shardwright.tensor.rules.index.pick import cutting
-from shardwright.tensor.rules.notation import Labels, Operand, Way, Ways, index_ways
 from shardwright.tensor.rules.shape.views import evenly, piece_sizes
 from shardwright.tensor.rules.space.neighbourhood import each, or_nothing
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F  # noqa: N812  # torch's own short name
 from torch import Tensor
 
 from shardwright.layout import Layout
-from shardwright.tensor.dispatch.registry import composite, rule
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.moving.halo import widen
 from shardwright.tensor.rules.index.pick import cutting, first_tensor
-from shardwright.tensor.rules.notation import Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.rules.space.neighbourhood import (
     Piece,
     Reach,

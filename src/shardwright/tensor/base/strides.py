@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout
-from shardwright.tensor.local import DTensorBase, disabled, no_torch_function
+from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function
 
 __all__ = ["copy_strides", "global_stride", "is_contiguous", "is_thin", "meta_of", "note_strides"]
 

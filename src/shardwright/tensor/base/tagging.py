@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.layout import Layout, Mesh, Region
 from shardwright.layout.layout import forget_plans
-from shardwright.tensor.types import REPLICATE
+from shardwright.tensor.base.gradient_types import REPLICATE
 
 __all__ = [
     "DTensorBase",

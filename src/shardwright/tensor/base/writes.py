@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardwright.layout import Layout
-from shardwright.tensor.dispatch.recording import is_recording
-from shardwright.tensor.local import DTensorBase, disabled, no_torch_function
+from shardwright.tensor.base.capture import is_recording
+from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function
 
 __all__ = ["Written", "count_writes_through", "data_of", "storage_of", "was_written", "writes_to"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 if TYPE_CHECKING:  # the rules register themselves here: this module comes before them
-    from shardwright.tensor.rules.notation import Decided, Ways
+    from shardwright.tensor.base.strategy import Decided, Ways
 
 __all__ = [
     "FAST",

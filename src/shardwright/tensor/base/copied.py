@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from shardwright.errors import InPlaceError
-from shardwright.tensor.local import DTensorBase
-from shardwright.tensor.writes import storage_of, was_written, writes_to
+from shardwright.tensor.base.tagging import DTensorBase
+from shardwright.tensor.base.writes import storage_of, was_written, writes_to
 
 __all__ = ["is_copied", "mark_copied", "refuse_copied", "refuse_stale", "remember_origin", "source_of"]
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from shardwright import comm
 from shardwright.errors import CommError, ProgramMismatchError, RankLostError
 from shardwright.layout import Layout
-from shardwright.tensor.seeing.trace import doing, source_line
+from shardwright.tensor.base.trace import doing, source_line
 
 __all__ = ["compare_notes", "post_mortem", "verify_ranks"]
 

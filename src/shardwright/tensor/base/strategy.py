@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from shardwright.layout import Layout, Partial, Placement, Ragged, Shard
-from shardwright.tensor.types import REPLICATE, SUM
+from shardwright.tensor.base.gradient_types import REPLICATE, SUM
 
 __all__ = ["Decided", "Labels", "Operand", "Run", "Way", "Ways", "index_ways", "spell"]
 

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from shardwright.errors import CaptureError
 from shardwright.layout import Layout
-from shardwright.tensor.local import DTensorBase, alias, tag
-from shardwright.tensor.seeing.trace import source_line
+from shardwright.tensor.base.tagging import DTensorBase, alias, tag
+from shardwright.tensor.base.trace import source_line
 
 __all__ = [
     "as_step",

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from shardwright.tensor.rules.notation import Operand, Way, Ways
+from shardwright.tensor.base.strategy import Operand, Way, Ways
 
 __all__ = ["completing_first", "keeps_every_value", "never_partial"]
 

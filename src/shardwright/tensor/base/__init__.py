@@ -1,0 +1,1 @@
+"""What lies beneath the dispatcher: tags, gradient types, strategies, the registry, traces and policies."""
