@@ -261,13 +261,8 @@ def timed(work: Operation, root: Path, number: int) -> float:
 
 
 def killed_in(work: Operation, root: Path, number: int, victim: int, moment: float, call: int) -> None:
-    """The victim is killed so many seconds after the work began, or at this call, whichever comes first.
-
-    The channel of saves in the background is open by then: a rank that dies before ranks have met there is noticed at
-    the timeout, which is longer than the test waits.
-    """
+    """The victim is killed so many seconds after the work began, or at this call, whichever comes first."""
     comm.gather_bytes(b"all here")
-    comm.agree(lambda: None, what="all here", group=comm.world().aside("checkpoint"))
     if comm.world().rank == victim:
         threading.Thread(target=lambda: (time.sleep(moment), die()), daemon=True).start()
         left = iter(range(call))

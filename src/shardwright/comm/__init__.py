@@ -9,7 +9,7 @@ from shardwright.comm.collectives import (
     start_all_to_all,
     start_broadcast,
 )
-from shardwright.comm.coordinate import default_timeout, gather_bytes
+from shardwright.comm.coordinate import gather_bytes
 from shardwright.comm.exchange import exchange, start_exchange
 from shardwright.comm.fold import ReduceOp
 from shardwright.comm.group import Group, forget, mesh_group, on_forget, subgroup, world
@@ -34,6 +34,7 @@ from shardwright.comm.reduce import (
     start_reduce_scatter,
 )
 from shardwright.comm.rpc import call_remotely, rank_of_worker, worker_name
+from shardwright.comm.timeout import default_timeout
 from shardwright.comm.traffic import Traffic, Transfer, count, listen
 
 __all__ = [

@@ -7,8 +7,9 @@ import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
-from shardwright.comm.coordinate import default_timeout, gather_bytes, open_channel
+from shardwright.comm.coordinate import gather_bytes, open_channel
 from shardwright.comm.group import Group, world
+from shardwright.comm.timeout import default_timeout
 from shardwright.errors import Failure, RankFailedError, RankLostError
 
 __all__ = ["agree", "agree_telling"]

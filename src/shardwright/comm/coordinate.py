@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import struct
 import threading
@@ -21,12 +20,14 @@ from typing import final
 import torch.distributed as dist
 
 from shardwright.comm.group import Group, world
+from shardwright.comm.losses import Inquiry
 from shardwright.comm.rendezvous import Door, LostNoteError, leave_note, reach, read_note
 from shardwright.comm.stores import STORE_SECONDS, within
+from shardwright.comm.timeout import default_timeout
 from shardwright.comm.wire import Frame, Kind, Link, LinkError, readable
 from shardwright.errors import CommError, RankLostError
 
-__all__ = ["Channel", "default_timeout", "gather_bytes", "open_channel"]
+__all__ = ["Channel", "gather_bytes", "open_channel"]
 
 _FANOUT = 32
 _SLACK = (
@@ -50,15 +51,6 @@ def gather_bytes(
         return [payload]
     seconds = default_timeout() if timeout is None else timeout
     return open_channel(group, what=what, timeout=seconds).round(payload, what, seconds)
-
-
-def default_timeout() -> float:
-    """How many seconds ranks wait for each other: 300, or the environment's SHARDWRIGHT_TIMEOUT.
-
-    >>> default_timeout()
-    300.0
-    """
-    return float(os.environ.get("SHARDWRIGHT_TIMEOUT", "300"))
 
 
 def open_channel(group: Group, *, what: str = "set-up", timeout: float | None = None, fanout: int = _FANOUT) -> Channel:
@@ -104,7 +96,10 @@ class Channel:
     def _find_parent(self, parent: int, what: str, timeout: float) -> None:
         try:
             deadline = time.monotonic() + timeout
-            self._links[parent] = reach(self._store, f"{self._prefix}/{parent}", self._group.rank, deadline)
+            key, owner = f"{self._prefix}/{parent}", self._group.ranks[parent]
+            self._links[parent] = reach(self._store, key, self._group.rank, owner, deadline)
+        except RankLostError as loss:
+            raise self._lose([parent], what, loss) from None
         except LostNoteError as note:
             raise self._spread(_about(str(note), note.ranks, what), parent) from None
         except TimeoutError:
@@ -114,11 +109,18 @@ class Channel:
 
     def _await_children(self, door: Door, what: str, timeout: float) -> None:
         deadline = time.monotonic() + timeout + _SLACK * self._height
+        inquiry = Inquiry()
         while missing := sorted(set(self._children) - self._links.keys()):
             if (left := deadline - time.monotonic()) <= 0:
                 raise self._lose(missing, what, f"did not arrive within {timeout:g} s")
-            self._pull(readable([*door.sockets, *(link.sock for link in self._links.values())], left), what)
+            heard = readable([*door.sockets, *(link.sock for link in self._links.values())], min(left, _SLACK))
+            self._pull(heard, what)
+            # A child that is not connected cannot be heard to die: the watch is asked.
+            loss = None if heard else inquiry.lost([self._group.ranks[index] for index in missing])
             self._links.update(door.admit())
+            if loss is not None:
+                gone = [self._group.ranks.index(rank) for rank in loss.ranks]
+                raise self._lose(gone, what, loss)
             for source, link in self._links.items():
                 for frame in link.frames:
                     if frame.kind == Kind.LOST:
@@ -243,8 +245,11 @@ class Channel:
         if self._lost is not None:
             raise RankLostError(f"{what}: this group cannot go on. Before: {self._lost}", self._lost.ranks)
 
-    def _lose(self, indices: list[int], what: str, why: str) -> RankLostError:
-        """The error for neighbours that are gone, after telling the others; or what they said in parting."""
+    def _lose(self, indices: list[int], what: str, why: str | RankLostError) -> RankLostError:
+        """Return the error for neighbours that are gone, after telling the others; or what they said in parting.
+
+        `why` is what to say of them, or an error that names them.
+        """
         for index in indices:
             if index in self._links:
                 with contextlib.suppress(LinkError):
@@ -257,6 +262,8 @@ class Channel:
             note = within(STORE_SECONDS, lambda: read_note(self._store, f"{self._prefix}/{self._parent}"))
             if note is not None:
                 return self._spread(_about(str(note), note.ranks, what), self._parent)
+        if isinstance(why, RankLostError):
+            return self._spread(_about(str(why), why.ranks, what), None)
         ranks = tuple(self._group.ranks[index] for index in indices)
         named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         return self._spread(RankLostError(f"{what}: {named} {why}", ranks), None)

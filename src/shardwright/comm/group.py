@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, final
 from weakref import WeakKeyDictionary
@@ -11,9 +12,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.ledger import Ledger
-from shardwright.errors import ArgumentTypeError, CommError
+from shardwright.comm.losses import Inquiry
+from shardwright.comm.rendezvous import await_key
+from shardwright.errors import ArgumentTypeError, CommError, RankLostError
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from shardwright.comm.coordinate import Channel
 
 __all__ = ["Group", "forget", "known_groups", "mesh_group", "on_enter", "on_forget", "subgroup", "world"]
@@ -157,7 +162,7 @@ def _new_group(ranks: tuple[int, ...], me: int) -> dist.ProcessGroup:
     key = f"shardwright/subgroup/{'-'.join(map(str, ranks))}"
     key = f"{key}/{store.add(f'{key}/turn/{me}', 1)}"  # counted in the store: another world begins anew
     store.set(f"{key}/{me}", str(len(known)))
-    most = max(int(store.get(f"{key}/{rank}")) for rank in ranks)
+    most = max(_count_of(store, f"{key}/{rank}", rank, ranks) for rank in ranks)
     counted = [object() for _ in range(most - len(known))]
     known.update(dict.fromkeys(counted, ""))  # type: ignore[arg-type]  # they stand for groups that others have made
     try:
@@ -166,6 +171,16 @@ def _new_group(ranks: tuple[int, ...], me: int) -> dist.ProcessGroup:
     finally:
         for each in counted:
             known.pop(each)  # type: ignore[call-overload]  # likewise
+
+
+def _count_of(store: Store, key: str, rank: int, ranks: tuple[int, ...]) -> int:
+    seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stub lacks it
+    try:
+        return int(await_key(store, key, rank, time.monotonic() + seconds, Inquiry()))
+    except RankLostError as loss:
+        raise RankLostError(f"subgroup {ranks}: {loss}", loss.ranks) from None
+    except TimeoutError:
+        raise RankLostError(f"subgroup {ranks}: rank {rank} did not arrive within {seconds:g} s", (rank,)) from None
 
 
 def mesh_group(mesh: DeviceMesh, dim: int | str) -> Group:

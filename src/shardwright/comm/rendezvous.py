@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any, final
 import torch.distributed as dist
 
 from shardwright.comm.forked import close_in_children
+from shardwright.comm.losses import Inquiry, watched
 from shardwright.comm.wire import Frame, Kind, Link, LinkError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Door", "LostNoteError", "addresses", "leave_note", "listener", "machine", "reach", "read_note"]
+__all__ = ["Door", "LostNoteError", "addresses", "await_key", "leave_note", "listener", "machine", "reach", "read_note"]
 
-_REFUSAL = 5.0  # seconds until a door that stays shut counts as a death
-_SLICE = 1.0  # seconds in torch's store at a time: it does not hear Ctrl-C
+_REFUSAL = 5.0  # seconds until a door that stays shut counts as a death, where nobody watches
+_SLICE = 0.5  # seconds in torch's store at a time: it hears neither Ctrl-C nor of losses
 
 
 class LostNoteError(Exception):
@@ -88,12 +89,17 @@ class Door:
         link.close()
 
 
-def reach(store: Store, key: str, index: int, deadline: float) -> Link:
-    """A link through the door under `key`, introduced as `index`; `TimeoutError` if nobody opens in time."""
+def reach(store: Store, key: str, index: int, owner: int, deadline: float) -> Link:
+    """Return a link through the door under `key`, which global rank `owner` opens, introduced as `index`.
+
+    Raise `TimeoutError` if nobody opens in time, `RankLostError` once it is known that the owner is lost, and
+    `LostNoteError` if it has closed the door because others are.
+    """
     tried: dict[str, Any] = {}
     since = time.monotonic()
+    inquiry = Inquiry()
     while True:
-        whereabouts = _look_up(store, key, deadline)
+        whereabouts = json.loads(await_key(store, key, owner, deadline, inquiry))
         if whereabouts != tried:
             tried, since = whereabouts, time.monotonic()
         if "lost" in whereabouts:
@@ -108,8 +114,12 @@ def reach(store: Store, key: str, index: int, deadline: float) -> Link:
             link = Link(sock)
             link.send(Frame(Kind.HELLO, 0, bytes.fromhex(whereabouts["token"]) + struct.pack("!I", index)), 5.0)
             return link
-        # A door is open before it is announced: one that stays shut belongs to a rank that died.
-        if time.monotonic() - since > _REFUSAL:
+        # A door is open before it is announced: one that is shut belongs to a rank that died, or to one that has left
+        # the channel and will open it again. The watch tells them apart.
+        loss = inquiry.lost([owner])
+        if loss is not None:
+            raise loss
+        if not watched() and time.monotonic() - since > _REFUSAL:
             raise LinkError(f"refuses connections on {whereabouts['addresses']}, port {whereabouts['port']}")
         time.sleep(0.02)
 
@@ -127,7 +137,11 @@ def read_note(store: Store, key: str) -> LostNoteError | None:
     return LostNoteError(found["why"], tuple(found["lost"])) if "lost" in found else None
 
 
-def _look_up(store: Store, key: str, deadline: float) -> dict[str, Any]:
+def await_key(store: Store, key: str, owner: int, deadline: float, inquiry: Inquiry) -> bytes:
+    """Return what global rank `owner` writes in the store under `key`, once it has.
+
+    Raise `TimeoutError` at the deadline, and `RankLostError` once it is known that the owner is lost.
+    """
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
@@ -135,13 +149,15 @@ def _look_up(store: Store, key: str, deadline: float) -> dict[str, Any]:
         try:
             store.wait([key], timedelta(seconds=min(left, _SLICE)))
         except dist.DistStoreError:
-            continue
+            pass
         except RuntimeError as error:
             if "timeout" not in str(error).lower():  # how a FileStore says it
                 raise
-            continue
-        found: dict[str, Any] = json.loads(store.get(key))
-        return found
+        else:
+            return store.get(key)
+        loss = inquiry.lost([owner])
+        if loss is not None and not store.check([key]):  # it may have written it, and then ended
+            raise loss
 
 
 def listener(backlog: int) -> socket.socket:

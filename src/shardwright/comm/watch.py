@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch.distributed as dist
 
 from shardwright.comm.beacon import Beacon, Reply, State, ask
-from shardwright.comm.coordinate import default_timeout
 from shardwright.comm.group import Group, known_groups, on_enter, on_forget
 from shardwright.comm.leaving import break_off, leaving
+from shardwright.comm.losses import inform
 from shardwright.comm.stores import STORE_SECONDS, within
+from shardwright.comm.timeout import default_timeout
 from shardwright.comm.waits import line_of, main_line, threads, waiting
 from shardwright.errors import CommError, ProgramMismatchError, RankLostError
 
@@ -38,6 +39,7 @@ _PATIENCE = 2.0  # seconds of waiting before others are asked
 _PAUSE = 2.0  # seconds between two questions, growing to _PAUSE_MOST
 _PAUSE_MOST = 10.0
 _ANSWER = 3.0  # seconds for an answer
+_SIGN = 1.0  # seconds for a connection, which shows that a process is there
 _FORGOTTEN = 60.0  # seconds without a question after which an earlier failure to reach a rank no longer counts
 _TRIES = 3  # questions after a failure
 _MOST_ASKED = 32  # ranks asked at once, where it is not known for whom this rank waits
@@ -107,6 +109,18 @@ class Watch:
             elif all(reply.state is not State.SILENT for reply in found.values()):
                 break  # else one of them may be about to end
         return self.verdict
+
+    def lost_among(self, ranks: Iterable[int]) -> RankLostError | None:
+        """Return an error that names those of the ranks (by global number) that are certainly lost, if any are.
+
+        For one who waits for them to come: a rank that has ended in good order does not come any more either.
+        """
+        found = self._ask(list(ranks)[:_MOST_ASKED], timeout=_SIGN)
+        ended = self._ended(found, finished=found)
+        if ended:
+            return RankLostError(self._ended_text(ended), ended)
+        lost = self._lost_for_long(found)
+        return RankLostError(_unreachable_text(lost), lost) if lost else None
 
     def where(self, group: Group) -> str:
         """Return a text that says where the other ranks of a group are."""
@@ -191,8 +205,7 @@ class Watch:
             return self.verdict
         lost = self._lost_for_long(found)
         if lost:
-            why = f"could not be reached for {default_timeout():g} s: the host or its network is down"
-            return RankLostError(f"{_ranks(lost)} {why}", lost)
+            return RankLostError(_unreachable_text(lost), lost)
         # A backend does not say for whom it waits: a rank that has come to its end may have done its part before.
         ended = self._ended(found, finished=() if wait.peer is None else (wait.peer,))
         if ended:
@@ -238,11 +251,11 @@ class Watch:
 
     # Asking
 
-    def _ask(self, ranks: Iterable[int], asker: int | None = None) -> dict[int, Reply]:
+    def _ask(self, ranks: Iterable[int], asker: int | None = None, timeout: float = _ANSWER) -> dict[int, Reply]:
         ranks = list(ranks)
         self._find([rank for rank in ranks if rank not in self._places])
         known = {rank: place for rank in ranks if "port" in (place := self._places.get(rank, {}))}
-        found = ask(known, self.rank if asker is None else asker, _ANSWER)
+        found = ask(known, self.rank if asker is None else asker, timeout)
         refused = [rank for rank, reply in found.items() if reply.state is State.ENDED]
         if refused:
             # It may have opened another door since, or closed this one without ending.
@@ -361,6 +374,10 @@ def _different(who: str) -> str:
     )
 
 
+def _unreachable_text(ranks: tuple[int, ...]) -> str:
+    return f"{_ranks(ranks)} could not be reached for {default_timeout():g} s: the host or its network is down"
+
+
 def _ranks(ranks: tuple[int, ...]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
@@ -408,11 +425,13 @@ def _enter(everyone: Group) -> None:
     except RuntimeError:
         return  # a store written in Python, or torch's fake one: there is no way to tell others where to ask
     _current = Watch(everyone, store)
+    inform(_current)
 
 
 def _forget() -> None:
     global _current
     before, _current = _current, None
+    inform(None)
     if before is not None:
         before.close()
 
@@ -420,6 +439,7 @@ def _forget() -> None:
 def _in_a_child() -> None:
     global _current
     _current = None
+    inform(None)
 
 
 os.register_at_fork(after_in_child=_in_a_child)
