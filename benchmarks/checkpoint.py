@@ -35,13 +35,13 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 import shardwright as sw
 from shardwright import checkpoint, comm
-from shardwright.checkpoint.format.tensors import TensorTable
-from shardwright.checkpoint.plan.deal import Deal
-from shardwright.checkpoint.plan.file import file_plan
-from shardwright.checkpoint.plan.find import Finder
-from shardwright.checkpoint.plan.sharing import Ask, shared
-from shardwright.checkpoint.work.memory import memory_at
-from shardwright.checkpoint.write.file import Written
+from shardwright.checkpoint.format.data_file import FileEntry
+from shardwright.checkpoint.format.locate import Finder
+from shardwright.checkpoint.format.tensor_table import TensorTable
+from shardwright.checkpoint.format.write_layout import file_plan
+from shardwright.checkpoint.reading.host_sharing import Ask, shared
+from shardwright.checkpoint.reading.read_assignment import Deal
+from shardwright.checkpoint.runtime.address_space import memory_at
 from shardwright.layout import Layout, Mesh, Shard
 from shardwright.storage import Calls, LocalStorage
 from shardwright.testing import run_ranks
@@ -390,7 +390,7 @@ def measure_plans(rounds: int) -> dict[str, Any]:
     stored = tables(4096, 0)
     columns = tables(64, 1)
     asks = [Ask(tensor, columns.placing(tensor)) for tensor in range(10_000)]
-    sizes = {rank: Written(4096 + file_plan(stored, rank).size, 4096, "") for rank in range(4096)}
+    sizes = {rank: FileEntry(4096 + file_plan(stored, rank).size, 4096, "") for rank in range(4096)}
     times: Times = {}
     for _ in range(rounds):
         start = time.perf_counter()

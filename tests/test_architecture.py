@@ -101,6 +101,7 @@ def broken_import_rules(tree: ast.Module, path: PurePosixPath) -> Iterator[tuple
     layer = path.parts[1].removesuffix(".py")
     is_facade = path == PurePosixPath("shardwright/__init__.py")
     is_plan = any(part.removesuffix(".py") == "plan" for part in path.parts)
+    says_pure = re.search(r"\bPure[.:]", ast.get_docstring(tree) or "") is not None
     for use in uses(tree, path):
         if use.is_under("shardwright") and not is_facade:
             allowed = MAY_USE.get(layer)
@@ -114,7 +115,7 @@ def broken_import_rules(tree: ast.Module, path: PurePosixPath) -> Iterator[tuple
             rule = max(fitting, key=len)
             if layer not in ONLY[rule]:
                 yield use.line, f"{layer} uses {use.name}, and only {', '.join(ONLY[rule])} may use {rule}"
-        if is_plan and use.is_under(*PLANS_MUST_NOT_USE):
+        if (is_plan or says_pure) and use.is_under(*PLANS_MUST_NOT_USE):
             yield use.line, f"a plan is pure, and {use.name} is not"
 
 
@@ -203,6 +204,11 @@ PLANTED = {
     "a plan talks": ("tensor/redistribute/plan.py", "from shardwright.comm import exchange", "a plan is pure"),
     "a plan reads": ("checkpoint/plan/load.py", "from pathlib import Path", "a plan is pure"),
     "a plan opens": ("checkpoint/plan/load.py", "def f(name):\n    return open(name)", "builtins.open"),
+    "a module that says it is pure reads": (
+        "checkpoint/format/split.py",
+        '"""Split regions. Pure."""\nfrom pathlib import Path',
+        "is pure",
+    ),
     "the product uses testing": ("checkpoint/api.py", "import shardwright.testing", "only testing may use"),
     "the façade, from inside": ("tensor/dtensor.py", "from shardwright import Layout", "is the façade"),
     "an __init__ with a function": ("comm/__init__.py", "def f():\n    pass", "only re-exports"),

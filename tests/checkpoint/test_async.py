@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 
 import shardwright as sw
 from shardwright import checkpoint, comm
-from shardwright.checkpoint.format.datafile import BLOCK, DataFile
-from shardwright.checkpoint.format.tensors import TensorTable
-from shardwright.checkpoint.plan.file import file_plan
-from shardwright.checkpoint.write import staging
-from shardwright.checkpoint.write.file import Blocks
+from shardwright.checkpoint.format.data_file import BLOCK, DataFile
+from shardwright.checkpoint.format.tensor_table import TensorTable
+from shardwright.checkpoint.format.write_layout import file_plan
+from shardwright.checkpoint.writing import staging
+from shardwright.checkpoint.writing.data_writer import Blocks
 from shardwright.errors import CheckpointError, RankFailedError, SaveTimeoutError, StateError, StorageError
 from shardwright.layout import Layout, Mesh, Replicate
 from shardwright.storage import Calls, LocalStorage

@@ -8,16 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.checkpoint.format.datafile import BLOCK
-from shardwright.checkpoint.format.tensors import Integers, Pieces, Placing, TensorTable
-from shardwright.checkpoint.plan import deal as dealing
-from shardwright.checkpoint.plan import find
-from shardwright.checkpoint.plan.deal import Deal
-from shardwright.checkpoint.plan.file import FilePlan, file_plan
-from shardwright.checkpoint.plan.find import Finder, Part
-from shardwright.checkpoint.plan.sharing import Ask, regions_of, shared, touched
-from shardwright.checkpoint.read.file import Destination, copy_window
-from shardwright.checkpoint.write.file import Written
+from shardwright.checkpoint.format import locate as find
+from shardwright.checkpoint.format.data_file import BLOCK, FileEntry
+from shardwright.checkpoint.format.locate import Finder, Part
+from shardwright.checkpoint.format.tensor_table import Integers, Pieces, Placing, TensorTable
+from shardwright.checkpoint.format.write_layout import FilePlan, file_plan
+from shardwright.checkpoint.reading import read_assignment as dealing
+from shardwright.checkpoint.reading.data_reader import Destination, copy_window
+from shardwright.checkpoint.reading.host_sharing import Ask, regions_of, shared, touched
+from shardwright.checkpoint.reading.read_assignment import Deal
 from shardwright.errors import FormatError
 from shardwright.layout import Layout, Mesh, Region, Replicate, Shard
 from shardwright.testing.strategies import layouts
@@ -55,7 +54,7 @@ def with_sizes(table: TensorTable) -> Finder:
     for placing in table.placings:
         ranks.update(placing.ranks if isinstance(placing, Pieces) else placing.mesh.ranks)
     sizes = {rank: file_plan(table, rank).size for rank in ranks}
-    return Finder(table, {rank: Written(size + 4096, 4096, "") for rank, size in sizes.items() if size})
+    return Finder(table, {rank: FileEntry(size + 4096, 4096, "") for rank, size in sizes.items() if size})
 
 
 def blocks_of(deal: Deal, finder: Finder, slot: int) -> Blocks:
@@ -146,7 +145,7 @@ def test_a_plan_over_thousands_of_files_looks_into_none_and_gives_each_rank_whol
 ) -> None:
     table, asks = many_files(ranks=4096, tensors=30)
     size = file_plan(table, 0).size
-    finder = Finder(table, {rank: Written(size + 4096, 4096, "") for rank in range(4096)})
+    finder = Finder(table, {rank: FileEntry(size + 4096, 4096, "") for rank in range(4096)})
     planned: list[int] = []
     monkeypatch.setattr(find, "file_plan", lambda table, rank: planned.append(rank) or file_plan(table, rank))
     judged: list[Region] = []
@@ -171,12 +170,12 @@ def test_a_plan_over_thousands_of_files_looks_into_none_and_gives_each_rank_whol
 
 def test_a_file_that_is_not_listed_or_is_said_to_be_empty_is_refused_by_the_plan() -> None:
     table, asks = many_files(ranks=100, tensors=2)
-    sizes = {rank: Written(file_plan(table, rank).size + 4096, 4096, "") for rank in range(100)}
+    sizes = {rank: FileEntry(file_plan(table, rank).size + 4096, 4096, "") for rank in range(100)}
     missing = {rank: size for rank, size in sizes.items() if rank != 55}
     with pytest.raises(FormatError, match="lists no file of rank 55, and tensors lie in it"):
         Deal(asks, Finder(table, missing), range(4), BLOCK)
     with pytest.raises(FormatError, match="lists no data in the file of rank 55, and tensors lie in it"):
-        Deal(asks, Finder(table, {**sizes, 55: Written(4096, 4096, "")}), range(4), BLOCK)
-    lying = Deal(asks, Finder(table, {**sizes, 3: Written(5000, 4096, "")}), range(4), BLOCK)
+        Deal(asks, Finder(table, {**sizes, 55: FileEntry(4096, 4096, "")}), range(4), BLOCK)
+    lying = Deal(asks, Finder(table, {**sizes, 3: FileEntry(5000, 4096, "")}), range(4), BLOCK)
     with pytest.raises(FormatError, match="the file of rank 3 has 192 bytes of data, and the manifest says 904"):
         list(lying.segments(0))

@@ -17,7 +17,7 @@ from shardwright.errors import CheckpointError, CorruptionError, LoadMismatchErr
 from shardwright.storage import Calls
 from shardwright.testing import run_ranks
 
-manager_module: Any = importlib.import_module("shardwright.checkpoint.manage.manager")
+manager_module: Any = importlib.import_module("shardwright.checkpoint.manager")
 SIZE = 300_000  # more than one block
 
 

@@ -16,7 +16,7 @@ import torch
 
 from shardwright import comm
 from shardwright.checkpoint import load, save
-from shardwright.checkpoint.work.parallel import in_threads
+from shardwright.checkpoint.runtime.parallel import in_threads
 from shardwright.errors import RankFailedError, StorageError
 from shardwright.storage import Calls, LocalStorage, MemoryStorage
 from shardwright.testing import run_ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwright import checkpoint
-from shardwright.checkpoint.write import staging
+from shardwright.checkpoint.writing import staging
 from shardwright.storage import Calls, LocalStorage
 
 pytestmark = pytest.mark.gpu

@@ -21,14 +21,14 @@ import pytest
 import torch
 
 from shardwright import checkpoint
+from shardwright.checkpoint.format.data_file import FileEntry
 from shardwright.checkpoint.format.manifest import Manifest
 from shardwright.checkpoint.format.tiling import tiles
-from shardwright.checkpoint.read.current import check_sizes
-from shardwright.checkpoint.read.file import FileReader
-from shardwright.checkpoint.read.on_ranks import read_alone
-from shardwright.checkpoint.read.targets import Target
-from shardwright.checkpoint.state.values import DTYPES
-from shardwright.checkpoint.write.file import Written
+from shardwright.checkpoint.format.values import DTYPES
+from shardwright.checkpoint.reading.current import check_sizes
+from shardwright.checkpoint.reading.data_reader import FileReader
+from shardwright.checkpoint.reading.on_ranks import read_alone
+from shardwright.checkpoint.reading.targets import Target
 from shardwright.errors import CheckpointError, CorruptionError, FormatError, MissingKeyError, StorageError
 from shardwright.layout import Region
 from shardwright.storage import LocalStorage, Reader
@@ -541,7 +541,7 @@ def test_mutated_headers_are_refused(saved: Path) -> None:
         if chance.random() < 0.5:  # a checksum that could be: it is only found when its block is read
             digits = f"{chance.getrandbits(32):08x}".encode()
             header[27 + 8 : 27 + 16] = digits
-        said = Written(expected.size, expected.header_size, hashlib.blake2b(header, digest_size=16).hexdigest())
+        said = FileEntry(expected.size, expected.header_size, hashlib.blake2b(header, digest_size=16).hexdigest())
         try:
             FileReader(Bytes(bytes(header) + data[len(header) :]), file, said)
         except (FormatError, CorruptionError):

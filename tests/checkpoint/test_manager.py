@@ -22,7 +22,7 @@ import torch
 import shardwright as sw
 from shardwright import checkpoint, comm
 from shardwright.checkpoint import Best, CheckpointManager, CheckpointWarning
-from shardwright.checkpoint.manage import manager as manager_module
+from shardwright.checkpoint import manager as manager_module
 from shardwright.checkpoint.manage.steps import Steps
 from shardwright.errors import (
     ArgumentTypeError,

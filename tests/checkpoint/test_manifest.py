@@ -16,12 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright import checkpoint
-from shardwright.checkpoint.format.datafile import DataFile
+from shardwright.checkpoint.format.data_file import DataFile, FileEntry
 from shardwright.checkpoint.format.manifest import Manifest
-from shardwright.checkpoint.format.tensors import TensorTable
-from shardwright.checkpoint.plan.file import file_plan
-from shardwright.checkpoint.state.values import DTYPES, EnumValue, decode_value, encode_value
-from shardwright.checkpoint.write.file import Written
+from shardwright.checkpoint.format.tensor_table import TensorTable
+from shardwright.checkpoint.format.values import DTYPES, EnumValue, decode_value, encode_value
+from shardwright.checkpoint.format.write_layout import file_plan
 from shardwright.errors import CorruptionError, FormatError, StateError, UnknownVersionError
 from shardwright.layout import Layout, Mesh, Ragged, Replicate, Shard
 from tests.checkpoint.fuzz import signed, unsigned, written
@@ -81,7 +80,7 @@ def manifest_of(table: TensorTable, ranks: int, extra: dict[str, Any] | None = N
     for rank in range(ranks):
         file = DataFile(file_plan(table, rank), "abcdef")
         if len(file.plan.tensors):
-            files[rank] = Written(file.size, file.header_size, "0" * 32)
+            files[rank] = FileEntry(file.size, file.header_size, "0" * 32)
     return Manifest("abcdef", ["l", *range(len(table))], table, files, extra or {})
 
 
@@ -113,7 +112,7 @@ def test_ten_thousand_tensors_on_4096_ranks_make_a_small_manifest() -> None:
     table = table_of(*layouts)
     per_rank = int(sum(layout.region(0).volume * 4 for layout in layouts))
     files = {
-        rank: Written(1_200_000 // 4096 * 4096 + per_rank, 1_200_000 // 4096 * 4096, "0" * 32) for rank in range(4096)
+        rank: FileEntry(1_200_000 // 4096 * 4096 + per_rank, 1_200_000 // 4096 * 4096, "0" * 32) for rank in range(4096)
     }
     data = Manifest("abcdef", ["l", *range(len(table))], table, files).encode()
     assert len(data) < 2_000_000

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardwright import checkpoint
-from shardwright.checkpoint.format.datafile import BLOCK
-from shardwright.checkpoint.write import file as write
+from shardwright.checkpoint.format.data_file import BLOCK
+from shardwright.checkpoint.writing import data_writer as write
 from shardwright.errors import CheckpointError
 from shardwright.storage import Calls, LocalStorage
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItemType as TorchsWriteIte
 import shardwright as sw
 from shardwright import checkpoint, sharded
 from shardwright.checkpoint.format.manifest import Manifest
-from shardwright.checkpoint.format.tensors import TensorTable
+from shardwright.checkpoint.format.tensor_table import TensorTable
 from shardwright.errors import LayoutError, MissingNameError
 from shardwright.layout import Layout, Mesh, Region, Shard
 from shardwright.testing import run_ranks

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright import checkpoint
-from shardwright.checkpoint.look.indexing import slicing_of
+from shardwright.checkpoint.reading.indexing import slicing_of
 from shardwright.errors import (
     ArgumentTypeError,
     CheckpointError,

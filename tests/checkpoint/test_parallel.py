@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardwright import checkpoint
-from shardwright.checkpoint.work.parallel import Stop, in_threads
-from shardwright.checkpoint.write import staging
+from shardwright.checkpoint.runtime.parallel import Stop, in_threads
+from shardwright.checkpoint.writing import staging
 from shardwright.storage import Calls, LocalStorage
 
 MIB = 1 << 20

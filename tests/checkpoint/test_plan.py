@@ -8,15 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright.checkpoint.format import locate as find
+from shardwright.checkpoint.format.data_file import FileEntry
+from shardwright.checkpoint.format.locate import Finder
 from shardwright.checkpoint.format.manifest import Manifest
-from shardwright.checkpoint.format.tensors import Pieces, Placing, TensorTable
-from shardwright.checkpoint.plan import find, sharing
-from shardwright.checkpoint.plan.cut import boxes_of_stretch, grain
-from shardwright.checkpoint.plan.file import file_plan
-from shardwright.checkpoint.plan.find import Finder
-from shardwright.checkpoint.plan.share import shares_of
-from shardwright.checkpoint.plan.sharing import Ask, shared
-from shardwright.checkpoint.write.file import Written
+from shardwright.checkpoint.format.replica_split import shares_of
+from shardwright.checkpoint.format.split import boxes_of_stretch, grain
+from shardwright.checkpoint.format.tensor_table import Pieces, Placing, TensorTable
+from shardwright.checkpoint.format.write_layout import file_plan
+from shardwright.checkpoint.reading import host_sharing as sharing
+from shardwright.checkpoint.reading.host_sharing import Ask, shared
 from shardwright.layout import Layout, Mesh, Region, Replicate, Shard
 from shardwright.testing.strategies import layouts, regions
 
@@ -167,7 +168,7 @@ def test_ten_thousand_tensors_on_four_thousand_ranks_fit_a_small_manifest() -> N
     layouts_ = [Layout(mesh, [Shard(0)], (1024 * (1 + n % 20), 128)) for n in range(10_000)]
     table = TensorTable.of(names, ["float32"] * 10_000, [4] * 10_000, layouts_)
     tree = ["d", *(item for n, name in enumerate(names) for item in (name, n))]
-    files = {rank: Written(1 << 30, 8192, "0" * 32) for rank in range(4096)}
+    files = {rank: FileEntry(1 << 30, 8192, "0" * 32) for rank in range(4096)}
     assert len(Manifest("abcdef", tree, table, files).encode()) < 2_000_000
 
 

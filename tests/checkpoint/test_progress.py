@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardwright import checkpoint, comm
-from shardwright.checkpoint.work import progress
-from shardwright.checkpoint.work.progress import Meter, reporting
+from shardwright.checkpoint.runtime import progress
+from shardwright.checkpoint.runtime.progress import Meter, reporting
 from shardwright.errors import RankFailedError
 from shardwright.testing import run_ranks
 

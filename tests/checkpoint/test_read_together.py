@@ -13,7 +13,7 @@ import torch
 
 import shardwright as sw
 from shardwright import checkpoint, comm
-from shardwright.checkpoint.read import host_window, on_ranks
+from shardwright.checkpoint.reading import host_window, on_ranks
 from shardwright.errors import RankFailedError
 from shardwright.storage import Calls, LocalStorage
 from shardwright.testing import run_ranks

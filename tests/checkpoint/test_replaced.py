@@ -11,8 +11,8 @@ import torch
 import shardwright as sw
 from shardwright import checkpoint, comm
 from shardwright.checkpoint.format.manifest import Manifest
-from shardwright.checkpoint.read import current
-from shardwright.checkpoint.read.current import read_manifest
+from shardwright.checkpoint.reading import current
+from shardwright.checkpoint.reading.current import read_manifest
 from shardwright.storage import Storage
 from shardwright.testing import run_ranks
 

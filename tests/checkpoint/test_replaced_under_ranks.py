@@ -10,7 +10,7 @@ import torch
 
 import shardwright as sw
 from shardwright import checkpoint, comm
-from shardwright.checkpoint.read.match import Match, match_state
+from shardwright.checkpoint.reading.match import Match, match_state
 from shardwright.errors import CorruptionError, RankFailedError
 from shardwright.testing import run_ranks
 
@@ -33,7 +33,7 @@ def _load_while_it_is_replaced(folder: str) -> list[float]:
         return match_state(*args, **options)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("shardwright.checkpoint.loading.match_state", late)
+        patched.setattr("shardwright.checkpoint.load.match_state", late)
         found = checkpoint.load(state(0.0), folder)["w"].full_tensor()
     assert matched == 2
     values: list[float] = found.tolist()

@@ -18,12 +18,11 @@ import torch
 
 import shardwright as sw
 from shardwright import checkpoint, comm
-from shardwright.checkpoint import CheckpointManager
-from shardwright.checkpoint.manage import manager
-from shardwright.checkpoint.read import host_window, on_ranks
-from shardwright.checkpoint.read.host_window import HostWindow, Process
-from shardwright.checkpoint.work import progress
-from shardwright.checkpoint.write.file import window_size
+from shardwright.checkpoint import CheckpointManager, manager
+from shardwright.checkpoint.reading import host_window, on_ranks
+from shardwright.checkpoint.reading.host_window import HostWindow, Process
+from shardwright.checkpoint.runtime import progress
+from shardwright.checkpoint.runtime.windows import window_size
 from shardwright.errors import ArgumentTypeError, CheckpointError, RankLostError, RegionError, StorageError
 from shardwright.storage import Calls, LocalStorage
 from shardwright.testing import Died, Raised, outcomes, run_ranks

@@ -12,7 +12,7 @@ import torch
 import shardwright as sw
 from shardwright import checkpoint, comm
 from shardwright.checkpoint import CheckpointManager
-from shardwright.checkpoint.write.replicas import checksums
+from shardwright.checkpoint.writing.replicas import checksums
 from shardwright.errors import RankFailedError, StateDiffersError, StorageError
 from shardwright.testing import run_ranks
 

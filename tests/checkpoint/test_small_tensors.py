@@ -10,8 +10,8 @@ import torch
 
 import shardwright as sw
 from shardwright import checkpoint
-from shardwright.checkpoint.format.datafile import DataFile
-from shardwright.checkpoint.read import match
+from shardwright.checkpoint.format.data_file import DataFile
+from shardwright.checkpoint.reading import match
 
 
 def entries_of(folder: Path) -> dict[str, object]:

@@ -16,10 +16,10 @@ import shardwright as sw
 from shardwright import checkpoint, comm, sharded
 from shardwright.checkpoint import PerRank
 from shardwright.checkpoint.format.manifest import placing_to_json
-from shardwright.checkpoint.format.stored import build
+from shardwright.checkpoint.reading.build_state import build
 from shardwright.checkpoint.state.flatten import flatten, of_ranks
 from shardwright.checkpoint.state.merge import Merged, OwnSaid, Said, merge
-from shardwright.checkpoint.state.together import say
+from shardwright.checkpoint.state.merge_ranks import say
 from shardwright.errors import LoadMismatchError, StateDiffersError
 from shardwright.testing import run_ranks
 

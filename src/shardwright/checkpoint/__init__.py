@@ -2,7 +2,10 @@
 
 from shardwright.checkpoint.api import async_save, load, save
 from shardwright.checkpoint.background import AsyncSave, SaveProgress
-from shardwright.checkpoint.look.metadata import (
+from shardwright.checkpoint.format.values import Codec
+from shardwright.checkpoint.manage.retention import Best
+from shardwright.checkpoint.manager import CheckpointManager, CheckpointWarning
+from shardwright.checkpoint.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -19,14 +22,11 @@ from shardwright.checkpoint.look.metadata import (
     local_tensor_for,
     write_items,
 )
-from shardwright.checkpoint.look.opened import Checkpoint, LazyTensor, open
-from shardwright.checkpoint.look.verify import Damage, Report, verify
-from shardwright.checkpoint.manage.manager import CheckpointManager, CheckpointWarning
-from shardwright.checkpoint.manage.retention import Best
+from shardwright.checkpoint.reader import Checkpoint, LazyTensor, open
 from shardwright.checkpoint.state.marks import PerRank, Stateful
 from shardwright.checkpoint.state.optimizer import OptimizerState, optimizer_state
-from shardwright.checkpoint.state.values import Codec
-from shardwright.checkpoint.write.staging import release_buffers
+from shardwright.checkpoint.verify import Damage, Report, verify
+from shardwright.checkpoint.writing.staging import release_buffers
 from shardwright.sharded import TensorProperties, flatten_sharded_tensors
 
 __all__ = [

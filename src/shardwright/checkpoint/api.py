@@ -9,15 +9,15 @@ from typing import Any
 from shardwright import comm
 from shardwright.checkpoint.arguments import check_choice, check_codecs, check_limits, refuse_without_state
 from shardwright.checkpoint.background import AsyncSave, settle, start, tell_failures, wait_for_place
-from shardwright.checkpoint.loading import Choice, Loading, load_all
-from shardwright.checkpoint.place import group_of, place_of, storage_at
-from shardwright.checkpoint.read.current import read_current_on_ranks
-from shardwright.checkpoint.read.match import Cast, OnMissing, Rename
+from shardwright.checkpoint.format.values import Codec
+from shardwright.checkpoint.load import Choice, Loading, load_all
+from shardwright.checkpoint.location import group_of, place_of, storage_at
+from shardwright.checkpoint.reading.current import read_current_on_ranks
+from shardwright.checkpoint.reading.match import Cast, OnMissing, Rename
+from shardwright.checkpoint.runtime.alike import raised_as_itself
+from shardwright.checkpoint.runtime.progress import Meter, Report, reporting
 from shardwright.checkpoint.save import Saving
 from shardwright.checkpoint.state.flatten import flatten
-from shardwright.checkpoint.state.values import Codec
-from shardwright.checkpoint.work.alike import raised_as_itself
-from shardwright.checkpoint.work.progress import Meter, Report, reporting
 from shardwright.layout.collecting import not_collecting
 from shardwright.storage import LocalStorage, Storage
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from shardwright.checkpoint.format.datafile import BLOCK
-from shardwright.checkpoint.state.values import Codec
+from shardwright.checkpoint.format.data_file import BLOCK
+from shardwright.checkpoint.format.values import Codec
 from shardwright.errors import ArgumentTypeError, CheckpointError
 
 __all__ = ["check_choice", "check_codecs", "check_limits", "refuse_without_state"]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple, final
 
 from shardwright import comm
-from shardwright.checkpoint.work.progress import Meter
+from shardwright.checkpoint.runtime.progress import Meter
 from shardwright.errors import CheckpointError, SaveTimeoutError
 
 __all__ = ["AsyncSave", "SaveProgress", "settle", "start", "tell_failures", "wait_for_place"]

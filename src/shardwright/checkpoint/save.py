@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 import warnings
 from collections import OrderedDict
@@ -23,17 +22,19 @@ import torch
 from torch import Tensor
 
 from shardwright import comm
-from shardwright.checkpoint.format.datafile import START, DataFile
+from shardwright.checkpoint.format.data_file import DataFile, FileEntry
 from shardwright.checkpoint.format.manifest import FIELDS, KEY, Manifest
-from shardwright.checkpoint.format.tensors import Pieces, TensorTable
-from shardwright.checkpoint.place import place_of
-from shardwright.checkpoint.plan.file import file_plan
-from shardwright.checkpoint.read.current import read_manifest
+from shardwright.checkpoint.format.tensor_table import Pieces, TensorTable
+from shardwright.checkpoint.format.write_layout import file_plan
+from shardwright.checkpoint.location import place_of
+from shardwright.checkpoint.reading.current import read_manifest
+from shardwright.checkpoint.runtime.progress import Progress
 from shardwright.checkpoint.state.flatten import Flat
-from shardwright.checkpoint.state.together import United, unite
-from shardwright.checkpoint.write.file import Blocks, FileWriter, Progress, Written
-from shardwright.checkpoint.write.replicas import compare_replicas
-from shardwright.checkpoint.write.staging import Buffer, buffers, stage, windows
+from shardwright.checkpoint.state.merge_ranks import United, unite
+from shardwright.checkpoint.writing.data_writer import Blocks, FileWriter
+from shardwright.checkpoint.writing.leftovers import may_be_removed
+from shardwright.checkpoint.writing.replicas import compare_replicas
+from shardwright.checkpoint.writing.staging import Buffer, buffers, stage, windows
 from shardwright.errors import (
     ArgumentTypeError,
     CheckpointError,
@@ -44,13 +45,10 @@ from shardwright.errors import (
 )
 from shardwright.storage import LocalStorage, Storage, Writer
 
-__all__ = ["Saving", "is_of_a_save", "may_be_removed"]
+__all__ = ["Saving"]
 
-_DATA = re.compile(r"[0-9a-f]{12}-[0-9]{5,6}-0\.safetensors")
-_TOKEN = re.compile(r"[0-9a-f]{12}\.begun")
 _SLOWEST = 10 << 20  # bytes a second below which a rank that writes counts as stuck
 _MOST_PLANS = 4
-_TEMPORARY = re.compile(r"manifest\.json\.[0-9a-f]{12}\.tmp")
 _PATIENCE = (0.05, 0.15, 0.3, 0.5, None)  # seconds between looking for a file that another rank has made
 _MOST_TOLD = 16
 
@@ -155,7 +153,7 @@ class Saving:
     def write(self, threads: int, progress: Meters, memory: int | None = None) -> None:
         """Writes this rank's file and commits, or leaves what was there as it was, and raises on all ranks."""
 
-        def write() -> Written | None:
+        def write() -> FileEntry | None:
             self._find_token()
             file = self.file()
             if not len(file.plan.tensors):
@@ -192,7 +190,7 @@ class Saving:
         """Writes what was staged and commits; in whatever thread, if it is the only one that talks in this group."""
         staged = self._staged
 
-        def write() -> Written | None:
+        def write() -> FileEntry | None:
             if staged is None:
                 return None
             with self._abort_if_it_fails(staged.writer):
@@ -230,7 +228,7 @@ class Saving:
         if staged is not None:
             buffers.give(staged.buffer)
 
-    def _write_and_commit(self, write: Callable[[], Written | None], group: comm.Group) -> None:
+    def _write_and_commit(self, write: Callable[[], FileEntry | None], group: comm.Group) -> None:
         try:
             try:
                 written = comm.agree(write, what="save: writing", group=group, timeout=self._patience())
@@ -319,7 +317,7 @@ class Saving:
             writer.abort()
             raise
 
-    def _still_there(self, written: Written | None) -> Written | None:
+    def _still_there(self, written: FileEntry | None) -> FileEntry | None:
         """Return what this rank wrote; raise if its file is gone: the others may have taken long to write theirs.
 
         Each rank looks at its own file: what another host has written, this one may not see yet.
@@ -349,7 +347,7 @@ class Saving:
         assert self.united is not None  # begin comes first
         files = {}
         for rank, one in zip(self._group.ranks, said, strict=True):
-            written = msgspec.json.decode(one, type=Written | None)
+            written = msgspec.json.decode(one, type=FileEntry | None)
             if written is not None:
                 files[rank] = written
         manifest = Manifest(self.save_id, self.united.tree, self.united.table, files, self._extra)
@@ -453,41 +451,3 @@ def _check_finite(value: Any, name: str) -> None:
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     for one in inner:
         _check_finite(one, name)
-
-
-def is_of_a_save(key: str) -> bool:
-    """Whether a key has the form of what a save makes, besides the manifest.
-
-    That is a data file, a manifest on its way, or what the first rank makes for the others to find.
-
-    >>> list(map(is_of_a_save, ["5f3a9c21b07e-00000-0.safetensors", "5f3a9c21b07e.begun", "model-00001-2.safetensors"]))
-    [True, True, False]
-    """
-    return bool(_DATA.fullmatch(key) or _TEMPORARY.fullmatch(key) or _TOKEN.fullmatch(key))
-
-
-def may_be_removed(storage: Storage, key: str) -> bool:
-    """Whether a key is that of a file which a save has made: a data file must begin like one, too.
-
-    One that a crash has cut off or left without its header counts: it is shorter than the beginning of a header, or
-    has zeros in place of it, from some byte on.
-
-    >>> from shardwright.storage import MemoryStorage
-    >>> place = MemoryStorage()
-    >>> place.replace("5f3a9c21b07e-00000-0.safetensors", b"somebody's own work, which is no checkpoint")
-    >>> may_be_removed(place, "5f3a9c21b07e-00000-0.safetensors")
-    False
-    """
-    if not is_of_a_save(key):
-        return False
-    if not _DATA.fullmatch(key):
-        return True
-    try:
-        with storage.open(key) as reader:
-            begin = bytearray(8 + len(START))
-            if reader.size < len(begin):
-                return True
-            reader.read([memoryview(begin)], 0)
-    except MissingKeyError:
-        return False
-    return START.startswith(bytes(begin[8:]).rstrip(b"\0"))

@@ -214,7 +214,7 @@ class DTensor(DTensorBase):
 
     def __create_chunk_list__(self) -> list[Any]:
         """The chunks that this rank holds; see `checkpoint.chunk_list`."""
-        from shardwright.checkpoint.look.metadata import (
+        from shardwright.checkpoint.metadata import (
             chunk_list,  # above this layer, and only asked for by checkpoints
         )
 
@@ -222,13 +222,13 @@ class DTensor(DTensorBase):
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """The local memory of a chunk; see `checkpoint.local_tensor_for`."""
-        from shardwright.checkpoint.look.metadata import local_tensor_for  # likewise
+        from shardwright.checkpoint.metadata import local_tensor_for  # likewise
 
         return local_tensor_for(self, index)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         """What this rank has to write of `object`, which is this tensor; see `checkpoint.write_items`."""
-        from shardwright.checkpoint.look.metadata import write_items  # likewise
+        from shardwright.checkpoint.metadata import write_items  # likewise
 
         return write_items(object, fqn)
 

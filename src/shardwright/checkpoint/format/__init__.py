@@ -1,1 +1,1 @@
-"""What is stored: the manifest, its columns of tensors, the headers of data files. docs/format.md specifies it."""
+"""The on-disk format: values, the tensor table, the order of chunks in files, headers and the manifest."""

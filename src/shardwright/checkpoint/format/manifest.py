@@ -17,13 +17,12 @@ from typing import Any, final
 import msgspec
 import numpy as np
 
-from shardwright.checkpoint.format.datafile import MOST_HEADER, DataFile, digest, file_name
-from shardwright.checkpoint.format.stored import check_tree
-from shardwright.checkpoint.format.tensors import Pieces, Placing, TensorTable
+from shardwright.checkpoint.format.data_file import MOST_HEADER, DataFile, FileEntry, digest, file_name
+from shardwright.checkpoint.format.locate import Finder
+from shardwright.checkpoint.format.tensor_table import Pieces, Placing, TensorTable
 from shardwright.checkpoint.format.tiling import tiles
-from shardwright.checkpoint.plan.find import Finder
-from shardwright.checkpoint.state.values import DTYPES
-from shardwright.checkpoint.write.file import Written
+from shardwright.checkpoint.format.tree import check_tree
+from shardwright.checkpoint.format.values import DTYPES
 from shardwright.errors import CorruptionError, FormatError, LayoutError, StateError, UnknownVersionError
 from shardwright.layout import Layout, Mesh, Placement, Ragged, Region, Replicate, Shard
 
@@ -60,7 +59,7 @@ class Manifest:
     save_id: str
     tree: Any
     tensors: TensorTable
-    files: Mapping[int, Written]
+    files: Mapping[int, FileEntry]
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -332,7 +331,7 @@ def _pieces(shape: tuple[int, ...], offsets: list[int], sizes: list[int], ranks:
     return Pieces(shape, regions, tuple(ranks))
 
 
-def _files_from_json(raw: msgspec.Raw) -> dict[int, Written]:
+def _files_from_json(raw: msgspec.Raw) -> dict[int, FileEntry]:
     ranks, sizes, headers, digests = msgspec.json.decode(raw, type=tuple[list[int], list[int], list[int], list[str]])
     if not len(ranks) == len(sizes) == len(headers) == len(digests) == len(set(ranks)):
         raise FormatError("the files' columns have different lengths, or a rank comes twice")
@@ -341,12 +340,12 @@ def _files_from_json(raw: msgspec.Raw) -> dict[int, Written]:
         if not (8 < header <= min(size, MOST_HEADER + 8) and size < _MOST_DATA and _DIGEST.fullmatch(said)):
             raise FormatError(f"the file of rank {rank}: size {size}, header {header}, digest {said[:40]!r} cannot be")
     return {
-        rank: Written(size, header, said)
+        rank: FileEntry(size, header, said)
         for rank, size, header, said in zip(ranks, sizes, headers, digests, strict=True)
     }
 
 
-def _check_claims(table: TensorTable, files: Mapping[int, Written]) -> None:
+def _check_claims(table: TensorTable, files: Mapping[int, FileEntry]) -> None:
     """Sees that the files can hold the tensors, so that nothing is planned or made for tensors that cannot be there.
 
     Every element is stored once, so the bytes are exactly as many; every chunk has an entry in a header.

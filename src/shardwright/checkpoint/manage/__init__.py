@@ -1,1 +1,1 @@
-"""The checkpoints of a training run: steps, kept by rules, the newest good one restored."""
+"""The parts of the checkpoint manager: step folders, records, retention, fallback, preemption."""

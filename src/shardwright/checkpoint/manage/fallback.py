@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, final
 
 from shardwright.checkpoint.format.manifest import Manifest
-from shardwright.checkpoint.format.stored import tensor_names
+from shardwright.checkpoint.format.tree import tensor_names
 from shardwright.errors import CheckpointError, CorruptionError, FormatError, NotACheckpointError
 
 __all__ = ["Fallback"]

@@ -22,8 +22,8 @@ from contextlib import contextmanager, suppress
 from typing import final
 
 from shardwright.checkpoint.format.manifest import KEY, Manifest
-from shardwright.checkpoint.read.current import read_manifest
-from shardwright.checkpoint.save import is_of_a_save, may_be_removed
+from shardwright.checkpoint.reading.current import read_manifest
+from shardwright.checkpoint.writing.leftovers import is_of_a_save, may_be_removed
 from shardwright.errors import NotACheckpointError, StorageBusyError, StorageError
 from shardwright.storage import Calls, LocalStorage
 from shardwright.storage.address import folder_of

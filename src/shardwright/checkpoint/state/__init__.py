@@ -1,1 +1,1 @@
-"""States: taken apart into names, tensors and values; united over the ranks; filled again."""
+"""States: flattened into names, tensors and values, and merged over the ranks."""

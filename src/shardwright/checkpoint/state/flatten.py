@@ -14,11 +14,11 @@ import numpy as np
 from torch import Size, Tensor
 
 from shardwright import comm
+from shardwright.checkpoint.format.names import prefix
+from shardwright.checkpoint.format.values import Codec, encode_value
 from shardwright.checkpoint.state.leaves import PLAIN, Leaf, Whole, is_nested, leaf_of, to_ours
 from shardwright.checkpoint.state.marks import PerRank
-from shardwright.checkpoint.state.names import prefix
 from shardwright.checkpoint.state.objects import Asked, ask_objects, is_object
-from shardwright.checkpoint.state.values import Codec, encode_value
 from shardwright.errors import StateError
 from shardwright.sharded import ShardedTensor
 from shardwright.tensor import DTensor

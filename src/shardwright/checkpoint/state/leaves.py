@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardwright import comm
-from shardwright.checkpoint.format.tensors import Pieces, Placing
-from shardwright.checkpoint.state.values import DTYPES
+from shardwright.checkpoint.format.tensor_table import Pieces, Placing
+from shardwright.checkpoint.format.values import DTYPES
 from shardwright.errors import StateError
 from shardwright.layout import Layout, Mesh, Region, Replicate
 from shardwright.sharded import ShardedTensor, ShardedTensorBase

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, final
 
 from shardwright.checkpoint.format.manifest import placing_from_json, placing_to_json
-from shardwright.checkpoint.format.tensors import Placing, TensorTable
-from shardwright.checkpoint.state.names import joined
+from shardwright.checkpoint.format.names import joined
+from shardwright.checkpoint.format.tensor_table import Placing, TensorTable
 from shardwright.errors import StateDiffersError
 from shardwright.layout import Layout, Mesh, Replicate
 

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from shardwright.checkpoint.format.values import Codec
 from shardwright.checkpoint.state.marks import PerRank, Stateful
-from shardwright.checkpoint.state.values import Codec
 
 __all__ = ["Asked", "ask_objects", "in_order", "is_object"]
 

@@ -1,0 +1,208 @@
+"""A data file's header: that of safetensors, predicted before any data is written, with a checksum for every block.
+
+The checksums come first, at a place that is known, as eight hexadecimal digits each, so the header's length does not
+depend on them and they can be read without parsing it. Spaces fill it up, so that the data begins on a page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.checkpoint.format.tensor_table import Integers
+from shardwright.checkpoint.format.write_layout import FilePlan
+from shardwright.errors import FormatError
+from shardwright.layout import Region
+
+__all__ = ["BLOCK", "MOST_HEADER", "PAGE", "START", "DataFile", "FileEntry", "digest", "file_name"]
+
+BLOCK = 1 << 20
+"""Bytes under one checksum; the last block of a chunk may be shorter."""
+PAGE = 4096
+MOST_HEADER = 100_000_000
+"""Bytes of a header behind its length: safetensors reads no longer ones."""
+START = b'{"__metadata__":{"crc32c":"'
+"""How the text of every header begins, behind its length."""
+_SPECIAL = re.compile(r'["\\\x00-\x1f\]]|__metadata__')  # in names that may be escaped or reserved
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "bool": "BOOL",
+    "complex64": "C64",
+}
+
+
+class FileEntry(NamedTuple):
+    """What the manifest says of a data file: its size, its header's size and digest.
+
+    >>> FileEntry(8192, 4096, "0" * 32).size
+    8192
+    """
+
+    size: int
+    header_size: int
+    digest: str
+
+
+@final
+@dataclass(frozen=True)
+class DataFile:
+    """The file of one rank in one save: its name, its header but for the checksums, and where everything lies."""
+
+    plan: FilePlan
+    save_id: str
+
+    @property
+    def name(self) -> str:
+        """The name of the file, which no other save uses."""
+        return file_name(self.save_id, self.plan.rank)
+
+    @cached_property
+    def blocks(self) -> Integers:
+        """How many blocks each chunk has."""
+        return -(-self.plan.nbytes // BLOCK)
+
+    @cached_property
+    def first_blocks(self) -> Integers:
+        """The number of each chunk's first block among the blocks of the file."""
+        return np.cumsum(self.blocks) - self.blocks
+
+    def in_save(self, save_id: str) -> DataFile:
+        """The file that the same plan gives in another save; what the two have in common is not worked out again."""
+        other = DataFile(self.plan, save_id)
+        other.__dict__.update(blocks=self.blocks, first_blocks=self.first_blocks, _entries=self._entries)
+        return other
+
+    @cached_property
+    def _rest(self) -> bytes:
+        """The header behind the checksums, without padding."""
+        return f'","format":"pt","shardwright":"1","save":"{self.save_id}"}}'.encode() + self._entries
+
+    @cached_property
+    def _entries(self) -> bytes:
+        """What the header says of the chunks."""
+        plan, table = self.plan, self.plan.table
+        names, dtypes, kinds = table.names, table.dtypes, table.kinds.tolist()
+        is_plain = not _SPECIAL.search("".join(names))
+        known: dict[tuple[int, str, int], tuple[str, str]] = {}  # chunks that are all of a region are said alike
+        entries = [""]
+        for chunk, (tensor, start, nbytes) in enumerate(
+            zip(plan.tensors.tolist(), plan.starts.tolist(), plan.nbytes.tolist(), strict=True)
+        ):
+            name, kind = names[tensor], (kinds[tensor], dtypes[tensor], chunk if chunk in plan.boxes else -1)
+            said = known.get(kind)
+            if said is None:
+                said = known[kind] = self._described(chunk, tensor)
+            ranges, what = said
+            if is_plain:
+                key = f'"{name}{ranges}"'
+            else:
+                key = _quoted(name + (ranges or (_ranges(plan.region(chunk)) if _is_reserved(name) else "")))
+            entries.append(f"{key}:{what}{start},{start + nbytes}]}}")
+        return (",".join(entries) + "}").encode()
+
+    def _described(self, chunk: int, tensor: int) -> tuple[str, str]:
+        """What a chunk's key has behind the tensor's name, and its entry up to its offsets."""
+        table, region = self.plan.table, self.plan.region(chunk)
+        dtype, size = _DTYPES.get(table.dtypes[tensor]), region.size
+        if dtype is None:  # stored as bytes, with a dimension of them; the manifest has the dtype
+            dtype, size = "U8", (*size, int(table.itemsizes[tensor]))
+        ranges = "" if region.size == table.shape(tensor) else _ranges(region)
+        return ranges, f'{{"dtype":"{dtype}","shape":[{",".join(map(str, size))}],"data_offsets":['
+
+    @cached_property
+    def header_size(self) -> int:
+        """Bytes before the data: the eight of the length, the header, and its padding."""
+        used = 8 + len(START) + 8 * int(self.blocks.sum()) + len(self._rest)
+        padded = -(-used // PAGE) * PAGE
+        if padded - 8 > MOST_HEADER:
+            raise FormatError(
+                f"{self.name}: a header of {padded - 8} bytes for {len(self.plan.tensors)} chunks in "
+                f"{self.blocks.sum()} blocks: a safetensors file has at most {MOST_HEADER}; use more ranks"
+            )
+        return padded
+
+    @property
+    def size(self) -> int:
+        """All bytes of the file."""
+        return self.header_size + self.plan.size
+
+    def header(self, checksums: npt.NDArray[np.uint32]) -> bytes:
+        """The bytes before the data, with these checksums of all blocks in order."""
+        text = START + checksums.astype(">u4").tobytes().hex().encode() + self._rest
+        return struct.pack("<Q", self.header_size - 8) + text.ljust(self.header_size - 8)
+
+    def checksums(self, header: bytes) -> npt.NDArray[np.uint32]:
+        """The checksums in a header whose digest is right.
+
+        Everything else in a header follows from the manifest, so it is compared, not parsed.
+        """
+        first = 8 + len(START)
+        try:
+            text = header[first : first + 8 * int(self.blocks.sum())].decode("ascii")
+            found = np.frombuffer(bytes.fromhex(text), ">u4").astype(np.uint32)
+        except ValueError:
+            found = np.empty(0, np.uint32)
+        if len(found) != self.blocks.sum() or self.header(found) != header:
+            raise FormatError(f"{self.name}: its header is not the one that follows from the manifest")
+        return found
+
+
+def file_name(save_id: str, rank: int) -> str:
+    """The name of the file of a rank in a save.
+
+    >>> file_name("5f3a9c", 12)
+    '5f3a9c-00012-0.safetensors'
+    """
+    return f"{save_id}-{rank:05d}-0.safetensors"
+
+
+def digest(data: bytes) -> str:
+    """The 128-bit BLAKE2b digest of some bytes, in hexadecimal digits.
+
+    >>> digest(b"")
+    'cae66941d9efbd404e4d88758ea67670'
+    """
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _ranges(region: Region) -> str:
+    return f"@[{','.join(f'{a}:{b}' for a, b in zip(region.offset, region.end, strict=True))}]"
+
+
+def _is_reserved(name: str) -> bool:
+    """Whether a name ends like the key of a chunk, or means something else: its tensor is stored like a chunk."""
+    if name == "__metadata__":
+        return True
+    if not name.endswith("]"):
+        return False
+    _, at, ranges = name.rpartition("@[")
+    return bool(at) and not set(ranges[:-1]) - set("0123456789:,")
+
+
+def _quoted(text: str) -> str:
+    quoted: Any = msgspec.json.encode(text)
+    return str(quoted, "utf-8")

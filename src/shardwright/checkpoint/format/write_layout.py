@@ -1,0 +1,161 @@
+"""What a rank writes, and where each chunk lies in its file: a function of the table alone. Pure.
+
+Chunks come by itemsize, the widest first, then in the order of the state: a file without holes in which every chunk
+is aligned to its elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+import numpy as np
+
+from shardwright.checkpoint.format.replica_split import Share, shares_of
+from shardwright.checkpoint.format.split import boxes_of_stretch
+from shardwright.checkpoint.format.tensor_table import Integers, Pieces, TensorTable
+from shardwright.layout import Layout, Region
+
+__all__ = ["FilePlan", "file_plan"]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FilePlan:
+    """The chunks of one rank's file in order: of which tensor, how many bytes, from where in the file's data.
+
+    `boxes` has the region of a chunk that is not all that the rank holds of its tensor.
+    """
+
+    rank: int
+    tensors: Integers
+    nbytes: Integers
+    starts: Integers
+    boxes: dict[int, Region]
+    table: TensorTable
+
+    @property
+    def size(self) -> int:
+        """All bytes of data."""
+        return int(self.starts[-1] + self.nbytes[-1]) if self.starts.size else 0
+
+    def region(self, chunk: int) -> Region:
+        """The region of its tensor that a chunk holds."""
+        box = self.boxes.get(chunk)
+        if box is not None:
+            return box
+        kind = self._kinds[chunk]
+        region = self._regions.get(kind)
+        if region is None:
+            placing = self.table.placings[kind]
+            assert isinstance(placing, Layout)  # the chunks of Pieces are boxes
+            region = self._regions[kind] = placing.region(self.rank)
+        return region
+
+    def chunks_of(self, tensor: int) -> list[int]:
+        """The chunks of a tensor, in order."""
+        found: list[int] = self._by_tensor[
+            np.searchsorted(self._sorted, tensor) : np.searchsorted(self._sorted, tensor, side="right")
+        ].tolist()
+        return found
+
+    @cached_property
+    def first_chunks(self) -> list[int]:
+        """The first chunk of every tensor of the table: -1 for those that are not in the file."""
+        found = np.full(len(self.table), -1, np.int64)
+        found[self.tensors[::-1]] = np.arange(len(self.tensors))[::-1]
+        chunks: list[int] = found.tolist()
+        return chunks
+
+    @cached_property
+    def _by_tensor(self) -> Integers:
+        return np.argsort(self.tensors, kind="stable")
+
+    @cached_property
+    def _sorted(self) -> Integers:
+        return self.tensors[self._by_tensor]
+
+    @cached_property
+    def _kinds(self) -> list[int]:
+        kinds: list[int] = self.table.kinds[self.tensors].tolist()
+        return kinds
+
+    @cached_property
+    def _regions(self) -> dict[int, Region]:
+        """What the rank holds of tensors of each kind, as it is asked for."""
+        return {}
+
+
+def file_plan(table: TensorTable, rank: int) -> FilePlan:
+    """What this rank writes.
+
+    >>> from shardwright.layout import Mesh, Replicate
+    >>> whole = Layout(Mesh((2,)), [Replicate()], (4, 1024))
+    >>> plan = file_plan(TensorTable.of(["w"], ["float32"], [4], [whole]), 1)
+    >>> plan.region(0), plan.nbytes.tolist()
+    (Region[2:4, 0:1024], [8192])
+    """
+    tensors: list[Integers] = []
+    nbytes: list[Integers] = []
+    cut: list[tuple[int, Region]] = []
+    for share in shares_of(table, rank):
+        whole, pieces = _part(share, rank, table)
+        tensors.append(share.tensors[whole])
+        nbytes.append(share.volumes[whole] * share.itemsizes[whole])
+        cut += pieces
+    for kind, placing in enumerate(table.placings):
+        if isinstance(placing, Pieces):
+            regions = [placing.regions[number] for number in placing.of_rank(rank)]
+            cut += [(int(tensor), region) for tensor in np.flatnonzero(table.kinds == kind) for region in regions]
+    cut += _empty(table, rank)
+    some = np.array([tensor for tensor, _ in cut], np.int64)
+    volumes = np.array([region.volume for _, region in cut], np.int64)
+    everything = np.concatenate([*tensors, some])
+    sizes = np.concatenate([*nbytes, volumes * table.itemsizes[some]])
+    order = np.lexsort((everything, -table.itemsizes[everything]))  # stable: boxes of one tensor stay in order
+    before = len(everything) - len(cut)
+    boxes = {}
+    if cut:
+        where = np.empty(len(order), np.int64)
+        where[order] = np.arange(len(order))
+        boxes = {int(where[before + number]): region for number, (_, region) in enumerate(cut)}
+    sizes = sizes[order]
+    return FilePlan(rank, everything[order], sizes, np.cumsum(sizes) - sizes, boxes, table)
+
+
+def _part(share: Share, rank: int, table: TensorTable) -> tuple[Integers, list[tuple[int, Region]]]:
+    """What of a share is this rank's: the tensors it writes whole, and the boxes of those that are cut."""
+    count = len(share.ranks)
+    full = share.volumes > 0
+    if count == 1:
+        return np.flatnonzero(full), []
+    place = share.ranks.index(rank)
+    low, high = share.bound(place), share.bound(place + 1)
+    starts = share.ends - share.volumes * share.itemsizes
+    touched = np.flatnonzero(full & (share.ends > low) & (starts < high))
+    inside = (starts[touched] >= low) & (share.ends[touched] <= high)
+    pieces = []
+    whole = [touched[inside]]
+    for number in touched[~inside].tolist():
+        first, last = share.point(number, low), share.point(number, high)
+        tensor = int(share.tensors[number])
+        if (first, last) == (0, int(share.volumes[number])):
+            whole.append(np.array([number]))
+        elif first < last:
+            placing = table.placing(tensor)
+            assert isinstance(placing, Layout)  # shares are of layouts
+            pieces += [(tensor, box) for box in boxes_of_stretch(placing.region(rank), first, last)]
+    return np.concatenate(whole), pieces
+
+
+def _empty(table: TensorTable, rank: int) -> list[tuple[int, Region]]:
+    """Tensors without elements: an empty chunk, by the first rank that has them, so that a file tells of them."""
+    found = []
+    for kind, placing in enumerate(table.placings):
+        if 0 not in placing.shape:
+            continue
+        first = placing.mesh.ranks[0] if isinstance(placing, Layout) else min(placing.ranks, default=0)
+        if first == rank and not (isinstance(placing, Pieces) and placing.of_rank(rank)):
+            found += [(int(tensor), Region.whole(placing.shape)) for tensor in np.flatnonzero(table.kinds == kind)]
+    return found

@@ -1,1 +1,0 @@
-"""Looking into a checkpoint without loading it: slices, metadata, verification."""

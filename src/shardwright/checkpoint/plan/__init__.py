@@ -1,1 +1,0 @@
-"""Who writes what, and who reads what from where: pure functions of values."""

@@ -1,0 +1,310 @@
+"""`open`: a checkpoint looked into by one process, with no process group: names, values, and slices of tensors.
+
+A slice reads the blocks it touches and verifies them. The files are opened together with the manifest, and open files
+outlive their removal: what was opened stays what it is when another save replaces it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Generic, TypeVar, cast, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint.background import wait_for_place
+from shardwright.checkpoint.format.data_file import BLOCK
+from shardwright.checkpoint.format.locate import Part
+from shardwright.checkpoint.format.manifest import Manifest
+from shardwright.checkpoint.format.tree import StoredTensor, StoredValue, stored_entries
+from shardwright.checkpoint.format.values import DTYPES, Codec, EnumValue
+from shardwright.checkpoint.location import place_of, storage_at
+from shardwright.checkpoint.metadata import Metadata
+from shardwright.checkpoint.reading.build_state import build
+from shardwright.checkpoint.reading.current import read_current
+from shardwright.checkpoint.reading.data_reader import Destination, FileReader
+from shardwright.checkpoint.reading.indexing import slicing_of
+from shardwright.checkpoint.reading.targets import Target, check_bools
+from shardwright.errors import ArgumentTypeError, CheckpointError, CorruptionError, MissingKeyError, MissingNameError
+from shardwright.layout import Region
+from shardwright.storage import Reader, Storage
+
+__all__ = ["Checkpoint", "LazyTensor", "open"]
+
+_MOST_OPEN = 256  # files held open; a checkpoint with more opens each when it is needed
+
+Out = TypeVar("Out", Tensor, npt.NDArray[Any])
+
+
+@final
+class LazyTensor(Generic[Out]):
+    """A stored tensor that nothing has been read of yet: `[...]` reads what it is asked for, and no more.
+
+    It takes numbers, slices (of any step), `...` and `None`, and gives a plain tensor, or an array where it came from
+    `Checkpoint.numpy`. Of a slice whose step passes over a megabyte or more only the wanted layers are read; for a
+    shorter step, all between the first and the last is read, and what is wanted taken out of it.
+
+    >>> import tempfile
+    >>> from shardwright import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoint.save({"w": torch.arange(12).reshape(3, 4)}, folder)
+    ...     with checkpoint.open(folder) as saved:
+    ...         print(saved["w"])
+    ...         print(saved["w"][1:, ::-2])
+    LazyTensor('w', [3, 4], int64)
+    tensor([[ 7,  5], [11,  9]])
+    """
+
+    __slots__ = ("_checkpoint", "_gives_arrays", "_number", "name")
+
+    def __init__(self, checkpoint: Checkpoint, name: str, number: int, gives_arrays: bool) -> None:
+        self._checkpoint, self.name, self._number, self._gives_arrays = checkpoint, name, number, gives_arrays
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole tensor."""
+        return torch.Size(self._checkpoint._manifest.tensors.shape(self._number))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype, as torch names it."""
+        return DTYPES[self._checkpoint._manifest.tensors.dtypes[self._number]]
+
+    @property
+    def ndim(self) -> int:
+        """How many dimensions it has."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return self.shape.numel()
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise ArgumentTypeError(f"{self!r} has no dimensions, and so no length")
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Out:
+        wanted, dim, layers = slicing_of(index, self.shape).thinned(self.shape, self.dtype.itemsize, BLOCK)
+        return self._given(wanted.take(self._checkpoint._read(self._number, layers, dim)))
+
+    def tensor(self) -> Tensor:
+        """All of it, as a plain tensor."""
+        return self._checkpoint._read(self._number, [Region.whole(self.shape)])
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """All of it, as an array."""
+        return _as_array(self.tensor())
+
+    def _given(self, tensor: Tensor) -> Out:
+        return cast(Out, _as_array(tensor) if self._gives_arrays else tensor)
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({self.name!r}, {list(self.shape)}, {str(self.dtype).removeprefix('torch.')})"
+
+
+@final
+class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
+    """A checkpoint, open: its tensors by name, read when they are sliced; its values, its tree, its metadata.
+
+    What it shows is one save, whatever is saved there later. Close it, or use it in a `with` block.
+
+    >>> import tempfile
+    >>> from shardwright import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoint.save({"model": {"w": torch.ones(2, 2)}, "epoch": 3}, folder)
+    ...     with checkpoint.open(folder) as saved:
+    ...         list(saved), saved.value("epoch"), saved.tree()
+    (['model.w'], 3, {'model': {'w': LazyTensor('model.w', [2, 2], float32)}, 'epoch': 3})
+    """
+
+    def __init__(self, storage: Storage, manifest: Manifest, readers: dict[int, Reader]) -> None:
+        self._storage, self._manifest = storage, manifest
+        self._readers = readers
+        self._files: dict[int, FileReader] = {}
+        self._closed = False
+        # A tensor's own name comes first; other paths that lead to it are names of it, too.
+        self._numbers = dict(manifest.tensors.index)
+        for entry in stored_entries(manifest.tree, None):
+            if isinstance(entry.what, StoredTensor):
+                self._numbers.setdefault(entry.name, entry.what.number)
+
+    @property
+    def save_id(self) -> str:
+        """What tells this save from every other."""
+        return self._manifest.save_id
+
+    @property
+    def metadata(self) -> Metadata:
+        """What is stored, in PyTorch's words: a view of the manifest."""
+        return Metadata(self._manifest, getattr(self._storage, "path", None))
+
+    def __getitem__(self, name: str) -> LazyTensor[Tensor]:
+        return LazyTensor(self, name, self._number(name), gives_arrays=False)
+
+    def numpy(self, name: str) -> LazyTensor[npt.NDArray[Any]]:
+        """The same tensor, giving numpy arrays: `ckpt.numpy("w")[2:4]`."""
+        return LazyTensor(self, name, self._number(name), gives_arrays=True)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._numbers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def value(self, path: str, *, rank: int = 0) -> Any:
+        """The plain value under a path; of what each rank has for itself, that of `rank`."""
+        leaves = {entry.name: entry.what for entry in stored_entries(self._manifest.tree, rank)}
+        leaf = leaves.get(path)
+        if isinstance(leaf, StoredValue):
+            return leaf.value.value if isinstance(leaf.value, EnumValue) else leaf.value
+        if leaf is not None:
+            raise MissingNameError(f"{path!r} is a tensor, not a plain value: ckpt[{path!r}] gives it")
+        plain = [name for name, other in leaves.items() if isinstance(other, StoredValue)]
+        raise MissingNameError(f"no plain value is stored under {path!r}{_near(path, plain)}")
+
+    def tree(self, *, rank: int = 0, codecs: Mapping[type, Codec] | None = None) -> Any:
+        """The state as it was saved, with lazy tensors in place of tensors and arrays.
+
+        Of what each rank has for itself, it has that of `rank`; where that has none, a `PerRank` of the others'.
+        """
+        names = self._manifest.tensors.names
+        return build(
+            self._manifest.tree,
+            lambda number, is_array: LazyTensor(self, names[number], number, gives_arrays=is_array),
+            {codec.name: codec for codec in (codecs or {}).values()},
+            rank,
+        )
+
+    def close(self) -> None:
+        """Closes its files; nothing can be read after it."""
+        self._closed = True
+        readers, self._readers, self._files = self._readers, {}, {}
+        for reader in readers.values():
+            reader.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self._storage!r}, save {self.save_id}, {len(self)} tensors)"
+
+    def _number(self, name: str) -> int:
+        number = self._numbers.get(name)
+        if number is None:
+            raise MissingNameError(f"no tensor is stored under {name!r}{_near(name, list(self._numbers))}")
+        return number
+
+    def _read(self, number: int, regions: Sequence[Region], dim: int = 0) -> Tensor:
+        """Regions of a tensor that differ along one dimension, one after the other along it.
+
+        Their files are open and have their sizes before any memory is made for them.
+        """
+        if self._closed:
+            raise CheckpointError(f"{self!r} is closed")
+        parts = [(part, place) for place, region in enumerate(regions) for part in self._parts(number, region)]
+        try:
+            files = {rank: self._file(rank) for rank in sorted({part.rank for part, _ in parts})}
+            table = self._manifest.tensors
+            size = list(regions[0].size)
+            if len(regions) > 1:
+                size[dim] = len(regions)
+            found = torch.empty(size, dtype=DTYPES[table.dtypes[number]])
+            layers = [found] if len(regions) == 1 else [found.narrow(dim, at, 1) for at in range(len(regions))]
+            for rank, file in files.items():
+                file.read([Destination(p, layers[at], regions[at], found.dtype) for p, at in parts if p.rank == rank])
+        finally:
+            self._let_go()
+        check_bools([Target(table.names[number], number, found, Region.whole(size), found.dtype)])
+        return found
+
+    def _parts(self, number: int, region: Region) -> list[Part]:
+        return self._manifest.finder.parts(number, region)
+
+    def _file(self, rank: int) -> FileReader:
+        """The file of a rank, its header verified."""
+        known = self._files.get(rank)
+        if known is None:
+            reader = self._readers.get(rank)
+            if reader is None:
+                try:
+                    reader = self._readers[rank] = self._storage.open(self._manifest.file_name(rank))
+                except MissingKeyError as error:
+                    raise CorruptionError(
+                        f"a file is missing: {error}; if another checkpoint was saved here since, open it again"
+                    ) from error
+            known = self._files[rank] = FileReader(reader, self._manifest.file(rank), self._manifest.files[rank])
+        return known
+
+    def _let_go(self) -> None:
+        """Closes what is open beyond what may stay."""
+        while len(self._readers) > _MOST_OPEN:
+            rank, reader = next(iter(self._readers.items()))
+            del self._readers[rank]
+            self._files.pop(rank, None)
+            reader.close()
+
+
+def open(path: str | os.PathLike[str] | Storage) -> Checkpoint:
+    """Opens a checkpoint: what it holds is known at once, and tensors are read by slices, in this process alone.
+
+    >>> import tempfile
+    >>> from shardwright import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoint.save({"layers": [torch.arange(6).reshape(2, 3)]}, folder)
+    ...     with checkpoint.open(folder) as saved:
+    ...         saved["layers.0"][1, :2]
+    tensor([3, 4])
+
+    A save of this process to this place that is in the background is waited for, as `load` does.
+    """
+    storage = storage_at(path)
+    wait_for_place(place_of(storage))
+    return read_current(storage, lambda manifest: Checkpoint(storage, manifest, _open_files(storage, manifest)))
+
+
+def _open_files(storage: Storage, manifest: Manifest) -> dict[int, Reader]:
+    """All data files, unless there are too many: then none, and each is opened when it is needed."""
+    readers: dict[int, Reader] = {}
+    if len(manifest.files) > _MOST_OPEN:
+        return readers
+    try:
+        for rank in manifest.files:
+            readers[rank] = storage.open(manifest.file_name(rank))
+    except BaseException:
+        for reader in readers.values():
+            reader.close()
+        raise
+    return readers
+
+
+def _as_array(tensor: Tensor) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(tensor.numpy())
+    except TypeError:
+        raise ArgumentTypeError(
+            f"numpy has no {str(tensor.dtype).removeprefix('torch.')}: take the torch tensor, and convert it"
+        ) from None
+
+
+def _near(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names[:20000], n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,132 @@
+"""Putting what was read into the state it was read for: containers in place, objects by their own `load_state_dict`."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardwright.checkpoint.reading.match import Match
+from shardwright.checkpoint.state.flatten import Branch, Coded, Flat, Node, Object, OfRank, TensorNode, ValueNode
+from shardwright.checkpoint.state.objects import in_order
+
+__all__ = ["fill"]
+
+
+def fill(flat: Flat, found: Match) -> Any:
+    """The state that was taken apart, with what was read: the same containers and tensors, other contents."""
+    filled = (part.tensor for _, leaf, _ in found.tensors for part in leaf.parts)
+    # They were written to behind autograd's back: what was saved for a backward of before is stale.
+    torch.autograd.graph.increment_version([tensor for tensor in filled if not tensor.is_inference()])
+    return _Fill(found).fill(flat.root, flat)
+
+
+class _Fill:
+    def __init__(self, found: Match) -> None:
+        self._found = found
+
+    @cached_property
+    def _memory(self) -> set[tuple[Any, ...]]:
+        """The identities of all leaves that were filled."""
+        return {leaf.identity for _, leaf, _ in self._found.tensors}
+
+    def fill(self, node: Node, flat: Flat) -> Any:
+        match node:
+            case TensorNode():
+                if node.is_array and self._is_filled(node, flat):
+                    _bring_back(node.original, flat.leaves[node.number].parts[0].tensor)
+                return node.original
+            case ValueNode():
+                return self._found.values.get(id(node), node.original)
+            case Branch(kind="d", within=within, children=children) if within is not None:
+                return self._mapping(node.original, within, children, flat)
+            case Branch(kind="l"):
+                for place, child in enumerate(node.children):
+                    new = self.fill(child, flat)
+                    if new is not node.original[place]:
+                        node.original[place] = new
+                return node.original
+            case Branch():
+                items = [self.fill(child, flat) for child in node.children]
+                if all(new is old for new, old in zip(items, node.original, strict=True)):
+                    return node.original
+                kind = type(node.original)
+                return kind(*items) if hasattr(kind, "_fields") else kind(items)
+            case Object():
+                if self._is_filled(node.inner, flat):
+                    _give(node, self.fill(node.inner, flat))
+                return node.original
+            case Coded():
+                return node.codec.decode(self.fill(node.inner, flat)) if self._is_filled(node, flat) else node.original
+            case OfRank():
+                node.original.value = self.fill(node.flat.root, node.flat)
+                return node.original
+
+    def _mapping(self, original: Any, within: list[Any], children: list[Node], flat: Flat) -> Any:
+        changed: dict[Any, Any] = {}
+        waiting: dict[Any, Node] = {}
+        for key, child in zip(within, children, strict=True):
+            if type(child) is TensorNode and not child.is_array:  # as most are: filled where it is
+                if child.original is not original[key]:
+                    changed[key] = child.original
+            else:
+                waiting[key] = child
+        for key in in_order(waiting):  # an object may communicate when it is given its state
+            new = self.fill(waiting[key], flat)
+            if new is not original[key]:
+                changed[key] = new
+        if not changed:
+            return original
+        if not isinstance(original, MutableMapping):
+            # As MappingProxyType is made; there is no rule for it.
+            return type(original)({key: changed.get(key, original[key]) for key in within})
+        for key, new in changed.items():
+            original[key] = new
+        return original
+
+    def _is_filled(self, node: Node, flat: Flat) -> bool:
+        """Whether anything in it was stored and asked for. An object of which nothing was is given nothing."""
+        match node:
+            case TensorNode():
+                return flat.leaves[node.number].identity in self._memory
+            case ValueNode():
+                return id(node) in self._found.values
+            case Branch():
+                return id(node) in self._found.emptied or any(self._is_filled(child, flat) for child in node.children)
+            case Object() | Coded():
+                return self._is_filled(node.inner, flat)
+            case OfRank():
+                return self._is_filled(node.flat.root, node.flat)
+
+
+def _bring_back(array: np.ndarray[Any, Any], tensor: torch.Tensor) -> None:
+    """Copies what was read to an array whose memory torch could not see."""
+    if not np.may_share_memory(array, tensor.numpy()):
+        np.copyto(array, tensor.numpy())
+
+
+def _give(node: Object, state: Any) -> None:
+    """An object's state. A module's tensors were filled where they are: only what else it has is given to it."""
+    original = node.original
+    if isinstance(original, nn.Module) and _plain_module(original):
+        return
+    original.load_state_dict(state)
+
+
+def _plain_module(module: nn.Module) -> bool:
+    """Whether a module's state is its parameters and buffers, and nothing of its own making."""
+    return all(
+        type(part).load_state_dict is nn.Module.load_state_dict
+        and type(part).state_dict is nn.Module.state_dict
+        and type(part)._save_to_state_dict is nn.Module._save_to_state_dict
+        and type(part)._load_from_state_dict is nn.Module._load_from_state_dict
+        and type(part).get_extra_state is nn.Module.get_extra_state
+        and not part._load_state_dict_pre_hooks
+        and not part._load_state_dict_post_hooks
+        and not part._state_dict_hooks
+        for part in module.modules()
+    )

@@ -1,0 +1,74 @@
+"""Ranks of one host reading together: every block that several of them want is read and verified once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from torch import Tensor
+
+from shardwright.checkpoint.format.data_file import BLOCK, digest
+from shardwright.checkpoint.format.locate import Part
+from shardwright.checkpoint.format.manifest import placing_to_json
+from shardwright.checkpoint.reading.data_reader import Destination, copy_window
+from shardwright.checkpoint.reading.host_sharing import Ask
+from shardwright.checkpoint.reading.host_window import HostWindow
+from shardwright.checkpoint.reading.open_files import Files
+from shardwright.checkpoint.reading.read_assignment import Deal, Segment
+from shardwright.checkpoint.reading.targets import Target
+from shardwright.checkpoint.runtime.progress import Progress
+
+__all__ = ["digest_of_asks", "read_together"]
+
+
+def digest_of_asks(asks: Sequence[Ask]) -> str:
+    """What ranks compare: those that ask for the same, under the same placings, can plan for each other."""
+    known: dict[int, list[object]] = {}
+    for ask in asks:
+        if id(ask.placing) not in known:
+            known[id(ask.placing)] = placing_to_json(ask.placing)
+    return digest(msgspec.json.encode([[ask.number, known[id(ask.placing)]] for ask in asks]))
+
+
+def read_together(
+    window: HostWindow, files: Files, deal: Deal, targets: Sequence[Target], progress: Progress | None = None
+) -> None:
+    """Fills the targets. All ranks of the host call it, with the same deal.
+
+    Every rank goes through the segments of all; what a segment fills here is worked out when it is copied. `progress`
+    is told the bytes that were filled here.
+    """
+    by_tensor: dict[int, list[Target]] = {}
+    for target in targets:
+        by_tensor.setdefault(target.number, []).append(target)
+    segments = [deal.segments(place) for place in range(deal.places)]
+    own: dict[int, Segment | None] = {}  # read, and not copied yet
+
+    def read(number: int, slot: Tensor) -> None:
+        segment = own[number] = next(segments[number % deal.places], None)
+        if segment is not None:
+            files.open(segment.file.rank).read_runs(segment.runs, slot)
+
+    def copy(number: int, slot: Tensor) -> None:
+        segment = own.pop(number) if number in own else next(segments[number % deal.places], None)
+        if segment is not None:
+            filled = _fill_from(segment, slot, by_tensor)
+            if progress is not None and filled:
+                progress(filled)
+
+    window.run(deal.rounds * deal.places, read, copy)
+
+
+def _fill_from(segment: Segment, slot: Tensor, by_tensor: dict[int, list[Target]]) -> int:
+    """Copies what a segment has of the targets; the bytes that were."""
+    plan, filled = segment.file, 0
+    for rank, chunk, first, blocks, at in segment.runs:
+        region = plan.region(chunk)
+        for target in by_tensor.get(int(plan.tensors[chunk]), ()):
+            common = target.region.intersect(region)
+            if common is not None:
+                nbytes = min(blocks * BLOCK, int(plan.nbytes[chunk]) - first * BLOCK)
+                part = Part(rank, chunk, common, region)
+                destination = Destination(part, target.tensor, target.region, target.stored)
+                filled += copy_window(destination, slot[at : at + nbytes], first * BLOCK, nbytes)
+    return filled

@@ -1,0 +1,1 @@
+"""How the work runs: threads, progress, memory windows."""

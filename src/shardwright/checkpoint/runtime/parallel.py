@@ -1,0 +1,83 @@
+"""Work on contiguous parts in a few threads: the first error ends all of them, and is raised."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import final
+
+import numpy as np
+
+from shardwright.checkpoint.format.tensor_table import Integers
+
+__all__ = ["Stop", "in_threads", "split"]
+
+
+@final
+class Stop:
+    """Says whether another thread has failed, so that this one need not go on."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.errors)
+
+
+def in_threads(
+    work: Callable[[int, int, Stop], None], parts: Sequence[tuple[int, int]], threads: int | None = None
+) -> None:
+    """Calls `work(first, last, stop)` for every part: the first in this thread, others in as many as there are parts.
+
+    Or in fewer `threads`: whoever is done takes the next part, so one whose core is busy does not hold up the rest.
+
+    >>> done = []
+    >>> in_threads(lambda first, last, stop: done.append(last - first), [(0, 3), (3, 5), (5, 9)], threads=2)
+    >>> sorted(done)
+    [2, 3, 4]
+    """
+    stop = Stop()
+    waiting = iter(list(parts))  # of a list: whoever asks, each part is given once
+    mine = next(waiting, None)
+
+    def take(part: tuple[int, int] | None) -> None:
+        try:
+            while part is not None and not stop:
+                work(*part, stop)
+                part = next(waiting, None)
+        except BaseException as error:  # noqa: BLE001  raised again below
+            stop.errors.append(error)
+
+    others = []
+    for _ in range(min(len(parts), threads or len(parts)) - 1):
+        thread = threading.Thread(target=lambda: take(next(waiting, None)), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads are to be had, or none any more: the interpreter is ending
+            break
+        others.append(thread)
+    take(mine)
+    for thread in others:
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as error:  # noqa: BLE001  an interrupt: raised below, when nobody uses the memory
+                stop.errors.append(error)
+    if stop.errors:
+        raise stop.errors[0]
+
+
+def split(nbytes: Integers, parts: int, least: int) -> list[tuple[int, int]]:
+    """Items in order, in as many parts of about as many bytes: fewer, where a part would have less than `least`.
+
+    >>> split(np.array([4, 4, 4, 4]), parts=2, least=8)
+    [(0, 2), (2, 4)]
+    """
+    if not len(nbytes):
+        return []
+    ends = np.cumsum(nbytes)
+    total = int(ends[-1])
+    count = max(1, min(parts, total // least))
+    cuts = [0, *(np.searchsorted(ends, [total * part // count for part in range(1, count)]) + 1).tolist(), len(nbytes)]
+    return [(a, b) for a, b in pairwise(cuts) if a < b]

@@ -1,0 +1,271 @@
+"""`verify`: every byte of a checkpoint checked, without loading it, and everything that is wrong reported.
+
+Each data file is read once, front to back, through windows of bounded size, in a few threads. Where a header is
+damaged its checksums say nothing, so the data of that file is not judged.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import crc32c
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.checkpoint.background import wait_for_place
+from shardwright.checkpoint.format.data_file import BLOCK, DataFile, digest
+from shardwright.checkpoint.format.manifest import KEY, Manifest
+from shardwright.checkpoint.location import place_of, storage_at
+from shardwright.checkpoint.reading.current import read_manifest
+from shardwright.checkpoint.runtime.parallel import Stop, in_threads
+from shardwright.errors import CheckpointError, CorruptionError, FormatError, MissingKeyError, StorageError
+from shardwright.layout import Region
+from shardwright.storage import Reader, Storage
+
+__all__ = ["Damage", "Report", "check_files", "verify"]
+
+_WINDOW = 4 * BLOCK  # bytes read in one call
+_MOST_TOLD = 20
+
+
+@final
+@dataclass(frozen=True)
+class Damage:
+    """One thing that is wrong: with which file, and, for a damaged block, which region of which tensor it is of.
+
+    >>> print(Damage("5f3a9c-00000-0.safetensors", "is missing"))
+    5f3a9c-00000-0.safetensors is missing
+    """
+
+    file: str
+    what: str
+    tensor: str | None = None
+    region: Region | None = None
+    block: int | None = None
+
+    def __str__(self) -> str:
+        if self.tensor is None:
+            return f"{self.file} {self.what}"
+        return f"{self.file}: block {self.block} of {self.region} of tensor {self.tensor!r} {self.what}"
+
+
+@final
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found: true where every byte is as it was written. `stray` files harm nothing, and are named.
+
+    >>> bool(Report("here", files=1, nbytes=4096)), bool(Report("here", damages=(Damage("a", "is missing"),)))
+    (True, False)
+    """
+
+    where: str
+    save_id: str | None = None
+    files: int = 0
+    nbytes: int = 0
+    damages: tuple[Damage, ...] = ()
+    stray: tuple[str, ...] = field(default=())
+
+    def __bool__(self) -> bool:
+        return not self.damages
+
+    def __str__(self) -> str:
+        checked = f"{self.files} {'file' if self.files == 1 else 'files'}, {self.nbytes} bytes"
+        if self:
+            lines = [f"{self.where} is sound: {checked}"]
+        else:
+            lines = [f"{self.where} is damaged in {len(self.damages)} {_places(len(self.damages))} ({checked} read)"]
+            lines += [f"  {damage}" for damage in self.damages[:_MOST_TOLD]]
+            if len(self.damages) > _MOST_TOLD:
+                lines.append(f"  and {len(self.damages) - _MOST_TOLD} more")
+        lines += [f"  {name} is no part of the checkpoint" for name in self.stray[:_MOST_TOLD]]
+        return "\n".join(lines)
+
+
+def verify(
+    path: str | os.PathLike[str] | Storage, progress: Callable[[int, int], None] | None = None, *, threads: int = 2
+) -> Report:
+    """Checks every byte of a checkpoint without loading it, and reports all that is wrong with it.
+
+    Where nothing was ever saved it raises. A save of this process to this place that is in the background is waited
+    for, as `load` does. It needs a few megabytes for each thread, and does not need the tensors to
+    fit in memory. `progress` is called with the bytes that were read and those that there are.
+
+    >>> import tempfile, torch
+    >>> from shardwright import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoint.save({"w": torch.ones(4)}, folder)
+    ...     print(checkpoint.verify(folder))
+    LocalStorage(...) is sound: 1 file, 4112 bytes
+    """
+    storage = storage_at(path)
+    wait_for_place(place_of(storage))
+    while True:
+        try:
+            manifest = read_manifest(storage)
+        except (CorruptionError, FormatError) as error:
+            return Report(repr(storage), damages=(Damage(KEY, f"cannot be used: {error}"),))
+        except StorageError as error:
+            return Report(repr(storage), damages=(Damage(KEY, f"cannot be read: {error}"),))
+        report = _Verifying(storage, manifest, progress).run(threads)
+        if report or not _replaced(storage, manifest):
+            return report
+
+
+def _replaced(storage: Storage, manifest: Manifest) -> bool:
+    """Whether another save took its place meanwhile, and removed its files."""
+    try:
+        return read_manifest(storage).save_id != manifest.save_id
+    except (CheckpointError, StorageError):
+        return False
+
+
+def check_files(storage: Storage, part: int, parts: int, *, threads: int = 2) -> None:
+    """Verify a part of the files of a checkpoint; raise `CorruptionError` if they are damaged.
+
+    What cannot be read is raised as it is: a failing disk is not damage.
+
+    >>> import torch
+    >>> from shardwright import checkpoint
+    >>> from shardwright.storage import MemoryStorage
+    >>> place = MemoryStorage()
+    >>> checkpoint.save({"w": torch.ones(4)}, place)
+    >>> check_files(place, 0, 1)
+    """
+    manifest = read_manifest(storage)
+    verifying = _Verifying(storage, manifest, None, sorted(manifest.files)[part::parts])
+    report = verifying.run(threads)
+    if verifying.unreadable is not None:
+        raise verifying.unreadable
+    if not report:
+        told = "; ".join(map(str, report.damages[:_MOST_TOLD]))
+        raise CorruptionError(f"{report.where} is damaged: {told}")
+
+
+@final
+class _Verifying:
+    def __init__(
+        self,
+        storage: Storage,
+        manifest: Manifest,
+        progress: Callable[[int, int], None] | None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        self._storage, self._manifest, self._progress = storage, manifest, progress
+        self._lock = threading.Lock()
+        self._damages: list[tuple[int, int, Damage]] = []  # with the rank and the place in its file: to be in order
+        self._waiting = iter(sorted(manifest.files) if ranks is None else ranks)
+        self._nbytes, self._total = 0, sum(file.size for file in manifest.files.values())
+        self.unreadable: StorageError | None = None  # the first error of the storage itself
+
+    def run(self, threads: int) -> Report:
+        in_threads(self._work, [(0, 0)] * max(1, min(threads, len(self._manifest.files))))
+        known = self._manifest.names
+        return Report(
+            repr(self._storage),
+            self._manifest.save_id,
+            len(self._manifest.files),
+            self._nbytes,
+            tuple(damage for *_, damage in sorted(self._damages, key=lambda found: found[:2])),
+            tuple(key for key in self._storage.list_keys() if key != KEY and key not in known),
+        )
+
+    def _work(self, _first: int, _last: int, stop: Stop) -> None:
+        """Takes one file after the other, until none is left."""
+        while not stop:
+            with self._lock:
+                rank = next(self._waiting, None)
+            if rank is None:
+                return
+            self._file(rank)
+
+    def _file(self, rank: int) -> None:
+        name = self._manifest.file_name(rank)
+        try:
+            with self._storage.open(name) as reader:
+                self._contents(rank, name, reader)
+        except MissingKeyError:
+            self._found(rank, -1, Damage(name, "is missing"))
+        except FormatError as error:
+            self._found(rank, -1, Damage(name, f"makes no sense: {error}"))
+        except StorageError as error:
+            self.unreadable = self.unreadable or error
+            self._found(rank, -1, Damage(name, f"cannot be read: {error}"))
+
+    def _contents(self, rank: int, name: str, reader: Reader) -> None:
+        expected = self._manifest.files[rank]
+        if reader.size != expected.size:
+            what = f"has {reader.size} bytes, and the manifest says {expected.size}"
+            self._found(rank, -1, Damage(name, what))
+            if reader.size < expected.header_size:
+                return
+        file = self._manifest.file(rank)
+        if (file.size, file.header_size) != (expected.size, expected.header_size):
+            said, right = (expected.size, expected.header_size), (file.size, file.header_size)
+            self._found(
+                rank, -1, Damage(name, f"has size and header {said} in the manifest, and tensors that make {right}")
+            )
+            return
+        header = bytearray(file.header_size)
+        reader.read([memoryview(header)], 0)
+        self._passed(len(header))
+        if digest(bytes(header)) != expected.digest:
+            self._found(rank, -1, Damage(name, "has a damaged header: its digest is not the one in the manifest"))
+            return
+        self._data(rank, file, reader, file.checksums(bytes(header)))
+
+    def _data(self, rank: int, file: DataFile, reader: Reader, checksums: npt.NDArray[np.uint32]) -> None:
+        """Every block, in the order of the file, several in one read."""
+        chunks = np.repeat(np.arange(len(file.blocks)), file.blocks)
+        numbers = np.arange(len(chunks)) - file.first_blocks[chunks]
+        starts = file.header_size + file.plan.starts[chunks] + numbers * BLOCK
+        sizes = np.minimum(BLOCK, file.plan.nbytes[chunks] - numbers * BLOCK)
+        dtypes = file.plan.table.dtypes
+        truths = [dtypes[tensor] == "bool" for tensor in file.plan.tensors.tolist()]
+        window = memoryview(bytearray(min(_WINDOW, file.plan.size)))
+        first = 0
+        while first < len(chunks):
+            last = int(np.searchsorted(starts + sizes, starts[first] + _WINDOW, side="right"))
+            begin, end = int(starts[first]), int(starts[last - 1] + sizes[last - 1])
+            there = max(0, min(end, reader.size) - begin)
+            reader.read([window[:there]], begin)
+            for block in range(first, last):
+                low = int(starts[block]) - begin
+                high = low + int(sizes[block])
+                what = ""
+                if high > there:
+                    what = "is cut off"
+                elif crc32c.crc32c(window[low:high]) != checksums[block]:
+                    what = "does not have its checksum"
+                elif truths[chunks[block]] and int(np.frombuffer(window[low:high], np.uint8).max()) > 1:
+                    what = "is of truths, and holds bytes that are neither 0 nor 1"
+                if what:
+                    self._found(rank, block, self._damaged(file, int(chunks[block]), int(numbers[block]), what))
+            self._passed(there)
+            first = last
+
+    def _damaged(self, file: DataFile, chunk: int, block: int, what: str) -> Damage:
+        return Damage(
+            file.name,
+            what,
+            file.plan.table.names[int(file.plan.tensors[chunk])],
+            file.plan.region(chunk),
+            block,
+        )
+
+    def _found(self, rank: int, place: int, damage: Damage) -> None:
+        with self._lock:
+            self._damages.append((rank, place, damage))
+
+    def _passed(self, nbytes: int) -> None:
+        with self._lock:
+            self._nbytes += nbytes
+            if self._progress is not None:
+                self._progress(self._nbytes, self._total)
+
+
+def _places(count: int) -> str:
+    return "place" if count == 1 else "places"

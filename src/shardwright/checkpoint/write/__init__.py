@@ -1,1 +1,0 @@
-"""Writing: from tensor memory, or from a copy of it, into data files."""

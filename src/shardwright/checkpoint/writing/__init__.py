@@ -1,0 +1,1 @@
+"""Writing: data files, staging buffers, comparison of replicas, leftover files."""

@@ -1,0 +1,178 @@
+"""Writing a data file: straight from where the tensors lie, checksums on the way, the header last.
+
+What lies in one stretch of host memory is written from there, without a copy. The rest (strided tensors, those of a
+device) goes through a window of bounded size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, final
+
+import crc32c
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint.format.data_file import BLOCK, DataFile, FileEntry, digest
+from shardwright.checkpoint.format.split import boxes_of_stretch
+from shardwright.checkpoint.format.tensor_table import Integers
+from shardwright.checkpoint.runtime.address_space import memory_at
+from shardwright.checkpoint.runtime.parallel import Stop, in_threads, split
+from shardwright.checkpoint.runtime.progress import Progress
+from shardwright.checkpoint.runtime.windows import window_size
+from shardwright.layout import Region
+from shardwright.storage import Writer
+from shardwright.tensor.redistribute.packing import bits
+
+__all__ = ["Blocks", "FileWriter", "addresses_of", "copy_stretch"]
+
+_BATCH = 4 << 20  # bytes in one call
+_MOST = 1000  # buffers in one call
+
+
+@final
+class FileWriter:
+    """A data file being written: its blocks in any order, the header last.
+
+    `memory` bounds the windows that strided tensors and those of a device go through. Nobody changes what is being
+    written meanwhile.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        file: DataFile,
+        threads: int = 2,
+        progress: Progress | None = None,
+        memory: int | None = None,
+    ) -> None:
+        self._writer, self._file, self._threads, self._progress = writer, file, threads, progress
+        self._window, self._windows = window_size(memory, threads)
+        self._checksums = np.zeros(int(file.blocks.sum()), np.uint32)
+
+    def put_chunks(self, chunks: Sequence[Tensor]) -> None:
+        """Writes all chunks of the file, each from where it lies."""
+        addresses = addresses_of(chunks)
+        self.put(Blocks.of(self._file, addresses))
+        aside = np.flatnonzero(addresses < 0)
+        in_threads(
+            lambda first, last, stop: self._put_aside(chunks, aside[first:last], stop),
+            split(self._file.plan.nbytes[aside], self._windows, least=8 * BLOCK),
+        )
+
+    def put(self, blocks: Blocks) -> None:
+        """Writes blocks straight from host memory."""
+        in_threads(
+            lambda first, last, stop: self._put_straight(blocks.part(first, last), stop),
+            split(blocks.nbytes, self._threads, least=8 * BLOCK),
+        )
+
+    def finish(self) -> FileEntry:
+        """Writes the header; when it returns the file is safe."""
+        header = self._file.header(self._checksums)
+        self._writer.write([memoryview(header)], 0)
+        self._writer.finish()
+        return FileEntry(self._file.size, self._file.header_size, digest(header))
+
+    def _put_straight(self, blocks: Blocks, stop: Stop) -> None:
+        batch: list[memoryview] = []
+        sums: list[int] = []
+        start = after = waiting = 0
+        for address, offset, nbytes in zip(*(column.tolist() for column in blocks[1:]), strict=True):
+            if batch and (offset != after or waiting >= _BATCH or len(batch) == _MOST):
+                if stop:
+                    return
+                self._write(batch, start, waiting)
+                batch, waiting = [], 0
+            if not batch:
+                start = offset
+            view = memory_at(address, nbytes)
+            sums.append(crc32c.crc32c(view))
+            batch.append(view)
+            waiting += nbytes
+            after = offset + nbytes
+        if batch:
+            self._write(batch, start, waiting)
+        self._checksums[blocks.numbers] = sums
+
+    def _put_aside(self, chunks: Sequence[Tensor], some: Integers, stop: Stop) -> None:
+        file, window = self._file, torch.empty(self._window, dtype=torch.uint8)
+        for chunk in some.tolist():
+            nbytes, number = int(file.plan.nbytes[chunk]), int(file.first_blocks[chunk])
+            for begin in range(0, nbytes, self._window):
+                if stop:
+                    return
+                here = min(self._window, nbytes - begin)
+                copy_stretch(window, chunks[chunk], begin, here)
+                views = [memory_at(window.data_ptr() + at, min(BLOCK, here - at)) for at in range(0, here, BLOCK)]
+                first = number + begin // BLOCK
+                self._checksums[first : first + len(views)] = [crc32c.crc32c(view) for view in views]
+                self._write(views, file.header_size + int(file.plan.starts[chunk]) + begin, here)
+
+    def _write(self, batch: Sequence[memoryview], start: int, nbytes: int) -> None:
+        self._writer.write(batch, start)
+        if self._progress is not None:
+            self._progress(nbytes)
+
+
+def addresses_of(chunks: Sequence[Tensor]) -> Integers:
+    """Where each chunk lies, or -1 where it is not one stretch of host memory.
+
+    >>> addresses_of([torch.ones(2, 2).t()]).tolist()
+    [-1]
+    """
+    return np.array([_address(chunk) for chunk in chunks], np.int64)
+
+
+def _address(chunk: Tensor) -> int:
+    if chunk.device.type != "cpu" or not chunk.is_contiguous() or chunk.is_conj() or chunk.is_neg():
+        return -1
+    return chunk.data_ptr()
+
+
+class Blocks(NamedTuple):
+    """Blocks that lie in host memory, in the order of the file: their numbers in it, where they lie, where they go."""
+
+    numbers: Integers
+    addresses: Integers
+    offsets: Integers
+    nbytes: Integers
+
+    @classmethod
+    def of(cls, file: DataFile, addresses: Integers) -> Blocks:
+        """The blocks of the chunks that lie at these addresses; those below 0 are left out."""
+        chunks = np.flatnonzero(addresses >= 0)
+        counts = file.blocks[chunks]
+        chunk = np.repeat(chunks, counts)
+        number = np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)
+        within = number * BLOCK
+        return cls(
+            file.first_blocks[chunk] + number,
+            addresses[chunk] + within,
+            file.header_size + file.plan.starts[chunk] + within,
+            np.minimum(BLOCK, file.plan.nbytes[chunk] - within),
+        )
+
+    def part(self, first: int, last: int) -> Blocks:
+        """Some of them."""
+        return Blocks(*(column[first:last] for column in self))
+
+
+def copy_stretch(window: Tensor, chunk: Tensor, begin: int, nbytes: int, *, wait: bool = True) -> None:
+    """Copies a stretch of a chunk's bytes, in row-major order, to the start of a window of bytes.
+
+    Where a GPU copies and nobody is to wait, it is done when the GPU's stream has come to it.
+
+    >>> window = torch.zeros(4, dtype=torch.uint8)
+    >>> copy_stretch(window, torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).t(), 1, 2)
+    >>> window.tolist()
+    [3, 2, 0, 0]
+    """
+    chunk = chunk.detach()
+    position, first = 0, begin // chunk.itemsize
+    for box in boxes_of_stretch(Region.whole(chunk.shape), first, first + nbytes // chunk.itemsize):
+        data = bits(chunk[box.slices()].resolve_conj().resolve_neg())  # of the box alone: it may be a copy
+        target = window[:nbytes].view(data.dtype)
+        target[position : position + box.volume].view(box.size).copy_(data, non_blocking=not wait)
+        position += box.volume

@@ -1,0 +1,112 @@
+"""Comparing replicas: ranks that hold the same region of a tensor are to hold the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import crc32c
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shardwright import comm
+from shardwright.checkpoint.format.tensor_table import TensorTable
+from shardwright.checkpoint.runtime.address_space import memory_at
+from shardwright.checkpoint.runtime.parallel import Stop, in_threads, split
+from shardwright.checkpoint.state.merge_ranks import United
+from shardwright.checkpoint.writing.data_writer import addresses_of, copy_stretch
+from shardwright.errors import StateDiffersError
+from shardwright.layout import Layout
+
+__all__ = ["compare_replicas"]
+
+_WINDOW = 8 << 20
+_MOST_TOLD = 20
+
+
+def compare_replicas(united: United, group: comm.Group, threads: int = 2) -> None:
+    """Raises on all ranks if any two of them hold different bytes for the same region of a tensor.
+
+    Each computes the checksums of what others hold as well, and tells them to all.
+    """
+    table, me = united.table, group.ranks[group.rank]
+    shared = [_shared(table, kind) for kind in range(len(table.placings))]
+    mine = _tensors_of(me, table, shared)
+    own = comm.agree(
+        lambda: checksums([united.leaves[number].parts[0].tensor for number in mine], threads),
+        what="save: checking replicas",
+        group=group,
+    )
+    said = comm.gather_bytes(own.tobytes(), group, what="save: comparing replicas")
+    by_rank = {
+        rank: dict(zip(_tensors_of(rank, table, shared), np.frombuffer(text, np.uint32).tolist(), strict=True))
+        for rank, text in zip(group.ranks, said, strict=True)
+    }
+    differ = []
+    for tensor, kind in enumerate(table.kinds.tolist()):
+        for ranks in shared[kind]:
+            found: dict[int, list[int]] = {}
+            for rank in ranks:
+                if rank in by_rank:
+                    found.setdefault(by_rank[rank][tensor], []).append(rank)
+            if len(found) > 1:
+                differ.append(f"{table.names[tensor]}: {'; '.join(_told(*one) for one in found.items())}")
+    if differ:
+        more = len(differ) - _MOST_TOLD
+        raise StateDiffersError(
+            f"replicas have different bytes under {len(differ)} {'name' if len(differ) == 1 else 'names'}; mark what "
+            "belongs to one rank with PerRank\n  "
+            + "\n  ".join(differ[:_MOST_TOLD])
+            + (f"\n  and {more} more" if more > 0 else "")
+        )
+
+
+def checksums(tensors: Sequence[Tensor], threads: int = 2) -> npt.NDArray[np.uint32]:
+    """The CRC-32C of each tensor's bytes, in row-major order.
+
+    >>> [f"{value:08x}" for value in checksums([torch.tensor(list(b"123456789"), dtype=torch.uint8)])]
+    ['e3069283']
+    """
+    found = np.zeros(len(tensors), np.uint32)
+    addresses = addresses_of(tensors).tolist()
+    nbytes = np.array([tensor.numel() * tensor.itemsize for tensor in tensors], np.int64)
+
+    def work(first: int, last: int, stop: Stop) -> None:
+        window: Tensor | None = None
+        for number in range(first, last):
+            if stop:
+                return
+            size = int(nbytes[number])
+            if addresses[number] >= 0:
+                found[number] = crc32c.crc32c(memory_at(addresses[number], size))
+                continue
+            window = torch.empty(_WINDOW, dtype=torch.uint8) if window is None else window
+            value = 0
+            for begin in range(0, size, _WINDOW):
+                here = min(_WINDOW, size - begin)
+                copy_stretch(window, tensors[number], begin, here)
+                value = crc32c.crc32c(memory_at(window.data_ptr(), here), value)
+            found[number] = value
+
+    in_threads(work, split(nbytes, threads, least=_WINDOW))
+    return found
+
+
+def _shared(table: TensorTable, kind: int) -> list[tuple[int, ...]]:
+    """The ranks that hold the same region, for each region that several hold."""
+    placing = table.placings[kind]
+    if not isinstance(placing, Layout):
+        return []
+    return [ranks for _, ranks in placing.regions() if len(ranks) > 1]
+
+
+def _tensors_of(rank: int, table: TensorTable, shared: Sequence[Sequence[tuple[int, ...]]]) -> list[int]:
+    """The tensors of which a rank holds what others hold, too."""
+    kinds = np.array([any(rank in ranks for ranks in each) for each in shared], bool)
+    found: list[int] = np.flatnonzero(kinds[table.kinds]).tolist() if len(table) else []
+    return found
+
+
+def _told(value: int, ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)} {value:08x}"
