@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -105,11 +104,6 @@ def test_the_front_door_offers_just_this() -> None:
         "visualize",
         "zeros",
     ]
-
-
-def test_the_version_is_the_one_of_the_distribution() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    assert shardwright.__version__ == project["version"]
 
 
 @facades
