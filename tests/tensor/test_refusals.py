@@ -13,9 +13,9 @@ from torch.autograd import forward_ad
 
 import shardwright as sw
 from shardwright.errors import TensorError, UnsupportedError
+from shardwright.tensor.api.distribute import rebuild
+from shardwright.tensor.api.torch_hooks import introduce
 from shardwright.tensor.dispatch import refusals
-from shardwright.tensor.moving.boundary import rebuild
-from shardwright.tensor.moving.introduce import introduce
 from shardwright.testing import on_ranks, run_ranks
 
 R, S0 = sw.Replicate(), sw.Shard(0)

@@ -12,7 +12,7 @@ from shardwright.sharded.checks import refuse_nested
 from shardwright.sharded.spec import ShardingSpec
 from shardwright.sharded.tensor import ShardedTensor
 from shardwright.tensor.random import fill_normal, fill_uniform
-from shardwright.tensor.randomness import next_key
+from shardwright.tensor.random.local import next_key
 
 __all__ = ["Making", "empty", "fill_shards", "full", "ones", "rand", "randn", "zeros"]
 

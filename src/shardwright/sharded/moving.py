@@ -14,8 +14,8 @@ from shardwright import comm
 from shardwright.errors import UnsupportedError
 from shardwright.layout import Region, RegionTable
 from shardwright.sharded.plan import Moves, moves_of
+from shardwright.tensor.redistribute.chunking import cut
 from shardwright.tensor.redistribute.packing import bits
-from shardwright.tensor.redistribute.slabs import cut
 
 __all__ = ["Relocation"]
 

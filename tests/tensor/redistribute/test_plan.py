@@ -11,9 +11,9 @@ from shardwright.errors import ArgumentTypeError, LayoutError
 from shardwright.layout import Layout, Mesh, Partial, Placement, Ragged, Region, Replicate, Shard
 from shardwright.tensor.redistribute import Plan, execute, plan
 from shardwright.tensor.redistribute import schedule as schedule_module
-from shardwright.tensor.redistribute.neutral import neutral
+from shardwright.tensor.redistribute.chunking import cut
+from shardwright.tensor.redistribute.identity import neutral
 from shardwright.tensor.redistribute.schedule import schedule
-from shardwright.tensor.redistribute.slabs import cut
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 SHAPE = (8, 12)

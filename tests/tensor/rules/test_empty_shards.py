@@ -17,7 +17,7 @@ from torch.nn import functional
 import shardwright as sw
 from shardwright.tensor.base.registry import Op
 from shardwright.tensor.base.strategy import Ways, index_ways
-from shardwright.tensor.dispatch.by_rule import call_by_rule
+from shardwright.tensor.dispatch.execute import call_by_rule
 from shardwright.testing import on_ranks
 from shardwright.testing.operators import entries
 from shardwright.testing.proof.everything import UNSAFE, Prover

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import shardwright as sw
 from shardwright.errors import InPlaceError
-from shardwright.tensor.dispatch.reenter import body_of, writes_on_the_way
+from shardwright.tensor.dispatch.decompose import body_of, writes_on_the_way
 from shardwright.testing import on_ranks, prove
 
 S, R, P = sw.Shard, sw.Replicate, sw.Partial

@@ -23,7 +23,7 @@ from shardwright.checkpoint.reading.patterns import fits, patterns_of
 from shardwright.checkpoint.state.flatten import Branch, Coded, Flat, Keys, Node, Object, OfRank, TensorNode, ValueNode
 from shardwright.checkpoint.state.leaves import Leaf, Part
 from shardwright.errors import ArgumentTypeError
-from shardwright.tensor.dispatch.picked import Picked
+from shardwright.tensor.api.tracked_copy import Picked
 
 __all__ = [
     "Cast",

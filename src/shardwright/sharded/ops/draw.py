@@ -14,9 +14,9 @@ from shardwright.sharded.factories import fill_shards
 from shardwright.sharded.ops.locally import check_operands
 from shardwright.sharded.ops.registry import implements, implements_named, unsupported
 from shardwright.tensor.base.registry import canonical_name
-from shardwright.tensor.dispatch.reenter import body_of
+from shardwright.tensor.dispatch.decompose import body_of
 from shardwright.tensor.random import fill_integers, fill_normal, fill_scaled_mask, fill_uniform
-from shardwright.tensor.randomness import refuse_generator
+from shardwright.tensor.random.local import refuse_generator
 from shardwright.tensor.rules.create.random import IN_PLACE, Draw
 
 __all__: list[str] = []

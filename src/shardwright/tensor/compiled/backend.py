@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwright.tensor.api.torch_hooks import leave_eager
 from shardwright.tensor.base.capture import step_of
 from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.gradients.enter import move_operand
-from shardwright.tensor.moving.introduce import leave_eager
 
 __all__ = ["with_backend"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwright.tensor.base.tagging import DTensorBase
-from shardwright.tensor.dispatch.call import map_tensors, tensors_in
+from shardwright.tensor.dispatch.arguments import map_tensors, tensors_in
 
 __all__ = ["call_as_cast", "cast_to", "low_dtype"]
 

@@ -25,7 +25,7 @@ from torch.utils._device import _device_constructors
 from shardwright.errors import UnsupportedError
 from shardwright.tensor.base.replaced import is_replaced, replacing
 from shardwright.tensor.base.tagging import DTensorBase
-from shardwright.tensor.dispatch.memory import refuse_shard
+from shardwright.tensor.dispatch.storage_ops import refuse_shard
 
 __all__ = ["install"]
 

@@ -13,11 +13,11 @@ from shardwright.tensor.base.copied import is_copied, mark_copied, refuse_copied
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import canonical_name
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag_results, version_of
-from shardwright.tensor.dispatch.call import map_tensors, take_apart
+from shardwright.tensor.dispatch.arguments import map_tensors, take_apart
 from shardwright.tensor.dispatch.outside import call_outside, is_outside
 from shardwright.tensor.dispatch.write_through import refuse_unwritable
-from shardwright.tensor.moving.movement import move
-from shardwright.tensor.randomness import draws_alike
+from shardwright.tensor.random.local import draws_alike
+from shardwright.tensor.redistribute.autograd import move
 
 __all__ = ["call_replicated"]
 

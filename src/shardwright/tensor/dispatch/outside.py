@@ -23,8 +23,8 @@ from shardwright.tensor.base.registry import canonical_name
 from shardwright.tensor.base.strategy import Local
 from shardwright.tensor.base.strides import global_stride
 from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag_results
-from shardwright.tensor.dispatch.call import map_tensors, take_apart
-from shardwright.tensor.randomness import next_key
+from shardwright.tensor.dispatch.arguments import map_tensors, take_apart
+from shardwright.tensor.random.local import next_key
 
 __all__ = ["Kind", "call_outside", "empty_results", "is_outside", "run_outside"]
 

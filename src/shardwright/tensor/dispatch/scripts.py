@@ -19,7 +19,7 @@ from torch import nn
 from shardwright.errors import UnsupportedError
 from shardwright.tensor.base.replaced import is_replaced, replacing
 from shardwright.tensor.base.tagging import DTensorBase
-from shardwright.tensor.dispatch.call import admit, tensors_in
+from shardwright.tensor.dispatch.arguments import admit, tensors_in
 from shardwright.tensor.dispatch.fallback import call_replicated
 
 __all__ = ["install"]

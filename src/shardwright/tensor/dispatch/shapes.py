@@ -11,7 +11,7 @@ import torch
 
 from shardwright.tensor.base.capture import unrecorded
 from shardwright.tensor.base.strides import meta_of
-from shardwright.tensor.dispatch.call import map_tensors
+from shardwright.tensor.dispatch.arguments import map_tensors
 
 __all__ = ["Outputs", "call_on_meta", "outputs_of"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwright.tensor.base.strides import global_stride, is_contiguous, meta_of, note_strides
 from shardwright.tensor.base.tagging import DTensorBase
-from shardwright.tensor.dispatch.call import map_tensors, tensors_in
+from shardwright.tensor.dispatch.arguments import map_tensors, tensors_in
 from shardwright.tensor.dispatch.shapes import call_on_meta
 
 __all__ = ["NOTHING", "Shown", "note_shown", "what_torch_shows"]

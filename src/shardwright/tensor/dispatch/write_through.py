@@ -19,7 +19,7 @@ from shardwright.tensor.base.registry import canonical_name
 from shardwright.tensor.base.strides import global_stride
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.base.writes import writes_to
-from shardwright.tensor.moving.movement import move
+from shardwright.tensor.redistribute.autograd import move
 
 __all__ = ["is_looked_up", "overwrite", "refuse_unwritable", "write_through", "written_with"]
 

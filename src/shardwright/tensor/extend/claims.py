@@ -17,7 +17,7 @@ from shardwright.tensor.base.capture import unrecorded
 from shardwright.tensor.base.registry import Rule
 from shardwright.tensor.base.strategy import Decided, Local, Run, Situation, Way, Ways
 from shardwright.tensor.base.tagging import alias
-from shardwright.tensor.dispatch.call import map_tensors
+from shardwright.tensor.dispatch.arguments import map_tensors
 from shardwright.tensor.rules.elementwise.pointwise import operands_in
 
 __all__ = ["checked", "spelled"]

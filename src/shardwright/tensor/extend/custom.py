@@ -11,7 +11,7 @@ from shardwright.errors import RuleError
 from shardwright.layout.layout import forget_plans
 from shardwright.tensor.base.registry import FAST, OPERATORS, UNIFORM, Op, Rule, canonical_name, forget_types
 from shardwright.tensor.extend.claims import checked
-from shardwright.tensor.extend.notations import indexed
+from shardwright.tensor.extend.user_rules import indexed
 
 __all__ = ["Registration", "register_rule"]
 

@@ -14,14 +14,14 @@ from torch.utils import _pytree as pytree
 from shardwright import comm
 from shardwright.errors import LocalTensorError, MeshMismatchError, TensorError
 from shardwright.layout import Layout, Mesh, Placement, as_placement
+from shardwright.tensor.api.from_local import for_gradient, from_local
 from shardwright.tensor.base.capture import recording
 from shardwright.tensor.base.gradient_types import ENTERED
 from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.dispatch.outside import Kind
 from shardwright.tensor.extend.local_map_outside import map_outside
 from shardwright.tensor.gradients.below_autograd import expect_plain_roots
-from shardwright.tensor.moving.from_local import for_gradient, from_local
-from shardwright.tensor.moving.movement import move
+from shardwright.tensor.redistribute.autograd import move
 
 __all__ = ["local_map"]
 

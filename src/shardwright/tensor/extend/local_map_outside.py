@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from shardwright import comm
 from shardwright.errors import UnsupportedError
 from shardwright.layout import Layout, Mesh, Placement
+from shardwright.tensor.api.from_local import layout_of_shards
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.dispatch.outside import Kind, empty_results
-from shardwright.tensor.moving.from_local import layout_of_shards
 
 __all__ = ["map_outside"]
 

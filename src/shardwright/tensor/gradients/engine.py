@@ -20,7 +20,7 @@ from shardwright.tensor.base.gradient_types import dual, settled
 from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.gradients.below_autograd import run_backward
 from shardwright.tensor.gradients.enter import forget_entered, reducing_now
-from shardwright.tensor.moving.movement import move
+from shardwright.tensor.redistribute.autograd import move
 
 __all__ = ["backward", "grad", "gradient_layout", "plain_gradient", "register_hook", "shown_gradient"]
 

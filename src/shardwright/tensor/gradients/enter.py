@@ -22,7 +22,7 @@ from shardwright.tensor.base.capture import as_step, is_recording
 from shardwright.tensor.base.custom_op import is_traced
 from shardwright.tensor.base.gradient_types import ENTERED, dual, settled
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
-from shardwright.tensor.moving.movement import differs, move
+from shardwright.tensor.redistribute.autograd import differs, move
 
 __all__ = ["defer_gradient_reduction", "forget_entered", "move_operand", "reducing_now"]
 

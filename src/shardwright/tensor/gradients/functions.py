@@ -29,7 +29,7 @@ from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.tagging import DTensorBase, alias, disabled, no_torch_function, tag, tag_replicated
 from shardwright.tensor.gradients.below_autograd import expect_plain_roots
 from shardwright.tensor.gradients.engine import plain_gradient, shown_gradient
-from shardwright.tensor.moving.movement import move
+from shardwright.tensor.redistribute.autograd import move
 
 __all__ = ["install", "layouts_of", "with_layout"]
 

@@ -1,9 +1,9 @@
 """Redistribution: a plan from one layout to another, pure, and its execution on the ranks."""
 
 from shardwright.tensor.redistribute.execute import Moving, execute, local_shape, start
-from shardwright.tensor.redistribute.figures import Plan
 from shardwright.tensor.redistribute.groups import Groups, WorldGroups
-from shardwright.tensor.redistribute.plan import plan
+from shardwright.tensor.redistribute.plan import Plan
+from shardwright.tensor.redistribute.planner import plan
 from shardwright.tensor.redistribute.steps import (
     AllGather,
     AllReduce,

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from shardwright import comm
 from shardwright.layout import Layout, Ragged, Region, Shard
+from shardwright.tensor.redistribute.chunking import cut
+from shardwright.tensor.redistribute.context import Finish, Seat, in_rounds
 from shardwright.tensor.redistribute.packing import pack, unpack
-from shardwright.tensor.redistribute.seat import Finish, Seat, in_rounds
-from shardwright.tensor.redistribute.slabs import cut
 from shardwright.tensor.redistribute.steps import AllGather, AllReduce, ReduceScatter, piece
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]

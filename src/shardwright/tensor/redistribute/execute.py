@@ -14,12 +14,12 @@ from torch import Tensor
 from shardwright.errors import ArgumentTypeError, LayoutError
 from shardwright.layout import Layout, Ragged, Shard
 from shardwright.tensor.redistribute.collect import all_gather, all_reduce, reduce_scatter
-from shardwright.tensor.redistribute.figures import Plan
+from shardwright.tensor.redistribute.context import Finish, Seat
+from shardwright.tensor.redistribute.exchange import exchange
 from shardwright.tensor.redistribute.groups import Groups, WorldGroups
-from shardwright.tensor.redistribute.neutral import IDEMPOTENT, neutral
+from shardwright.tensor.redistribute.identity import IDEMPOTENT, neutral
 from shardwright.tensor.redistribute.packing import bits
-from shardwright.tensor.redistribute.parcels import exchange
-from shardwright.tensor.redistribute.seat import Finish, Seat
+from shardwright.tensor.redistribute.plan import Plan
 from shardwright.tensor.redistribute.steps import (
     AllGather,
     AllReduce,

@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import ClassVar, final
 
 from shardwright.layout import Layout, Mesh
+from shardwright.tensor.redistribute.chunking import largest_shard
 from shardwright.tensor.redistribute.schedule import held, missing, schedule
-from shardwright.tensor.redistribute.slabs import largest_shard
 
 __all__ = [
     "AllGather",

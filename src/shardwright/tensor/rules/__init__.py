@@ -1,17 +1,17 @@
 """The rules, grouped by kind: importing this package registers them all."""
 
 from shardwright.tensor.rules.create import like, random, seeded
-from shardwright.tensor.rules.elementwise import foreach, pointwise
-from shardwright.tensor.rules.index import brackets, gather, masked, scatter, scatter_views
+from shardwright.tensor.rules.elementwise import pointwise
+from shardwright.tensor.rules.index import gather, getitem_setitem, masked, scatter, scatter_views
 from shardwright.tensor.rules.matrix import contract, distance, fourier, linalg
 from shardwright.tensor.rules.nn import (
     activation,
     attention,
     backward,
-    bags,
     ctc,
     dropout,
     embedding,
+    embedding_bag,
     loss,
     normalise,
     recurrent,
@@ -19,7 +19,7 @@ from shardwright.tensor.rules.nn import (
 )
 from shardwright.tensor.rules.order import extremes, quantile, select, sort
 from shardwright.tensor.rules.reduction import calculus, count, norm, reduce, scan, statistics
-from shardwright.tensor.rules.shape import arrange, copies, diagonal, join, split, turn, views
+from shardwright.tensor.rules.shape import arrange, copies, diagonal, join, roll_flip, split, views
 from shardwright.tensor.rules.space import convolution, interpolate, patches, pooling
 
 __all__ = [
@@ -27,8 +27,6 @@ __all__ = [
     "arrange",
     "attention",
     "backward",
-    "bags",
-    "brackets",
     "calculus",
     "contract",
     "convolution",
@@ -39,10 +37,11 @@ __all__ = [
     "distance",
     "dropout",
     "embedding",
+    "embedding_bag",
     "extremes",
-    "foreach",
     "fourier",
     "gather",
+    "getitem_setitem",
     "interpolate",
     "join",
     "like",
@@ -58,6 +57,7 @@ __all__ = [
     "random",
     "recurrent",
     "reduce",
+    "roll_flip",
     "scan",
     "scatter",
     "scatter_views",
@@ -67,6 +67,5 @@ __all__ = [
     "sort",
     "split",
     "statistics",
-    "turn",
     "views",
 ]

@@ -16,7 +16,7 @@ from shardwright.layout import Layout, Mesh, Placement, Replicate, Shard
 from shardwright.tensor.base.registry import operator
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.base.trace import trace
-from shardwright.tensor.dispatch.intercept import listen
+from shardwright.tensor.dispatch.dispatcher import listen
 
 __all__ = ["PartCall", "parts_of", "pattern_of"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout, Partial
-from shardwright.tensor.redistribute.neutral import neutral
+from shardwright.tensor.redistribute.identity import neutral
 
 __all__ = ["Mismatch", "assemble", "check_shapes", "compare", "split"]
 

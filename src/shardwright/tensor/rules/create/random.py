@@ -22,7 +22,7 @@ from shardwright.tensor.random import (
     fill_normal,
     fill_uniform,
 )
-from shardwright.tensor.randomness import fill_local, refuse_generator
+from shardwright.tensor.random.local import fill_local, refuse_generator
 from shardwright.tensor.rules.elementwise.overwrite import as_addend, overwriting
 from shardwright.tensor.rules.elementwise.pointwise import broadcast_labels
 

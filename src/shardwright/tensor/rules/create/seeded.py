@@ -11,11 +11,11 @@ from shardwright.layout import Layout, Mesh
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import composite
 from shardwright.tensor.base.tagging import DTensorBase, tag
-from shardwright.tensor.dispatch.call import tensors_in
+from shardwright.tensor.dispatch.arguments import tensors_in
+from shardwright.tensor.dispatch.decompose import body_of
 from shardwright.tensor.dispatch.fallback import call_replicated
-from shardwright.tensor.dispatch.reenter import body_of
 from shardwright.tensor.random import fill_uniform
-from shardwright.tensor.randomness import fill_local, refuse_generator, scratch_seed
+from shardwright.tensor.random.local import fill_local, refuse_generator, scratch_seed
 
 __all__ = ["call_seeded"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardwright.layout import Layout, Partial
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.strategy import Operand, Way
-from shardwright.tensor.redistribute.neutral import IDEMPOTENT, neutral
+from shardwright.tensor.redistribute.identity import IDEMPOTENT, neutral
 
 __all__ = ["as_addend", "overwriting"]
 

@@ -16,10 +16,10 @@ from shardwright.layout import Region
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Label, Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.base.tagging import layout_of
-from shardwright.tensor.dispatch.call import tensors_in
-from shardwright.tensor.rules.index.pick import cutting
-from shardwright.tensor.rules.nn.embedding import check_range
-from shardwright.tensor.rules.space.neighbourhood import nothing_of
+from shardwright.tensor.dispatch.arguments import tensors_in
+from shardwright.tensor.rules.shared.index_range import check_range
+from shardwright.tensor.rules.shared.neighbourhood import nothing_of
+from shardwright.tensor.rules.shared.pick import cutting
 
 __all__ = ["advanced_labels", "advanced_ways", "located"]
 

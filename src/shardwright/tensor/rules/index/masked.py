@@ -14,10 +14,11 @@ from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE, settled
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Operand, Ways, index_ways
 from shardwright.tensor.base.tagging import DTensorBase, layout_of, no_torch_function, tag
-from shardwright.tensor.moving.movement import move
+from shardwright.tensor.redistribute.autograd import move
+from shardwright.tensor.redistribute.implicit import brought
 from shardwright.tensor.rules.order.select import as_found, by_rows
-from shardwright.tensor.rules.pieces import brought, pieces_of, pieces_of_all
-from shardwright.tensor.rules.space.neighbourhood import nothing_of
+from shardwright.tensor.rules.shared.neighbourhood import nothing_of
+from shardwright.tensor.rules.shared.pieces import pieces_of, pieces_of_all
 
 __all__ = ["pick_masked"]
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from shardwright.layout import Ragged, Shard
 from shardwright.tensor.base.registry import rule
 from shardwright.tensor.base.strategy import Label, Local, Operand, Situation, Way, Ways, index_ways
-from shardwright.tensor.dispatch.call import tensors_in
-from shardwright.tensor.rules.index.pick import cutting
+from shardwright.tensor.dispatch.arguments import tensors_in
 from shardwright.tensor.rules.shape.diagonal import on_diagonal
-from shardwright.tensor.rules.shape.views import evenly, piece_sizes
-from shardwright.tensor.rules.space.neighbourhood import nothing_of
+from shardwright.tensor.rules.shared.neighbourhood import nothing_of
+from shardwright.tensor.rules.shared.pick import cutting
+from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
 
 __all__: list[str] = []
 

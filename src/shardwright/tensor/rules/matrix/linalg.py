@@ -18,7 +18,7 @@ import torch
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Label, Labels, Local, Operand, Situation, Way, Ways, index_ways
-from shardwright.tensor.dispatch.call import tensors_in
+from shardwright.tensor.dispatch.arguments import tensors_in
 from shardwright.tensor.rules.elementwise.pointwise import operands_in
 
 __all__: list[str] = []

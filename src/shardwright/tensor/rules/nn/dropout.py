@@ -11,7 +11,7 @@ from shardwright.layout import Layout
 from shardwright.tensor.base.registry import rule
 from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.random import fill_bernoulli, fill_scaled_mask
-from shardwright.tensor.randomness import fill_local
+from shardwright.tensor.random.local import fill_local
 
 __all__: list[str] = []
 

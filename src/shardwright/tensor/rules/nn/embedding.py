@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardwright.errors import UnsupportedError
-from shardwright.tensor.base.capture import as_step
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.rules.shared.index_range import check_range
 
-__all__ = ["check_range", "refuse_sparse"]
+__all__ = ["refuse_sparse"]
 
 
 @rule("embedding")
@@ -63,26 +62,6 @@ def _rows(situation: Situation, count: int, padding_idx: int) -> Local | None:
         return found.masked_fill(~inside.unsqueeze(-1), 0)
 
     return local
-
-
-def check_range(
-    name: str, indices: Tensor, count: int, ignored: int | None = None, *, from_the_end: bool = False
-) -> None:
-    """Refuses indices that no rank holds, as torch does; on other devices than the CPU, torch's way: by assertion.
-
-    `from_the_end`: negative ones count from there.
-    """
-    as_step(_check_range, name, indices, -count if from_the_end else 0, count, ignored)
-
-
-def _check_range(name: str, indices: Tensor, first: int, count: int, ignored: int | None) -> None:
-    fits = (indices >= first) & (indices < count)
-    fits = fits if ignored is None else fits | (indices == ignored)
-    if indices.device.type != "cpu":
-        torch._assert_async(fits.all())
-    elif not fits.all():
-        wrong = indices[~fits].flatten()[0].item()
-        raise IndexError(f"{name}: index {wrong} is out of range for {count} elements: {first} to {count - 1}")
 
 
 @rule("one_hot")

@@ -11,10 +11,10 @@ from torch import Tensor
 from shardwright.tensor.base.registry import Op, composite, rule
 from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag_replicated
-from shardwright.tensor.dispatch.by_rule import call_by_rule
-from shardwright.tensor.dispatch.call import map_tensors, tensors_in
+from shardwright.tensor.dispatch.arguments import map_tensors, tensors_in
+from shardwright.tensor.dispatch.execute import call_by_rule
 from shardwright.tensor.rules.elementwise.pointwise import broadcast_labels, operands_in, pointwise
-from shardwright.tensor.rules.nn.embedding import check_range
+from shardwright.tensor.rules.shared.index_range import check_range
 
 __all__: list[str] = []
 

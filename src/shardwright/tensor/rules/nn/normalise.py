@@ -11,7 +11,7 @@ import torch
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.base.tagging import DTensorBase, tag_replicated
-from shardwright.tensor.rules.pieces import completed
+from shardwright.tensor.redistribute.implicit import completed
 
 __all__: list[str] = []
 

@@ -12,9 +12,10 @@ from shardwright import comm
 from shardwright.layout import Layout
 from shardwright.tensor.base.registry import composite
 from shardwright.tensor.base.tagging import no_torch_function, tag, tag_replicated
-from shardwright.tensor.rules.index.places import place_in_whole
-from shardwright.tensor.rules.pieces import Pieces, completed, pieces_of, pieces_of_all, reduced
+from shardwright.tensor.redistribute.implicit import completed
 from shardwright.tensor.rules.reduction.reduce import extreme_cut
+from shardwright.tensor.rules.shared.flat_index import place_in_whole
+from shardwright.tensor.rules.shared.pieces import Pieces, pieces_of, pieces_of_all, reduced
 
 __all__ = ["kth_of_few"]
 

@@ -12,8 +12,9 @@ from shardwright.tensor.base.gradient_types import SUM
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Label, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.base.tagging import no_torch_function, tag, tag_replicated
-from shardwright.tensor.dispatch.call import tensors_in
-from shardwright.tensor.rules.pieces import pieces_of, pieces_of_all, replicated
+from shardwright.tensor.dispatch.arguments import tensors_in
+from shardwright.tensor.redistribute.implicit import replicated
+from shardwright.tensor.rules.shared.pieces import pieces_of, pieces_of_all
 
 __all__: list[str] = []
 

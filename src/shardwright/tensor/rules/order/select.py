@@ -18,11 +18,12 @@ from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Label, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.base.tagging import no_torch_function, tag
-from shardwright.tensor.rules.index.pick import cutting
-from shardwright.tensor.rules.index.places import place_in_region
-from shardwright.tensor.rules.nn.embedding import check_range
-from shardwright.tensor.rules.pieces import Pieces, brought, completed, pieces_of, pieces_of_all
-from shardwright.tensor.rules.shape.views import evenly
+from shardwright.tensor.redistribute.implicit import brought, completed
+from shardwright.tensor.rules.shared.flat_index import place_in_region
+from shardwright.tensor.rules.shared.index_range import check_range
+from shardwright.tensor.rules.shared.pick import cutting
+from shardwright.tensor.rules.shared.piece_sizes import evenly
+from shardwright.tensor.rules.shared.pieces import Pieces, pieces_of, pieces_of_all
 
 __all__ = ["as_found", "by_rows"]
 

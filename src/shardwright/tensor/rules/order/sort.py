@@ -13,9 +13,10 @@ import torch
 
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Label, Labels, Operand, Ways, index_ways
+from shardwright.tensor.redistribute.implicit import completed, replicated
+from shardwright.tensor.rules.order.distributed_sort import LONG, can_be_ordered, nth, order_long
 from shardwright.tensor.rules.order.extremes import kth_of_few
-from shardwright.tensor.rules.order.long import LONG, can_be_ordered, nth, order_long
-from shardwright.tensor.rules.pieces import Pieces, completed, pieces_of, pieces_of_all, replicated
+from shardwright.tensor.rules.shared.pieces import Pieces, pieces_of, pieces_of_all
 
 __all__: list[str] = []
 

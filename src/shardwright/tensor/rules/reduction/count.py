@@ -15,8 +15,9 @@ from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Way, Ways, index_ways
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
-from shardwright.tensor.rules.pieces import brought, completed, pieces_of_all, replicated
+from shardwright.tensor.redistribute.implicit import brought, completed, replicated
 from shardwright.tensor.rules.reduction.reduce import reduced_dims
+from shardwright.tensor.rules.shared.pieces import pieces_of_all
 
 __all__: list[str] = []
 

@@ -15,10 +15,10 @@ from shardwright.tensor.base.gradient_types import ENTERED
 from shardwright.tensor.base.registry import composite, mark_fast, rule
 from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
 from shardwright.tensor.base.tagging import alias, no_torch_function, tag
-from shardwright.tensor.moving.movement import move
-from shardwright.tensor.redistribute.neutral import neutral
+from shardwright.tensor.redistribute.autograd import move
+from shardwright.tensor.redistribute.identity import neutral
+from shardwright.tensor.redistribute.implicit import completed
 from shardwright.tensor.rules.elementwise.pointwise import pointwise
-from shardwright.tensor.rules.pieces import completed
 
 __all__ = ["along", "extreme_cut", "is_cut", "reduced_dims", "reduction_labels"]
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from shardwright.tensor.base.registry import composite
 from shardwright.tensor.base.tagging import no_torch_function, tag
-from shardwright.tensor.rules.pieces import completed, pieces_of
+from shardwright.tensor.redistribute.implicit import completed
+from shardwright.tensor.rules.shared.pieces import pieces_of
 
 __all__: list[str] = []
 

@@ -11,7 +11,8 @@ from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import composite
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag, tag_replicated
 from shardwright.tensor.dispatch.outside import is_outside
-from shardwright.tensor.rules.pieces import brought, completed, pieces_of_all, replicated
+from shardwright.tensor.redistribute.implicit import brought, completed, replicated
+from shardwright.tensor.rules.shared.pieces import pieces_of_all
 
 __all__: list[str] = []
 

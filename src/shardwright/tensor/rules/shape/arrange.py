@@ -17,12 +17,12 @@ from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import Op, composite, rule
 from shardwright.tensor.base.strategy import Label, Local, Operand, Situation, Way, Ways, index_ways
 from shardwright.tensor.base.tagging import DTensorBase, layout_of, local_region, no_torch_function, tag
-from shardwright.tensor.dispatch import by_rule  # it imports the rules, and is there by the time they are asked
-from shardwright.tensor.moving.halo import widen
-from shardwright.tensor.rules.index.pick import cutting, first_tensor
-from shardwright.tensor.rules.pieces import brought
-from shardwright.tensor.rules.shape.views import evenly, piece_sizes
-from shardwright.tensor.rules.space.neighbourhood import Sliding, halo_of, nothing_of, or_nothing, where_cut, with_halo
+from shardwright.tensor.dispatch.execute import call_by_rule
+from shardwright.tensor.redistribute.halo import widen
+from shardwright.tensor.redistribute.implicit import brought
+from shardwright.tensor.rules.shared.neighbourhood import Sliding, halo_of, nothing_of, or_nothing, where_cut, with_halo
+from shardwright.tensor.rules.shared.pick import cutting, first_tensor
+from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
 
 __all__: list[str] = []
 
@@ -224,4 +224,4 @@ def _unfold_cut(input: Any, dimension: int, size: int, step: int) -> Any:
     dim = dimension % layout.ndim
     if not cutting(layout, dim) or not 0 < size <= layout.shape[dim] or step < 1:
         return NotImplemented
-    return by_rule.call_by_rule(_WINDOWS, False, torch.Tensor.unfold, (input, dimension, size, step), {})
+    return call_by_rule(_WINDOWS, False, torch.Tensor.unfold, (input, dimension, size, step), {})

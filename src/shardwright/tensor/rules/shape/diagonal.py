@@ -9,8 +9,8 @@ import torch
 from shardwright.layout import Ragged, Region, Shard
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Label, Local, Operand, Situation, Way, Ways, index_ways
-from shardwright.tensor.rules.index.pick import cutting, first_tensor
-from shardwright.tensor.rules.shape.views import evenly, piece_sizes
+from shardwright.tensor.rules.shared.pick import cutting, first_tensor
+from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
 
 __all__ = ["on_diagonal"]
 

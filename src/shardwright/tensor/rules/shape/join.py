@@ -10,9 +10,9 @@ import torch
 from shardwright.layout import Placement, Shard
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Label, Operand, Way, Ways, index_ways
-from shardwright.tensor.rules.index.pick import cutting
-from shardwright.tensor.rules.shape.views import evenly, piece_sizes
-from shardwright.tensor.rules.space.neighbourhood import or_nothing
+from shardwright.tensor.rules.shared.neighbourhood import or_nothing
+from shardwright.tensor.rules.shared.pick import cutting
+from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
 
 __all__: list[str] = []
 

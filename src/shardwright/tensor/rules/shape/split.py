@@ -11,7 +11,7 @@ import torch
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Decided, Label, Operand, Ways, index_ways
 from shardwright.tensor.base.tagging import DTensorBase
-from shardwright.tensor.rules.index.pick import pick_each, resolved
+from shardwright.tensor.rules.shared.pick import pick_each, resolved
 
 __all__: list[str] = []
 

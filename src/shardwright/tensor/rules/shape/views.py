@@ -6,15 +6,15 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 
 from shardwright.layout import Layout, Placement, Ragged, Shard
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import composite, mark_fast, rule
 from shardwright.tensor.base.strategy import Decided, Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
 
-__all__ = ["evenly", "piece_sizes", "regroup"]
+__all__ = ["regroup"]
 
 
 def _relabel(input: Operand, out: Labels) -> Ways:
@@ -320,21 +320,6 @@ def _fit(
         sizes = tuple((wanted // old_step).tolist())
         return evenly(placement.dim, sizes, source.shape[placement.dim], ranks), Shard(dim)
     return REPLICATE, REPLICATE
-
-
-def piece_sizes(size: int, placement: Shard | Ragged, ranks: int) -> Any:
-    """How long the pieces are into which a placement alone cuts a dimension, as an array."""
-    if isinstance(placement, Ragged):
-        return np.array(placement.sizes)
-    chunk = -(-size // ranks)
-    starts = np.minimum(np.arange(ranks) * chunk, size)
-    return np.minimum(chunk, size - starts)
-
-
-def evenly(dim: int, sizes: tuple[int, ...], size: int, ranks: int) -> Placement:
-    """`Shard` where that is what the sizes are, `Ragged` elsewhere."""
-    even = tuple(piece_sizes(size, Shard(dim), ranks).tolist())
-    return Shard(dim) if sizes == even else Ragged(dim, sizes)
 
 
 mark_fast("view", "transpose", "permute", "t", "unsqueeze", "expand")

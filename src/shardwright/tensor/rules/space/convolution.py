@@ -13,8 +13,8 @@ from shardwright.layout import Ragged
 from shardwright.tensor.base.registry import rule
 from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Way, Ways, index_ways
 from shardwright.tensor.dispatch.autocast import low_dtype
-from shardwright.tensor.moving.halo import widen
-from shardwright.tensor.rules.space.neighbourhood import (
+from shardwright.tensor.redistribute.halo import widen
+from shardwright.tensor.rules.shared.neighbourhood import (
     Reach,
     Sliding,
     by_halo,

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from shardwright.tensor.base.registry import rule
 from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
-from shardwright.tensor.moving.halo import widen
-from shardwright.tensor.rules.index.pick import first_tensor
-from shardwright.tensor.rules.space.neighbourhood import (
+from shardwright.tensor.redistribute.halo import widen
+from shardwright.tensor.rules.shared.neighbourhood import (
     Reach,
     by_halo,
     each,
@@ -28,6 +27,7 @@ from shardwright.tensor.rules.space.neighbourhood import (
     where_cut,
     with_halo,
 )
+from shardwright.tensor.rules.shared.pick import first_tensor
 
 __all__: list[str] = []
 

@@ -8,9 +8,9 @@ from typing import Any
 from shardwright.layout import Ragged, Shard
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Labels, Operand, Way, Ways, index_ways
-from shardwright.tensor.rules.index.pick import cutting
-from shardwright.tensor.rules.shape.views import evenly, piece_sizes
-from shardwright.tensor.rules.space.neighbourhood import each, or_nothing
+from shardwright.tensor.rules.shared.neighbourhood import each, or_nothing
+from shardwright.tensor.rules.shared.pick import cutting
+from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
 
 __all__: list[str] = []
 

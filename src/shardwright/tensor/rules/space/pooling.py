@@ -14,9 +14,8 @@ from torch import Tensor
 from shardwright.layout import Layout
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
-from shardwright.tensor.moving.halo import widen
-from shardwright.tensor.rules.index.pick import cutting, first_tensor
-from shardwright.tensor.rules.space.neighbourhood import (
+from shardwright.tensor.redistribute.halo import widen
+from shardwright.tensor.rules.shared.neighbourhood import (
     Piece,
     Reach,
     Sliding,
@@ -29,6 +28,7 @@ from shardwright.tensor.rules.space.neighbourhood import (
     where_cut,
     with_halo,
 )
+from shardwright.tensor.rules.shared.pick import cutting, first_tensor
 
 __all__: list[str] = []
 

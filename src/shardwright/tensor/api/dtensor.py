@@ -1,0 +1,553 @@
+"""`DTensor`: a tensor over a mesh of ranks. It is its local tensor, wearing a layout."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright import comm
+from shardwright.errors import MixedTensorsError, TensorError
+from shardwright.layout import Layout, Placement
+from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.registry import UNIFORM
+from shardwright.tensor.base.strides import copy_strides, global_stride
+from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function, tag
+from shardwright.tensor.base.trace import on_trace
+from shardwright.tensor.base.writes import count_writes_through, data_of
+from shardwright.tensor.dispatch import refusals, storage_ops
+from shardwright.tensor.dispatch.dispatcher import PASS_FUNCTIONS, intercept
+from shardwright.tensor.dispatch.execute import call_known, call_uniform
+from shardwright.tensor.gradients import engine
+from shardwright.tensor.gradients.enter import forget_entered
+
+__all__ = ["DTensor"]
+
+_OF_ONE_OBJECT = frozenset(
+    ("_layout", "_copied", "_origin", "_seen", "_looked_up", "_strides", "_number", "_untracked")
+)  # not copied
+_enabled = torch._C._is_torch_function_enabled
+
+
+def _attribute(name: str) -> Any:
+    """Torch's own descriptor of a tensor attribute, which answers for the local tensor."""
+    return getattr(Tensor, name)
+
+
+_get_grad, _set_grad = _attribute("grad").__get__, _attribute("grad").__set__
+_set_data = _attribute("data").__set__
+_get_requires_grad, _set_requires_grad = _attribute("requires_grad").__get__, _attribute("requires_grad").__set__
+_get_shape, _get_dtype, _get_device = (_attribute(name).__get__ for name in ("shape", "dtype", "device"))
+
+
+class DTensor(DTensorBase):
+    """A tensor spread over a mesh of ranks, computed with by ordinary torch code.
+
+    Make one with `distribute_tensor`, `DTensor.from_local` or a factory (`sw.zeros`, `sw.randn`, …). Everything a
+    tensor answers, it answers for the global one: `shape`, `stride`, indexing, arithmetic, gradients.
+
+    >>> import torch, shardwright as sw
+    >>> mesh = sw.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    >>> x = sw.distribute_tensor(torch.arange(6.0).reshape(2, 3), mesh, [sw.Shard(0)])
+    >>> (x * 2).sum().item()
+    30.0
+    >>> x
+    DTensor([2, 3] (dp: S(0)), float32, local on rank 0: tensor([[0., 1., 2.], [3., 4., 5.]]))
+    """
+
+    is_sparse = False
+    is_quantized = False
+    is_mkldnn = False
+    is_nested = False
+    is_sparse_csr = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and args and type(args[0]) is cls:
+            known = args[0]._layout.fast.get(func)
+            if known is not None:
+                short = None
+                if len(args) == 2:
+                    second = args[1]
+                    short = known.get(second._layout if type(second) is cls else type(second))
+                elif len(args) == 3 and type(args[1]) is cls:
+                    _, second, third = args
+                    short = known.get((second._layout, third._layout if type(third) is cls else third))
+                if short is None:
+                    try:
+                        short = known.get(args[1:])
+                    except TypeError:
+                        short = None  # a list among the arguments: the longer way
+                if type(short) is Layout:
+                    result = disabled(func, types, args, {})
+                    result.__class__ = cls
+                    result._layout = short
+                    return result
+                if short is not None:
+                    run, layout = short
+                    with no_torch_function():
+                        result = run(func, args, {})
+                    result.__class__ = cls
+                    result._layout = layout
+                    return result
+        inplace = UNIFORM.get(func)
+        if inplace is not None and args:
+            result = call_uniform(cls, inplace, func, types, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        kwargs = kwargs or {}
+        if func in PASS_FUNCTIONS:
+            return disabled(func, types, args, kwargs)
+        result = call_known(func, args, kwargs)
+        return intercept(func, types, args, kwargs) if result is NotImplemented else result
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Nothing: its tensors are tagged, not made, so torch asks it nothing below autograd.
+
+        It is here for torch.compile, which guards a tensor without it by its local size, and one with it not at all.
+        """
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **(kwargs or {}))
+
+    # --- making one, and getting back -------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_local(
+        local_tensor: Tensor,
+        device_mesh: Any = None,
+        placements: Sequence[object] | None = None,
+        *,
+        run_check: bool | None = None,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[object] | None = None,
+    ) -> DTensor:
+        """Return a DTensor whose local part is `local_tensor` on every rank, differentiably.
+
+        Without `shape`, and with a `Shard` among the placements, the ranks along the sharding mesh dimensions gather
+        their local sizes (one small message). Sizes that are not those of `torch.chunk` give a `Ragged` placement;
+        sizes that fit no layout raise `LocalTensorError` on all of them, and so do dtypes or `requires_grad` that
+        differ. Replicates are not compared, and addends of a `Partial` neither: they cost no message.
+
+        `run_check=False` sends nothing: all shards are taken to have this rank's size. `run_check=True` compares all
+        ranks of the mesh, strides and the values of replicas included. With `shape`, only `run_check=True` sends
+        anything; without it each rank checks its own local tensor. `stride` is accepted because PyTorch has it:
+        strides follow from the local tensor. `grad_placements` says how the gradient that reaches `local_tensor` is
+        to be placed: `[Partial()]` for a replicate gives each rank an addend of it.
+
+        A rank outside the mesh gets an empty local tensor, whatever it gives.
+
+        >>> import torch, shardwright as sw
+        >>> mesh = sw.init_device_mesh("cpu", (1,))
+        >>> sw.DTensor.from_local(torch.ones(2, 3), mesh, [sw.Shard(0)]).shape
+        torch.Size([2, 3])
+        """
+        from shardwright.tensor.api.from_local import from_local
+
+        return from_local(
+            local_tensor,
+            device_mesh,
+            placements,
+            run_check=run_check,
+            shape=shape,
+            stride=stride,
+            grad_placements=grad_placements,
+        )
+
+    def to_local(self, *, grad_placements: Sequence[object] | None = None) -> Tensor:
+        """This rank's part, as a plain tensor, differentiably.
+
+        The gradient that comes back is taken to be laid out as this tensor's is. Where a replicate is used
+        differently on every rank, say `grad_placements=[Partial()]`: its gradient is then summed over the ranks.
+
+        >>> import torch, shardwright as sw
+        >>> sw.ones(2, mesh=sw.init_device_mesh("cpu", (1,))).to_local()
+        tensor([1., 1.])
+        """
+        from shardwright.tensor.api.distribute import to_local
+
+        return to_local(self, grad_placements)
+
+    def full_tensor(self, *, grad_placements: Sequence[object] | None = None) -> Tensor:
+        """The whole value on every rank, as a plain tensor, differentiably.
+
+        >>> import torch, shardwright as sw
+        >>> sw.zeros(3, mesh=sw.init_device_mesh("cpu", (1,)), placements=[sw.Shard(0)]).full_tensor()
+        tensor([0., 0., 0.])
+        """
+        whole = self.redistribute(placements=[REPLICATE] * self._layout.mesh.ndim)
+        return whole.to_local(grad_placements=grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: Any = None,
+        placements: Sequence[object] | None = None,
+        *,
+        order: Sequence[int | str] | None = None,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """Return the same tensor under another layout, differentiably; on another mesh, where one is given.
+
+        Between meshes it is collective over the ranks of both. `async_op=True` starts the movement and returns at
+        once; the result waits when it is first used. Where a gradient is to be recorded, it does not overlap.
+
+        With `forward_dtype` the value is cast before it is sent, and the result has that dtype; with `backward_dtype`
+        the gradient is cast before it is sent back. The gradient that arrives has the dtype of this tensor. A cast
+        that could round or wrap partial values completes their sum first, in the dtype they have.
+
+        >>> import torch, shardwright as sw
+        >>> x = sw.ones(4, 2, mesh=sw.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
+        >>> print(x.redistribute(placements=[sw.Shard(1)]).sharding)
+        [4, 2] (tp: S(1))
+        """
+        from shardwright.tensor.api.distribute import redistribute
+
+        return redistribute(self, device_mesh, placements, order, async_op, forward_dtype, backward_dtype)
+
+    # --- what torch.distributed.checkpoint asks a tensor, by these names --------------------------------------------
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """The chunks that this rank holds; see `checkpoint.chunk_list`."""
+        from shardwright.checkpoint.metadata import (
+            chunk_list,  # above this layer, and only asked for by checkpoints
+        )
+
+        return chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """The local memory of a chunk; see `checkpoint.local_tensor_for`."""
+        from shardwright.checkpoint.metadata import local_tensor_for  # likewise
+
+        return local_tensor_for(self, index)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        """What this rank has to write of `object`, which is this tensor; see `checkpoint.write_items`."""
+        from shardwright.checkpoint.metadata import write_items  # likewise
+
+        return write_items(object, fqn)
+
+    # --- what it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def sharding(self) -> Layout:
+        """Who holds which region: its Layout. (`Tensor.layout` keeps torch's meaning.)"""
+        return self._layout
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh dimension."""
+        return self._layout.placements
+
+    @property
+    def device_mesh(self) -> comm.DeviceMesh:
+        """The mesh it is spread over, as the DeviceMesh that was given."""
+        return comm.device_mesh_of(self._layout.mesh, self.device.type)
+
+    @property
+    def shape(self) -> torch.Size:
+        if _enabled():
+            return torch.Size(self._layout.shape)
+        return disabled(_get_shape, (), (self,), {})
+
+    @property
+    def ndim(self) -> int:
+        return len(self._layout.shape)
+
+    @property
+    def T(self) -> Tensor:  # noqa: N802  # torch's name
+        return self.permute(*reversed(range(self.ndim)))
+
+    @property
+    def mT(self) -> Tensor:  # noqa: N802  # torch's name
+        return self.transpose(-2, -1)
+
+    @property
+    def H(self) -> Tensor:  # noqa: N802  # torch's name
+        return self.mT.conj() if self.is_complex() else self.mT
+
+    @property
+    def mH(self) -> Tensor:  # noqa: N802  # torch's name
+        return self.H
+
+    @property
+    def real(self) -> Tensor:
+        return torch.real(self)
+
+    @property
+    def imag(self) -> Tensor:
+        return torch.imag(self)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * self.element_size()
+
+    @property
+    def requires_grad(self) -> bool:
+        return disabled(_get_requires_grad, (), (self,), {})
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        disabled(_set_requires_grad, (), (self, value), {})
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return disabled(_get_dtype, (), (self,), {})
+
+    @property
+    def device(self) -> torch.device:
+        return disabled(_get_device, (), (self,), {})
+
+    def size(self, dim: int | None = None) -> Any:
+        if not _enabled():
+            return disabled(Tensor.size, (), (self,) if dim is None else (self, dim), {})
+        shape = torch.Size(self._layout.shape)
+        return shape if dim is None else shape[dim]
+
+    def dim(self) -> int:
+        return len(self._layout.shape)
+
+    def ndimension(self) -> int:
+        return len(self._layout.shape)
+
+    def numel(self) -> int:
+        if _enabled():
+            return torch.Size(self._layout.shape).numel()
+        return disabled(Tensor.numel, (), (self,), {})
+
+    def nelement(self) -> int:
+        return self.numel()
+
+    # torch asks nobody before these: they are overridden here.
+    set_ = storage_ops.set_
+    detach_ = storage_ops.detach_
+    as_subclass = refusals.as_subclass  # type: ignore[assignment]  # it only refuses
+    resize_ = storage_ops.resize_
+    resize_as_ = storage_ops.resize_as_  # type: ignore[assignment]  # narrower than torch's
+    is_same_size = storage_ops.is_same_size
+    is_set_to = storage_ops.is_set_to
+
+    # Memory is given away only if this rank holds the whole tensor; the other methods that do so are set below.
+    __cuda_array_interface__ = property(storage_ops.cuda_array_interface)
+    __dlpack_c_exchange_api__ = storage_ops.NoExchange()
+
+    def _has_compatible_shallow_copy_type(self, other: Tensor) -> bool:
+        """Tell `nn.Module._apply` that `.data =` takes a DTensor on any device, so that it keeps the parameter."""
+        return isinstance(other, DTensor)
+
+    def stride(self, dim: int | None = None) -> Any:
+        if not _enabled():
+            return disabled(Tensor.stride, (), (self,) if dim is None else (self, dim), {})
+        strides = global_stride(self)
+        return strides if dim is None else strides[dim]
+
+    def __len__(self) -> int:
+        if not self._layout.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if not self._layout.shape:
+            raise TypeError("iteration over a 0-d tensor")
+        return iter(self.unbind(0))
+
+    def __bool__(self) -> bool:
+        return bool(self._known_here())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self._known_here())
+
+    def __index__(self) -> int:
+        return self._known_here().__index__()
+
+    def __complex__(self) -> complex:
+        return complex(self.item())
+
+    def __contains__(self, element: Any) -> bool:
+        return bool((self == element).any().item())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if not self._layout.shape and spec else str(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with no_torch_function():
+            kind = "Parameter" if getattr(self, "_is_param", False) else "DTensor"
+            rank, dtype = comm.rank(), str(self.dtype).removeprefix("torch.")
+            local = " ".join(repr(self.detach().view_as(self)).split())
+            grad = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
+            grad = f", grad_fn={type(self.grad_fn).__name__}" if self.grad_fn is not None else grad
+        return f"{kind}({self._layout}, {dtype}{grad}, local on rank {rank}: {local})"
+
+    # --- its value, whole -------------------------------------------------------------------------------------------
+
+    def item(self) -> Any:
+        """Return the one element, the same on every rank of the mesh; nan on a rank outside it.
+
+        A bool cannot be nan: outside the mesh it raises `TensorError`, and so do `bool(x)` and `int(x)`, because a
+        branch that one rank takes alone makes its program another one.
+        """
+        if not _enabled():
+            return disabled(Tensor.item, (), (self,), {})
+        whole = self.full_tensor()
+        if comm.rank() in self._layout.mesh or self.numel() != 1:
+            return whole.item()
+        return self._known_here() if whole.dtype is torch.bool else float("nan")
+
+    def _known_here(self) -> Any:
+        """Return the one element, or raise on a rank outside the mesh."""
+        if _enabled() and comm.rank() not in self._layout.mesh:
+            raise TensorError(
+                f"the value of a DTensor {self._layout} is not known on rank {comm.rank()}, which is outside its mesh "
+                f"{self._layout.mesh!r}: decide on the ranks of the mesh (mesh.get_coordinate() is not None), or "
+                "redistribute it to a mesh of all ranks first"
+            )
+        return self.item()
+
+    def tolist(self) -> Any:
+        """The whole value as nested lists, on every rank."""
+        return self.full_tensor().tolist() if _enabled() else disabled(Tensor.tolist, (), (self,), {})
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole value as a numpy array, on every rank."""
+        if not _enabled():
+            return disabled(Tensor.numpy, (), (self,), {"force": force})
+        return self.full_tensor().numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """The whole value as a numpy array, on every rank."""
+        whole: Any = self.full_tensor() if _enabled() else self
+        array = whole.__array__() if dtype is None else whole.__array__(dtype)
+        return array.copy() if copy else array
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    @property
+    def grad(self) -> DTensor | None:
+        gradient = disabled(_get_grad, (), (self,), {})
+        if gradient is not None and type(gradient) is not DTensor:
+            # Autograd has just put it there: it is tagged where it is, because its identity matters.
+            gradient.__class__ = DTensor
+            gradient._layout = engine.gradient_layout(self._layout)
+        return gradient
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            if not isinstance(gradient, DTensor):
+                raise MixedTensorsError(f".grad of a DTensor {self._layout} is a DTensor, not a plain tensor")
+            layout = engine.gradient_layout(self._layout)
+            if gradient._layout is not layout:
+                raise TensorError(f".grad {gradient._layout} does not fit {self._layout}: redistribute it to {layout}")
+        disabled(_set_grad, (), (self, gradient), {})
+
+    @grad.deleter
+    def grad(self) -> None:
+        disabled(_set_grad, (), (self, None), {})
+
+    @property
+    def data(self) -> DTensor:
+        self._untracked = True  # what is written there is not counted by autograd as a change of this tensor
+        forget_entered()
+        data: DTensor = tag(data_of(self), self._layout)
+        copy_strides(data, self)
+        return data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, DTensor):
+            raise MixedTensorsError(f".data of a DTensor {self._layout} is a DTensor, not a plain tensor")
+        with no_torch_function():
+            alias_of = value.detach()
+            if torch._has_compatible_shallow_copy_type(self, alias_of):
+                disabled(_set_data, (), (self, alias_of), {})
+            else:  # from meta to a device, or between devices: the object stays, as `to_empty` and `to` need for ties
+                alias_of.requires_grad_(self.requires_grad)
+                torch._C._swap_tensor_impl(self, alias_of)
+        self._layout = value._layout
+        copy_strides(self, value)
+        count_writes_through(self)
+        forget_entered()
+
+    def backward(
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Accumulates gradients in the leaves, as torch's does; the engine runs natively on local tensors."""
+        engine.backward(self, gradient, retain_graph, create_graph, inputs)
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Calls `hook` with the gradient, as a DTensor; what it returns replaces the gradient."""
+        return engine.register_hook(self, hook)
+
+    # --- copies -----------------------------------------------------------------------------------------------------
+
+    def __copy__(self) -> DTensor:
+        """Return another tensor object on the same memory, with the same attributes."""
+        with no_torch_function():
+            result = tag(self.detach(), self._layout)
+            result.requires_grad_(self.requires_grad)
+        result.__dict__.update({k: v for k, v in self.__dict__.items() if k not in _OF_ONE_OBJECT})
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """Return a copy as torch does: of a parameter the values alone, of a tensor also `.grad` and attributes."""
+        if id(self) in memo:
+            return memo[id(self)]
+        is_parameter = "_is_param" in self.__dict__
+        if not is_parameter and not self.is_leaf:
+            raise RuntimeError("only DTensors created by the user (graph leaves) support the deepcopy protocol")
+        with no_torch_function():
+            local = self.detach()
+            # Tensors that share memory share the copy of it, too; a parameter's copy is torch's clone.
+            copied = local.clone(memory_format=torch.preserve_format) if is_parameter else copy.deepcopy(local, memo)
+            memo[id(self)] = result = tag(copied, self._layout)
+            result.requires_grad_(self.requires_grad)
+        if is_parameter:
+            result._is_param = True  # what makes isinstance(x, nn.Parameter) true
+            return result
+        if self.grad is not None:
+            result.grad = copy.deepcopy(self.grad, memo)
+        others = {k: v for k, v in self.__dict__.items() if k not in _OF_ONE_OBJECT}
+        result.__dict__.update(copy.deepcopy(others, memo))
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from shardwright.tensor.api.distribute import rebuild
+
+        with no_torch_function():
+            local = self.detach().view_as(self)
+            is_parameter = getattr(self, "_is_param", False)
+            return rebuild, (local, self._layout.to_json(), comm.rank(), self.requires_grad, is_parameter)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+for _name in storage_ops.EXPOSING:
+    setattr(DTensor, _name, storage_ops.exposing(_name))
+
+
+def _traced(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """What stands in for `__torch_function__` while a trace is open: every call is seen, none is short-cut."""
+    return intercept(func, types, args, kwargs or {})
+
+
+_untraced = DTensor.__dict__["__torch_function__"]
+
+
+def _switch(on: bool) -> None:
+    setattr(DTensor, "__torch_function__", classmethod(_traced) if on else _untraced)  # noqa: B010  # mypy refuses it plain
+
+
+on_trace(_switch)

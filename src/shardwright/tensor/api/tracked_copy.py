@@ -1,0 +1,94 @@
+"""`Picked`, the class of copies that look like views: using one that is out of date is refused.
+
+A pick is a copy. Reading it after its original was written to raises, because torch's view would show what was written.
+Writing to it writes to the original as well, where that can be done exactly, and raises before anything is written
+elsewhere. Changing its dimensions or memory in place raises: the original could not follow.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from shardwright.errors import InPlaceError
+from shardwright.tensor.api.dtensor import DTensor
+from shardwright.tensor.api.strided import Strided
+from shardwright.tensor.api.torch_hooks import functions_of, leave_eager
+from shardwright.tensor.base import trace
+from shardwright.tensor.base.copied import mark_copied, refuse_stale
+from shardwright.tensor.base.registry import canonical_name
+from shardwright.tensor.base.tagging import DTensorBase
+from shardwright.tensor.dispatch.arguments import tensors_in
+from shardwright.tensor.dispatch.dispatcher import PASS_FUNCTIONS
+from shardwright.tensor.dispatch.reshape_in_place import RESHAPES
+from shardwright.tensor.dispatch.storage_ops import EXPOSING
+from shardwright.tensor.dispatch.write_through import write_through
+
+__all__ = ["Picked"]
+
+_READING = """to_local full_tensor redistribute item tolist numpy backward register_hook __array__ __bool__ __float__
+__int__ __index__ __complex__ __contains__ __iter__ __format__ __repr__ __copy__ __deepcopy__ __reduce_ex__""".split()
+_REPLACING = ("set_", "resize_", "resize_as_", "detach_")
+_OF_THE_OBJECT = frozenset(("__get__", "__set__"))  # attributes: shapes and gradients, which are this object's own
+_OF_ITS_DIMENSIONS = RESHAPES | {"detach", "as_strided"}  # in place: torch changes the view, not its values
+
+
+class Picked(Strided):
+    """A copy that looks like a view: `x[i]` along a sharded dimension."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, inplace = canonical_name(func)
+        if func not in PASS_FUNCTIONS and name not in _OF_THE_OBJECT:
+            for tensor in tensors_in((*args, *kwargs.values())):
+                refuse_stale(name, tensor)
+            if args and type(args[0]) is Picked and (inplace or name == "__setitem__"):
+                if name in _OF_ITS_DIMENSIONS:
+                    _refuse_change(name + "_", args[0])
+                with trace.operation(name):
+                    return write_through(func, *args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @property  # type: ignore[override]  # a DTensor, as DTensor's own
+    def data(self) -> DTensor:
+        refuse_stale("data", self)
+        detached: DTensor = DTensor.data.fget(self)  # type: ignore[attr-defined]  # a property
+        mark_copied(detached, self._copied, self, sharing=self)
+        return detached
+
+    @data.setter
+    def data(self, _: Any) -> None:
+        _refuse_change(".data =", self)
+
+
+def _refuse_change(name: str, tensor: DTensorBase) -> NoReturn:
+    raise InPlaceError(
+        f"{name} of {tensor._layout}, which looks like a view but is a copy, because {tensor._copied} of a sharded "
+        "dimension needed communication: its original could not follow. Use the out-of-place operator, or clone() it"
+    )
+
+
+def _reading(name: str) -> Any:
+    own = getattr(DTensor, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_stale(name, self)
+        return own(self, *args, **kwargs)
+
+    return method
+
+
+def _refusing(name: str) -> Any:
+    def method(self: Any, *_: Any, **__: Any) -> NoReturn:
+        _refuse_change(name, self)
+
+    return method
+
+
+for _name in (*_READING, *EXPOSING):
+    setattr(Picked, _name, _reading(_name))
+for _name in _REPLACING:
+    setattr(Picked, _name, _refusing(_name))
+for _function in functions_of(Picked):
+    leave_eager(_function)
+DTensorBase.copies = Picked  # `mark_copied` lies below DTensor

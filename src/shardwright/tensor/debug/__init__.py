@@ -1,0 +1,1 @@
+"""What communicates, shown: explanations of a call, pictures of a layout."""

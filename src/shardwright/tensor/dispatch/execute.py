@@ -1,0 +1,308 @@
+"""From an operator's rule to its result: one look in a cache, then the local call.
+
+    function, layouts, static arguments ──cache──> CallPlan: inputs to move, local call, layouts of the outputs
+
+A plan holds no tensors. It lives in a table on the first operand's Layout, which is interned: equal calls meet the
+same plan, and plans die with their layouts. `Layout.fast` is the shortest path: where the inputs need nothing and the
+result is one new tensor, all there is to remember is the layout of that result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from inspect import signature
+from typing import Any
+
+import torch
+
+from shardwright import comm
+from shardwright.errors import InPlaceError
+from shardwright.layout import Layout
+from shardwright.tensor.base import policy
+from shardwright.tensor.base.capture import below_modes
+from shardwright.tensor.base.copied import mark_copied, refuse_copied, remember_origin
+from shardwright.tensor.base.gradient_types import settled
+from shardwright.tensor.base.registry import FAST, Op
+from shardwright.tensor.base.rounding import completing_first
+from shardwright.tensor.base.strategy import Decided, Local, Operand, Situation, Ways
+from shardwright.tensor.base.strides import is_thin
+from shardwright.tensor.base.tagging import (
+    DTensorBase,
+    disabled,
+    no_torch_function,
+    tag_results,
+    with_dtypes,
+)
+from shardwright.tensor.dispatch.arguments import Call, map_tensors, take_apart
+from shardwright.tensor.dispatch.autocast import cast_to
+from shardwright.tensor.dispatch.choose import Impossible, choose
+from shardwright.tensor.dispatch.foreach import LIST_FUNCTIONS
+from shardwright.tensor.dispatch.outside import is_outside, run_outside
+from shardwright.tensor.dispatch.shapes import Outputs, outputs_of
+from shardwright.tensor.dispatch.shown import NOTHING, Shown, note_shown, what_torch_shows
+from shardwright.tensor.dispatch.write_through import is_looked_up
+from shardwright.tensor.gradients.enter import move_operand
+from shardwright.tensor.redistribute.autograd import differs
+
+__all__ = ["CallPlan", "call_by_rule", "call_known", "call_uniform"]
+
+MAX_PLANS = 512  # per layout; when it is full it is emptied: a cache, not a history
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """How to make a call: where each tensor goes first, the local call, what the results are. Holds no tensors."""
+
+    name: str
+    moves: tuple[tuple[Layout, Layout] | None, ...]
+    moving: bool  # whether any of them is one
+    run: Local | None
+    outs: tuple[Layout, ...]
+    inplace: bool
+    enters: bool  # some input enters where a gradient is asked for
+    view: bool  # the result may be a view of the first input
+    copied: bool  # the input of a view had to move: the result looks like a view, but is a copy
+    dtypes: (
+        tuple[torch.dtype, ...] | None
+    )  # of the results, where this rank computes something else, having no elements
+    shown: dict[Any, Shown]  # by the strides of the first input: what torch makes of them
+
+
+def call_uniform(cls: Any, inplace: bool, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an element-wise call on tensors of one layout, if they are: nothing moves, nothing is looked up."""
+    first = args[0]
+    if type(first) is not cls or (kwargs and "out" in kwargs):
+        return NotImplemented  # the longer way says what is wrong
+    layout = first._layout
+    if layout.is_partial:
+        return NotImplemented
+    for value in args if not kwargs else (*args, *kwargs.values()):
+        kind = type(value)
+        if kind is cls:
+            if value._layout is not layout:
+                return NotImplemented
+        elif kind is not float and kind is not int and isinstance(value, _NOT_UNIFORM):
+            return NotImplemented
+    result = disabled(func, types, args, kwargs or {})
+    if inplace:
+        return first
+    result.__class__ = cls
+    result._layout = layout
+    return result
+
+
+_NOT_UNIFORM = (torch.Tensor, list, tuple)
+
+
+def call_known(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The result of a call whose plan is known; NotImplemented where it is not."""
+    if func in LIST_FUNCTIONS:
+        return NotImplemented  # they need no plan, and their arguments are long
+    call = take_apart(func, args, kwargs)
+    if call.key is None or not call.tensors:
+        return NotImplemented
+    plan = call.tensors[0]._layout.plans.get(call.key)
+    if plan is None or (plan.inplace and is_looked_up(call.tensors[0])):
+        return NotImplemented
+    return _execute(plan, func, args, kwargs, call)
+
+
+def call_by_rule(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The result of a call by the operator's rule; NotImplemented where the rule has no answer."""
+    kwargs = _in_order(op.rule, kwargs) if len(kwargs) > 1 else kwargs
+    call = take_apart(func, args, kwargs)
+    first = call.tensors[0]._layout
+    plan = first.plans.get(call.key) if call.key is not None else None
+    if plan is None:
+        with below_modes():
+            plan = _make_plan(op, inplace, func, args, kwargs, call)
+        if plan is None:
+            return NotImplemented
+        if call.key is not None:
+            if len(first.plans) >= MAX_PLANS:
+                first.plans.clear()
+            first.plans[call.key] = plan
+            _remember_fast(op, plan, func, args, kwargs)
+    return _execute(plan, func, args, kwargs, call)
+
+
+def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call: Call) -> Any:
+    if plan.inplace:
+        refuse_copied(plan.name + "_", call.tensors[0])
+    shown = what_torch_shows(plan.shown, plan, func, args, kwargs, call.tensors[0]) if plan.view else NOTHING
+    if plan.moving:
+        args, kwargs = _moved(plan, args, kwargs, call)
+    if shown.copies and plan.moves[0] is None:
+        args, kwargs = _copied_first(args, kwargs)
+    if plan.run is None:
+        result = disabled(func, (), args, kwargs)
+    else:
+        with no_torch_function():
+            result = plan.run(func, args, kwargs)
+    if plan.inplace:
+        return call.tensors[0]
+    if plan.dtypes is not None:
+        result = with_dtypes(result, plan.dtypes)
+    if plan.copied and shown.strides is None and isinstance(result, torch.Tensor):
+        with no_torch_function():
+            result = result.contiguous()  # as the view would be
+    tagged = tag_results(result, plan.outs, call.tensors)
+    if shown.strides is not None:
+        note_shown(tagged, shown.strides, call.tensors, plan.copied)
+    if shown.copies:
+        return tagged
+    if plan.copied:
+        mark_copied(tagged, plan.name, call.tensors[0])
+        remember_origin(tagged, plan.name, call.tensors[0], args, kwargs)
+    elif plan.view and "_copied" in call.tensors[0].__dict__:  # a view of a copy is no view of the original either
+        mark_copied(tagged, call.tensors[0]._copied, call.tensors[0], sharing=call.tensors[0])
+    return tagged
+
+
+def _copied_first(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments with a contiguous copy in place of the first tensor."""
+    first = True
+
+    def change(tensor: Any) -> Any:
+        nonlocal first
+        was, first = first, False
+        return tensor.clone(memory_format=torch.contiguous_format) if was else tensor
+
+    with no_torch_function():
+        return map_tensors(args, kwargs, change)
+
+
+def _moved(plan: CallPlan, args: Any, kwargs: dict[str, Any], call: Call) -> tuple[Any, dict[str, Any]]:
+    policy.check(plan.name, plan.moves)
+    with no_torch_function():
+        moved = [
+            tensor if step is None else move_operand(tensor, *step)
+            for tensor, step in zip(call.tensors, plan.moves, strict=True)
+        ]
+    each = iter(moved)
+    return map_tensors(args, kwargs, lambda _: next(each))
+
+
+def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any], call: Call) -> CallPlan | None:
+    assert op.rule is not None
+    dtypes: tuple[torch.dtype, ...] = ()
+    operands = [_operand(tensor) for tensor in call.tensors]
+    stand_ins = iter(operands)
+    answer = op.rule(*(spec := map_tensors(args, kwargs, lambda _: next(stand_ins)))[0], **spec[1])
+    if answer is None:
+        return None
+    if isinstance(answer, Decided):
+        if inplace and answer.ins[0] is not operands[0].layout:
+            raise _cannot_keep(op, operands[0], None)
+        ins, outs = list(answer.ins), list(answer.outs)
+    else:
+        inplace = inplace or answer.unmoved is not None
+        shapes, dtypes = _outputs(answer, operands, inplace, func, args, kwargs)
+        answer = completing_first(answer, operands, cast_to(op.name, call.tensors[0]) or dtypes)
+        try:
+            ins, outs = choose(operands, replace(answer, unmoved=0 if inplace else None), shapes)
+        except Impossible as where:
+            if answer.written_back:
+                return None
+            raise _cannot_keep(op, operands[0], where.mesh_dim) from None
+    if inplace and outs[0] is not operands[0].layout:  # `t_` and its like
+        raise _cannot_keep(op, operands[0], None)
+    enters = any(settled(layout) is not layout for layout in ins)
+    # Without a gradient, entering is nothing.
+    ins = [layout if operand.grad else settled(layout) for operand, layout in zip(operands, ins, strict=True)]
+    moves = tuple(
+        (operand.layout, layout) if differs(operand.layout, layout) else None
+        for operand, layout in zip(operands, ins, strict=True)
+    )
+    copied = answer.copied or (not answer.fresh and moves[0] is not None)
+    if is_outside(call.tensors[0]):
+        run: Local | None = run_outside(outs, inplace=inplace, view=not answer.fresh and not copied, draws=answer.draws)
+        moves = (None,) * len(moves)
+    else:
+        run = answer.run(Situation(tuple(ins), tuple(outs), comm.rank())) if answer.run is not None else None
+    known = dtypes if run is not None and not torch._C._is_any_autocast_enabled() and _is_empty(*ins, *outs) else None
+    return CallPlan(
+        op.name,
+        moves,
+        any(moves),
+        run,
+        tuple(outs),
+        inplace,
+        enters,
+        not answer.fresh or answer.copied,
+        copied,
+        known,
+        {},
+    )
+
+
+def _is_empty(*layouts: Layout) -> bool:
+    """Whether this rank has no elements of one of these: its local call may be another than torch's own."""
+    rank = comm.rank()
+    return any(rank in layout.mesh and 0 in layout.local_shape(rank) for layout in layouts)
+
+
+def _outputs(
+    answer: Ways, operands: list[Operand], inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]
+) -> Outputs:
+    """What torch says that the results will be; what is written to keeps its dtype."""
+    if answer.shapes is None:
+        return outputs_of(func, args, kwargs)
+    return Outputs(answer.shapes, (operands[0].dtype,) if inplace else ())
+
+
+def _in_order(rule: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments as the rule lists them: a rule counts tensors in its own order, callers name them in any."""
+    places = _places(rule)
+    return dict(sorted(kwargs.items(), key=lambda item: places.get(item[0], len(places))))
+
+
+@lru_cache(maxsize=1024)
+def _places(rule: Any) -> dict[str, int]:
+    return {name: place for place, name in enumerate(signature(rule).parameters)}
+
+
+def _cannot_keep(op: Op, target: Operand, mesh_dim: int | None) -> InPlaceError:
+    where = "" if mesh_dim is None else f" on mesh dimension {target.layout.mesh.label(mesh_dim)}"
+    return InPlaceError(
+        f"{op.name}_ would change the layout of the tensor it writes to, {target.layout}{where}: an in-place operator "
+        f"keeps its target's layout. Use the out-of-place {op.name}, or redistribute the target first"
+    )
+
+
+def _operand(tensor: DTensorBase) -> Operand:
+    with no_torch_function():
+        grad = tensor.requires_grad and torch.is_grad_enabled()
+        return Operand(tensor._layout, tensor.dtype, grad, "_is_param" in tensor.__dict__)
+
+
+def _remember_fast(op: Op, plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Plans that are nothing but a local call on one tensor, or on two, get the shortest path.
+
+    They are found by the second tensor's layout, by the type of the number that is the second operand, or by all
+    the static arguments.
+    """
+    if kwargs or plan.enters or plan.moving or plan.inplace or plan.dtypes or len(plan.outs) != 1 or func not in FAST:
+        return
+    if plan.view and is_thin(plan.outs[0]):
+        return  # its strides may have to be noted
+    if not isinstance(args[0], DTensorBase) or args[0]._layout.is_partial:
+        return
+    other: Any = tuple(args[1:])
+    if len(args) == 2 and isinstance(args[1], DTensorBase):
+        other = args[1]._layout
+        if other.is_partial:
+            return
+    elif len(args) == 2 and op.numbers_by_type and type(args[1]) in (int, float):
+        other = type(args[1])
+    elif len(args) == 3 and isinstance(args[1], DTensorBase):
+        other = tuple(value._layout if isinstance(value, DTensorBase) else value for value in args[1:])
+        if any(getattr(value, "is_partial", False) for value in other) or not isinstance(other[1], Layout | None):
+            return
+    elif not all(type(value) in (int, torch.Size) or value is None for value in other):
+        return
+    known = args[0]._layout.fast.setdefault(func, {})
+    if len(known) >= MAX_PLANS:
+        known.clear()
+    known[other] = plan.outs[0] if plan.run is None else (plan.run, plan.outs[0])

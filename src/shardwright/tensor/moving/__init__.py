@@ -1,1 +1,0 @@
-"""Between layouts, and between plain tensors and DTensors, as autograd sees it."""

@@ -1,0 +1,260 @@
+"""From two layouts to the steps between them. Pure: no process group, no communication, for any rank in any process.
+
+The order of things: addends that end up in shards are reduce-scattered (what is left is smaller); then regions move,
+in one step, those of addends still to be reduced included; then the rest is all-reduced; at last, values become
+addends where the target wants them.
+
+| per mesh dimension | step |
+|---|---|
+| R → S | slice |
+| S → R | all-gather (several mesh dimensions in one) |
+| S(i) → S(j) | all-to-all |
+| P → S | reduce-scatter |
+| P → R | all-reduce |
+| P(avg) ↔ P(sum) | scale |
+| R → P, S → P | to partial |
+| P(a) → P(b) | reduce-scatter, to partial |
+| all else: other meshes, other nesting, Ragged to Shard | exchange of exactly the missing regions |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from shardwright.errors import LayoutError
+from shardwright.layout import Layout, Partial, Placement, Ragged, Replicate, Shard
+from shardwright.tensor.redistribute.partial import commute, kept_addends, partial_ops, scale_factor
+from shardwright.tensor.redistribute.plan import Plan
+from shardwright.tensor.redistribute.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    ReduceScatter,
+    Scale,
+    Slice,
+    Step,
+    ToPartial,
+)
+
+__all__ = ["plan"]
+
+BUFFER = 64 << 20
+
+
+@lru_cache(maxsize=4096)
+def plan(source: Layout, target: Layout, itemsize: int, buffer: int = BUFFER) -> Plan:
+    """The steps that turn `source` into `target`, with their bytes, memory and time, for elements of `itemsize` bytes.
+
+    Each rank receives exactly the bytes of its target region that it does not hold; where a `Partial` is reduced,
+    those of a reduce-scatter, and of an all-gather where the result is replicated. Any placement that neither cuts
+    nor holds addends counts as whole. `buffer` bounds what is packed and landed at a time, in bytes each.
+
+    >>> from shardwright.layout import Mesh
+    >>> rows = Layout(Mesh((4,), ("dp",)), [Shard(0)], (64, 128))
+    >>> [str(step) for step in plan(rows, rows.replace(placements=[Replicate()]), itemsize=4).steps]
+    ['all-gather over dp']
+    >>> plan(rows, rows.replace(shape=(8, 8)), itemsize=4)
+    Traceback (most recent call last):
+    shardwright.errors.LayoutError: cannot redistribute [64, 128] (dp: S(0)) to [8, 8] (dp: S(0)): the shapes ...
+    """
+    if source.shape != target.shape:
+        raise LayoutError(
+            f"cannot redistribute {source} to {target}: the shapes {source.shape} and {target.shape} differ, "
+            "and redistribution changes where a tensor lies, not what it is; reshape it first"
+        )
+    if itemsize < 1 or buffer < 1:
+        raise LayoutError(f"itemsize {itemsize} and buffer {buffer} are bytes: both are 1 or more")
+    return Plan(source, target, itemsize, buffer, _steps(_plain(source), _plain(_on_mesh_of(target, source))))
+
+
+def _steps(source: Layout, target: Layout) -> tuple[Step, ...]:
+    if source is target:
+        return ()
+    kept = kept_addends(source, target) if source.mesh is target.mesh else frozenset()
+    steps: list[Step] = []
+    now, late = _reduce(source, target, kept, steps)
+    goal = _before_addends(now, target, kept | late)
+    steps += _move(now, goal)
+    steps += _reduce_late(goal, late)
+    now = steps[-1].after if late else goal
+    factor = scale_factor(source, target, kept)
+    if factor != 1:
+        scaled = _changed(now, {m: target.placements[m] for m in kept})
+        steps.append(Scale(now, scaled, factor))
+        now = scaled
+    # The outermost reduction first: what is neutral to an inner one overrules it.
+    for mesh_dim, op in partial_ops(target).items():
+        if mesh_dim not in kept:
+            partial = _changed(now, {mesh_dim: Partial(op)})
+            steps.append(ToPartial(now, partial, mesh_dim, op))
+            now = partial
+    return tuple(steps)
+
+
+def _reduce(source: Layout, target: Layout, kept: frozenset[int], steps: list[Step]) -> tuple[Layout, frozenset[int]]:
+    """Reduces addends to shards, and says which mesh dimensions are to be all-reduced after the move."""
+    ops = {m: op for m, op in partial_ops(source).items() if m not in kept}
+    same = source.mesh is target.mesh
+    landing = {m: _landing(source, target, m) if same else _longest(source) for m in ops}
+    order = sorted(ops, key=lambda m: target.order.index(m) if same else m)
+    late = frozenset(m for m in ops if landing[m] is None and same)
+    if not all(commute(ops[a], ops[b]) for a in ops for b in ops):
+        order, late = sorted(ops, reverse=True), frozenset()  # the innermost first
+    now = source
+    for m in order:
+        dim = landing[m]
+        if m in late:
+            continue
+        if dim is None:
+            after = _changed(now, {m: Replicate()})
+            steps.append(AllReduce(now, after, (m,), ops[m]))
+        else:
+            wanted = target.placements[m] if same else None
+            cut = wanted if isinstance(wanted, Ragged) and not now.cut_by(dim) else Shard(dim)
+            after = _changed(now, {m: cut}, {dim: (*now.cut_by(dim), m)})
+            steps.append(ReduceScatter(now, after, m, ops[m]))
+        now = after
+    return now, late
+
+
+def _landing(source: Layout, target: Layout, mesh_dim: int) -> int | None:
+    """The tensor dimension along which the reduction of addends is scattered; None where every rank wants all."""
+    wanted = target.placements[mesh_dim]
+    if isinstance(wanted, Shard | Ragged):
+        return wanted.dim
+    return _longest(source) if isinstance(wanted, Partial) else None
+
+
+def _longest(layout: Layout) -> int | None:
+    """The tensor dimension that is longest on the first rank, which spreads pieces best; None for a scalar."""
+    sizes = layout.local_shape(layout.mesh.ranks[0])
+    return int(np.argmax(sizes)) if sizes else None
+
+
+def _reduce_late(goal: Layout, late: frozenset[int]) -> list[Step]:
+    """All-reduces of what was moved as addends; mesh dimensions with one reduction together."""
+    steps: list[Step] = []
+    ops = partial_ops(goal)
+    for op in sorted({ops[m] for m in late}):
+        mesh_dims = tuple(sorted(m for m in late if ops[m] == op))
+        after = _changed(goal, dict.fromkeys(mesh_dims, Replicate()))
+        steps.append(AllReduce(goal, after, mesh_dims, op))
+        goal = after
+    return steps
+
+
+def _before_addends(now: Layout, target: Layout, untouched: frozenset[int]) -> Layout:
+    """The target, with values in place of its new addends: shards where there are shards, to be padded; else whole.
+
+    On another mesh they become shards, so that nothing is sent that would be thrown away.
+    """
+    same = now.mesh is target.mesh
+    changes: dict[int, Placement] = {m: now.placements[m] for m in untouched}
+    cuts: dict[int, tuple[int, ...]] = {}
+    # Padded outermost first, so the outermost cuts last.
+    for m in sorted(partial_ops(target).keys() - untouched, reverse=True):
+        has = now.placements[m] if same else Replicate()
+        dim = has.dim if isinstance(has, Shard | Ragged) else None if same else _longest(target)
+        if dim is None:
+            changes[m] = Replicate()
+            continue
+        before = cuts.get(dim, target.cut_by(dim))
+        changes[m] = has if isinstance(has, Ragged) and not before else Shard(dim)
+        cuts[dim] = (*before, m)
+    return _changed(target, changes, cuts)
+
+
+def _move(now: Layout, goal: Layout) -> list[Step]:
+    """The step, or the slice and the step, by which regions move."""
+    if now.mesh is not goal.mesh:
+        return _exchange(now, goal)
+    cut_now, cut_goal = _cuts(now), _cuts(goal)
+    if cut_now == cut_goal:
+        return []
+    sliced: set[int] = set()
+    gathered: set[int] = set()
+    for dim, (has, wants) in enumerate(zip(cut_now, cut_goal, strict=True)):
+        both = min(len(has), len(wants))
+        if has[:both] != wants[:both]:
+            return _exchange(now, goal)  # cut by other pieces, or in another order: no dimension moves by itself
+        sliced.update(m for m, _ in cut_goal[dim][both:])
+        gathered.update(m for m, _ in cut_now[dim][both:])
+    if not sliced & gathered:
+        return _slice_and_gather(now, goal, sliced, gathered)
+    if sliced == gathered and len(sliced) == 1:
+        return [AllToAll(now, goal, sliced.pop())]
+    return _exchange(now, goal)
+
+
+def _slice_and_gather(now: Layout, goal: Layout, sliced: set[int], gathered: set[int]) -> list[Step]:
+    steps: list[Step] = []
+    if sliced:
+        # A tensor dimension is sliced further or gathered, never both: the goal's cuts hold where it is not gathered.
+        cuts = {dim: goal.cut_by(dim) for dim in range(now.ndim) if len(goal.cut_by(dim)) > len(now.cut_by(dim))}
+        part = goal if not gathered else _changed(now, {m: goal.placements[m] for m in sliced}, cuts)
+        steps.append(Slice(now, part))
+        now = part
+    if gathered:
+        steps.append(AllGather(now, goal, tuple(sorted(gathered))))
+    return steps
+
+
+def _exchange(now: Layout, goal: Layout) -> list[Step]:
+    """An exchange; a slice, or nothing, where every rank holds all it wants."""
+    have, want = now.table(), goal.table()
+    place = {rank: row for row, rank in enumerate(have.ranks.tolist())}
+    rows = np.array([place.get(rank, -1) for rank in want.ranks.tolist()])
+    empty = (want.sizes == 0).any(axis=1)
+    if not (empty | (rows >= 0)).all():
+        return [Exchange(now, goal)]
+    offsets, sizes = have.offsets[rows], have.sizes[rows]
+    inside = (offsets <= want.offsets) & (want.offsets + want.sizes <= offsets + sizes)
+    if not (empty | inside.all(axis=1)).all():
+        return [Exchange(now, goal)]
+    unchanged = now.mesh.size == goal.mesh.size and (rows >= 0).all()
+    if unchanged and (offsets == want.offsets).all() and (sizes == want.sizes).all():
+        return []
+    return [Slice(now, goal)]
+
+
+def _cuts(layout: Layout) -> list[tuple[tuple[int, Placement], ...]]:
+    """Per tensor dimension, what cuts it, first cut first."""
+    return [tuple((m, layout.placements[m]) for m in layout.cut_by(dim)) for dim in range(layout.ndim)]
+
+
+def _changed(
+    layout: Layout, changes: Mapping[int, Placement], cuts: Mapping[int, Sequence[int]] | None = None
+) -> Layout:
+    """The layout with other placements in some mesh dimensions, and another order of cuts in some tensor dimensions."""
+    if not changes:
+        return layout
+    placements = [changes.get(m, placement) for m, placement in enumerate(layout.placements)]
+    order: list[int] = []
+    for dim in range(layout.ndim):
+        given = cuts.get(dim) if cuts else None
+        order += layout.cut_by(dim) if given is None else given
+    order = [m for m in order if isinstance(placements[m], Shard | Ragged)]
+    order += [m for m in range(layout.mesh.ndim) if m not in order]
+    return Layout(layout.mesh, placements, layout.shape, order)
+
+
+def _plain(layout: Layout) -> Layout:
+    """The same regions, with mesh dimensions of one rank whole: nothing is cut or added up among one."""
+    changes: dict[int, Placement] = {
+        m: Replicate()
+        for m, (ranks, placement) in enumerate(zip(layout.mesh.shape, layout.placements, strict=True))
+        if ranks == 1 and isinstance(placement, Shard | Ragged | Partial)
+    }
+    return _changed(layout, changes)
+
+
+def _on_mesh_of(layout: Layout, other: Layout) -> Layout:
+    """The same regions on the other's mesh, where the two differ by the names of their dimensions only."""
+    mesh = other.mesh
+    if layout.mesh is mesh or layout.mesh.shape != mesh.shape or layout.mesh.ranks != mesh.ranks:
+        return layout
+    return Layout(mesh, layout.placements, layout.shape, layout.order)

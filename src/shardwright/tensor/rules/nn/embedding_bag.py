@@ -1,0 +1,125 @@
+"""Bags of a table's rows, and segments of a dimension, each reduced to one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # torch's own short name
+
+from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.strategy import Label, Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.dispatch.fallback import call_replicated
+from shardwright.tensor.rules.nn.embedding import refuse_sparse
+from shardwright.tensor.rules.shared.index_range import check_range
+
+__all__: list[str] = []
+
+BAGS, ROWS, COLUMNS = "bags", "rows", "columns"
+
+
+@composite("embedding_bag")
+def _embedding_bag_shortened(*args: Any, **kwargs: Any) -> Any:
+    """Rows made no longer than they may be are written to: on whole tensors."""
+    refuse_sparse("embedding_bag", kwargs.get("sparse", False))
+    if kwargs.get("max_norm") is None:
+        return NotImplemented
+    return call_replicated("embedding_bag", F.embedding_bag, args, kwargs)
+
+
+@rule("embedding_bag")
+def _embedding_bag(
+    input: Operand,
+    weight: Operand,
+    offsets: Any = None,
+    *rest: Any,
+    mode: Any = None,
+    scale_grad_by_freq: bool = False,
+    per_sample_weights: Operand | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+    **_: Any,
+) -> Ways | None:
+    """nn.functional's, which says the mode in words; torch's own has four results, and its arguments otherwise."""
+    if rest or not isinstance(mode, str) or input.dtype.is_floating_point:
+        return None
+    bags: Labels = [BAGS, None] if input.ndim == 2 else [None]
+    labelled: list[tuple[Operand | None, Labels]] = [(input, bags), (weight, [ROWS, COLUMNS]), (offsets, [None])]
+    labelled += [(per_sample_weights, bags)]
+    given = [(operand, labels) for operand, labels in labelled if operand is not None]
+    operands, ins = [operand for operand, _ in given], [labels for _, labels in given]
+    linear = None if mode == "max" else [[1] if per_sample_weights is None else [1, len(given) - 1]]
+    # Of several ranks' greatest rows none knows whether it is the one; and a rank counts only what it sees.
+    whole: set[Label] = {ROWS, BAGS} if scale_grad_by_freq else {ROWS} if mode == "max" else set()
+    at = index_ways(operands, ins, [[BAGS, COLUMNS]], terms=linear, whole=whole)
+    count = input.shape[0] if input.ndim == 2 else offsets.shape[0] - include_last_offset
+    run = partial(_rows_of_bags, rows=weight.shape[0], padding=padding_idx)
+    return Ways(at, run=run, shapes=((count, weight.shape[1]),))
+
+
+def _rows_of_bags(situation: Situation, rows: int, padding: int | None) -> Local | None:
+    """The sum of those rows that a rank has, each as often as it is in a bag."""
+    table = situation.ins[1]
+    if not table.cut_by(0):
+        return None
+    region = table.region(situation.rank)
+    first, count = region.offset[0], region.size[0]
+    result = situation.outs[0].local_shape(situation.rank)
+    ignored = None if padding is None else padding % rows
+
+    def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        input, weight = args
+        check_range("embedding_bag", input, rows)
+        weights = kwargs.get("per_sample_weights")
+        if not count:  # still a function of all that may have a gradient: every rank has the same graph
+            nothing = 0.0 if weights is None else weights.flatten()[:0].sum()
+            return (weight.sum(0) + nothing).expand(result).clone()
+        inside = (input >= first) & (input < first + count)
+        counted = torch.ones_like(inside) if ignored is None else input != ignored
+        each = (inside & counted).to(weight.dtype)
+        each = each if weights is None else each * weights
+        rest = {"mode": "sum", "include_last_offset": kwargs.get("include_last_offset", False)}
+        offsets = kwargs.get("offsets")
+        total = F.embedding_bag(torch.where(inside, input - first, 0), weight, offsets, per_sample_weights=each, **rest)
+        if kwargs["mode"] == "sum":
+            return total
+        ones, numbers = weight.new_ones(1, 1), counted.to(weight.dtype)
+        return total / F.embedding_bag(
+            torch.zeros_like(input), ones, offsets, per_sample_weights=numbers, **rest
+        ).clamp_min(1)
+
+    return local
+
+
+@rule("segment_reduce")
+def _segment_reduce(
+    data: Operand,
+    reduce: str,
+    *,
+    lengths: Operand | None = None,
+    indices: Any = None,
+    offsets: Operand | None = None,
+    axis: int = 0,
+    unsafe: bool = False,
+    initial: Any = None,
+) -> Ways | None:
+    """Lengths are given for each place before the axis, and hold for all after it."""
+    del unsafe
+    given = [operand for operand in (lengths, offsets) if operand is not None]
+    if indices is not None or len(given) != 1 or axis < 0:
+        return None
+    labels: Labels = [None if dim == axis else dim for dim in range(data.ndim)]
+    linear = [[0]] if reduce in ("sum", "mean") and not initial else None
+    segments = given[0].shape[-1] - (offsets is not None)
+    shape = (*data.shape[:axis], segments, *data.shape[axis + 1 :])
+    at = index_ways([data, *given], [labels, labels[: axis + 1]], [labels], terms=linear)
+    return Ways(at, run=partial(_segments, axis=axis), shapes=(shape,))
+
+
+def _segments(situation: Situation, axis: int) -> Local | None:
+    """Torch looks for the shortest segment, and a rank may have none: still a function of the data."""
+    result = situation.outs[0].local_shape(situation.rank)
+    if 0 not in result:
+        return None
+    return lambda _, args, __: args[0].sum(axis, keepdim=True).expand(result).clone()

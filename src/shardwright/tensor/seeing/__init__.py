@@ -1,1 +1,0 @@
-"""What communicates, shown: traces, plans, policies, pictures, ranks that part ways."""
