@@ -36,11 +36,11 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute
 import shardwright as sw
 from shardwright import checkpoint, comm
 from shardwright.checkpoint.format.data_file import FileEntry
-from shardwright.checkpoint.format.locate import Finder
+from shardwright.checkpoint.format.locate import ChunkLocator
 from shardwright.checkpoint.format.tensor_table import TensorTable
 from shardwright.checkpoint.format.write_layout import file_plan
-from shardwright.checkpoint.reading.host_sharing import Ask, shared
-from shardwright.checkpoint.reading.read_assignment import Deal
+from shardwright.checkpoint.reading.host_sharing import ReadRequest, shared
+from shardwright.checkpoint.reading.read_assignment import ReadAssignment
 from shardwright.checkpoint.runtime.address_space import memory_at
 from shardwright.layout import Layout, Mesh, Shard
 from shardwright.storage import Calls, LocalStorage
@@ -384,12 +384,12 @@ def measure_plans(rounds: int) -> dict[str, Any]:
     shapes = [(4096 * (1 + n % 20), 128) for n in range(10_000)]
 
     def tables(ranks: int, dim: int) -> TensorTable:
-        placings = [Layout(Mesh((ranks,)), [Shard(dim)], shape) for shape in shapes]
-        return TensorTable.of(names, ["float32"] * 10_000, [4] * 10_000, placings)
+        shardings = [Layout(Mesh((ranks,)), [Shard(dim)], shape) for shape in shapes]
+        return TensorTable.of(names, ["float32"] * 10_000, [4] * 10_000, shardings)
 
     stored = tables(4096, 0)
     columns = tables(64, 1)
-    asks = [Ask(tensor, columns.placing(tensor)) for tensor in range(10_000)]
+    requests = [ReadRequest(tensor, columns.sharding(tensor)) for tensor in range(10_000)]
     sizes = {rank: FileEntry(4096 + file_plan(stored, rank).size, 4096, "") for rank in range(4096)}
     times: Times = {}
     for _ in range(rounds):
@@ -398,19 +398,19 @@ def measure_plans(rounds: int) -> dict[str, Any]:
         times.setdefault("save plan of one rank", []).append(time.perf_counter() - start)
         for ranks in (4096, 512, 64):
             wanted = tables(ranks, 0)
-            finder = Finder(stored)
+            locator = ChunkLocator(stored)
             start = time.perf_counter()
             for tensor in range(10_000):
-                finder.parts(tensor, wanted.placing(tensor).region(3))
+                locator.parts(tensor, wanted.sharding(tensor).region(3))
             times.setdefault(f"load plan on {ranks} ranks", []).append(time.perf_counter() - start)
-        finder = Finder(stored, sizes)
+        locator = ChunkLocator(stored, sizes)
         start = time.perf_counter()
-        assert all(shared(asks, finder, range(64)))
-        deal = Deal(asks, finder, range(64), 4 << 20)
+        assert all(shared(requests, locator, range(64)))
+        assignment = ReadAssignment(requests, locator, range(64), 4 << 20)
         times.setdefault("load plan, Shard(1), 64 ranks", []).append(time.perf_counter() - start)
         start = time.perf_counter()
-        segments = deal.segments(3)
-        while next(segments).file.rank == deal.files_of(3)[0]:
+        segments = assignment.segments(3)
+        while next(segments).file.rank == assignment.files_of(3)[0]:
             pass
         times.setdefault("its next file, as it is read", []).append(time.perf_counter() - start)
     return table("10,000 tensors saved by 4,096 ranks, Shard(0)", times, None, 1e3, "ms")

@@ -139,11 +139,11 @@ def _boxes(fields: dict[str, Any], chance: random.Random) -> None:
     part = _part(fields, chance, "tensors", 4)
     if part is None:
         return
-    placings, at = part
+    shardings, at = part
     ndim = chance.choice([0, 1, 2, 3, 8, 20, 64])
     shape = [chance.choice([1, 2, 2, 5, 100]) for _ in range(ndim)]
-    if chance.random() < 0.3 and isinstance(placings[at], list) and len(placings[at]) > 1:
-        shape = deepcopy(placings[at][1])
+    if chance.random() < 0.3 and isinstance(shardings[at], list) and len(shardings[at]) > 1:
+        shape = deepcopy(shardings[at][1])
         if not isinstance(shape, list) or not all(isinstance(size, int) and 0 <= size < 2**62 for size in shape):
             return
     boxes = [([0] * len(shape), list(shape))]
@@ -168,7 +168,7 @@ def _boxes(fields: dict[str, Any], chance: random.Random) -> None:
         case 2 if shape:
             boxes[0][0][chance.randrange(len(shape))] += 1
     ranks = [chance.choice([0, 1, 2, 3, 3, 9]) for _ in boxes]
-    placings[at] = [
+    shardings[at] = [
         -1,
         shape,
         [n for offset, _ in boxes for n in offset],
@@ -246,12 +246,12 @@ _STRUCTURES = [_spread, _boxes, _longer, _deeper, _fewer, _resize]
 def _make_claims_true(fields: dict[str, Any]) -> None:
     """Lets the first file hold what the tensors claim, so that the lie is not found by adding up alone."""
     try:
-        _, dtypes, kinds_of_dtype, _, placings, kinds = fields["tensors"]
+        _, dtypes, kinds_of_dtype, _, shardings, kinds = fields["tensors"]
         ranks, sizes, headers, _ = fields["files"]
         claimed = 0
         for dtype, kind in zip(kinds_of_dtype, kinds, strict=True):
             volume = dtypes[dtype][1]
-            for size in placings[kind][1]:
+            for size in shardings[kind][1]:
                 volume *= size
             claimed += volume
         there = sum(size - header for size, header in zip(sizes, headers, strict=True))

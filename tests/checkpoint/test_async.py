@@ -259,9 +259,9 @@ def test_with_less_memory_than_the_state_the_caller_waits_for_all_but_the_last_w
 
 @given(st.lists(st.integers(0, 5 * BLOCK), max_size=6), st.integers(BLOCK, 7 * BLOCK))
 def test_windows_hold_all_blocks_once_within_the_bytes_given(sizes: list[int], memory: int) -> None:
-    placings = [Layout(Mesh((1,)), [Replicate()], (size,)) for size in sizes]
+    shardings = [Layout(Mesh((1,)), [Replicate()], (size,)) for size in sizes]
     names = [str(number) for number in range(len(sizes))]
-    file = DataFile(file_plan(TensorTable.of(names, ["uint8"] * len(sizes), [1] * len(sizes), placings), 0), "")
+    file = DataFile(file_plan(TensorTable.of(names, ["uint8"] * len(sizes), [1] * len(sizes), shardings), 0), "")
     nbytes = Blocks.of(file, np.zeros(len(file.plan.tensors), np.int64)).nbytes
     runs = staging.windows(file, memory)
     assert [block for first, last in runs for block in range(first, last)] == list(range(len(nbytes)))

@@ -154,13 +154,13 @@ def is_manifest(change: Any) -> bool:
 
 
 def allowed_in_replacement(events: Sequence[Event]) -> Callable[[int], set[str]]:
-    renamed, last = commit(events), len(events)
-    return lambda point: {"old"} if point < renamed else {"new"} if point == last else {"old", "new"}
+    rename_entries, last = commit(events), len(events)
+    return lambda point: {"old"} if point < rename_entries else {"new"} if point == last else {"old", "new"}
 
 
 def allowed_in_first_save(events: Sequence[Event]) -> Callable[[int], set[str]]:
-    renamed, last = commit(events), len(events)
-    return lambda point: {NOTHING} if point < renamed else {"new"} if point == last else {NOTHING, "new"}
+    rename_entries, last = commit(events), len(events)
+    return lambda point: {NOTHING} if point < rename_entries else {"new"} if point == last else {NOTHING, "new"}
 
 
 def test_every_crash_in_a_replacement_leaves_the_old_or_the_new(replacement, ram, capsys):
@@ -243,14 +243,14 @@ def test_a_save_after_one_that_was_killed_is_as_safe(tmp_path, ram):
         assert killed == point
         calls.last = -1
         save(state(2), LocalStorage(root / PLACE, calls))
-        renamed, last = commit(calls.events[killed:]) + killed, len(calls.events)
+        rename_entries, last = commit(calls.events[killed:]) + killed, len(calls.events)
         if point >= commit(events):
             before = {"old", NOTHING}  # it was killed after its commit, which need not have been flushed
         else:
             before = {NOTHING}
 
-        def allowed(number, killed=killed, renamed=renamed, last=last, before=before):
-            return {"new"} if number == last else before if number < renamed else before | {"new"}
+        def allowed(number, killed=killed, rename_entries=rename_entries, last=last, before=before):
+            return {"new"} if number == last else before if number < rename_entries else before | {"new"}
 
         bad, tried, _ = (
             bad_states(calls.start, calls.events, allowed, ram, limit=8) if FULL else last_states(calls, ram)

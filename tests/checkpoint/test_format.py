@@ -87,7 +87,7 @@ class Spread(NamedTuple):
         return tuple(self.ranks[int(np.ravel_multi_index(spot, self.shape))] for spot in product(*axes))
 
 
-def grain(size: tuple[int, ...], itemsize: int, total: int, count: int) -> int:
+def granularity(size: tuple[int, ...], itemsize: int, total: int, count: int) -> int:
     m = max(4096, total // count // 64) // itemsize
     g = prod(size)
     for extent in size:
@@ -133,20 +133,20 @@ class Manifest:
         assert hashlib.blake2b(zeroed, digest_size=16).hexdigest().encode() == digest
         fields = json.loads(data)
         self.folder, self.save, self.tree = folder, fields["save"], fields["tree"]
-        self.names, dtypes, of_dtype, spreads, self.placings, self.kinds = fields["tensors"]
+        self.names, dtypes, of_dtype, spreads, self.shardings, self.kinds = fields["tensors"]
         self.dtypes = [dtypes[number] for number in of_dtype]
         self.spreads = [Spread.of(row) for row in spreads]
         self.files = dict(zip(fields["files"][0], zip(*fields["files"][1:], strict=True), strict=True))
 
     def shape(self, tensor: int) -> list[int]:
-        return list(self.placings[self.kinds[tensor]][1])
+        return list(self.shardings[self.kinds[tensor]][1])
 
     def chunks(self, rank: int) -> list[Chunk]:
         """What a rank writes, in order."""
         found: list[Chunk] = []
         shares: dict[tuple[int, ...], list[int]] = {}
         for tensor, kind in enumerate(self.kinds):
-            spread, shape, *rest = self.placings[kind]
+            spread, shape, *rest = self.shardings[kind]
             if spread == -1:
                 found += self.pieces(tensor, rank, shape, *rest)
                 continue
@@ -173,7 +173,7 @@ class Manifest:
         return mine
 
     def share(self, rank: int, ranks: tuple[int, ...], tensors: list[int]) -> list[Chunk]:
-        regions = [self.spreads[self.placings[self.kinds[t]][0]].region(rank, self.shape(t)) for t in tensors]
+        regions = [self.spreads[self.shardings[self.kinds[t]][0]].region(rank, self.shape(t)) for t in tensors]
         sizes = [prod(box.size) * self.dtypes[t][1] for t, box in zip(tensors, regions, strict=True)]
         total, count, q = sum(sizes), len(ranks), ranks.index(rank)
         found: list[Chunk] = []
@@ -186,14 +186,14 @@ class Manifest:
                     return 0
                 if b >= s + v * i:
                     return v
-                g = grain(box.size, i, total, count)
+                g = granularity(box.size, i, total, count)
                 return min(v, g * ((2 * (b - s) + g * i) // (2 * g * i)))
 
             if count == 1:
                 found += [Chunk(tensor, box)] if volume else []
             else:
-                stretch = point(q * total // count), point((q + 1) * total // count)
-                found += [Chunk(tensor, one) for one in boxes(box, *stretch)]
+                part = point(q * total // count), point((q + 1) * total // count)
+                found += [Chunk(tensor, one) for one in boxes(box, *part)]
             start += nbytes
         return found
 

@@ -355,7 +355,7 @@ def test_a_manifest_without_end_is_refused_before_it_is_read(one: Path) -> None:
 def use(manifest: Manifest) -> None:
     """Does with a manifest what reading does, short of reading: plans, predictions, what each tensor is."""
     for number in range(min(len(manifest.tensors), 8)):
-        manifest.finder.parts(number, Region.whole(manifest.tensors.shape(number)))
+        manifest.locator.parts(number, Region.whole(manifest.tensors.shape(number)))
     for rank in list(manifest.files)[:4]:
         assert manifest.file(rank).header_size > 0
     Manifest.decode(manifest.encode())
@@ -444,10 +444,10 @@ def guillotine(dims: int, rank: int) -> list[Any]:
     return [-1, [2] * dims, offsets, sizes, [rank + n for n in range(dims + 1)]]
 
 
-def bytes_of(spreads: list[Any], placings: list[Any]) -> list[Any]:
+def bytes_of(spreads: list[Any], shardings: list[Any]) -> list[Any]:
     """The tensors of a manifest: one of bytes for each placing."""
-    numbers = range(len(placings))
-    return [[f"w{n}" for n in numbers], [["uint8", 1]], [0] * len(placings), spreads, placings, [*numbers]]
+    numbers = range(len(shardings))
+    return [[f"w{n}" for n in numbers], [["uint8", 1]], [0] * len(shardings), spreads, shardings, [*numbers]]
 
 
 ALL = 1 << 18  # ranks

@@ -18,7 +18,7 @@ import torch
 
 from shardwright import comm
 from shardwright.checkpoint import CheckpointManager, PerRank, load, save, verify
-from shardwright.checkpoint.save import Saving
+from shardwright.checkpoint.save import SaveOperation
 from shardwright.errors import CommError, RankFailedError, ShardwrightError
 from shardwright.storage import Calls, LocalStorage
 from shardwright.testing import Died, Raised, Returned, outcomes, run_ranks
@@ -176,20 +176,20 @@ def test_a_rank_killed_while_the_first_one_commits_takes_nothing_with_it(tmp_pat
 
     def body() -> None:
         rank = comm.world().rank
-        right = Saving._commit
+        right = SaveOperation._commit
 
-        def commit(self: Saving, said: list[bytes]) -> Any:
+        def commit(self: SaveOperation, said: list[bytes]) -> Any:
             if rank == victim == 0:
                 right(self, said)
             if rank == victim:
                 die()
             return right(self, said)
 
-        Saving._commit = commit  # type: ignore[method-assign]  # the pool's process is replaced, or put right below
+        SaveOperation._commit = commit  # type: ignore[method-assign]  # the pool's process is replaced, or put right below
         try:
             save(state(2, rank), tmp_path)
         finally:
-            Saving._commit = right  # type: ignore[method-assign]  # as above
+            SaveOperation._commit = right  # type: ignore[method-assign]  # as above
 
     run_ranks(RANKS, save_all, tmp_path, 1)
     start = time.monotonic()
@@ -203,14 +203,14 @@ def test_a_commit_that_is_not_flushed_keeps_its_files(tmp_path):
     """The new manifest is in place when the flush of the folder fails: it must not lose what it refers to."""
 
     class NoSecondFlush(Calls):
-        renamed = False
+        rename_entries = False
 
         def rename(self, source: str, target: str) -> None:
             super().rename(source, target)
-            self.renamed = True
+            self.rename_entries = True
 
         def fsync(self, fd: int) -> None:
-            if self.renamed:
+            if self.rename_entries:
                 raise OSError(5, "lost")
             super().fsync(fd)
 

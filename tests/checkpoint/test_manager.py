@@ -21,7 +21,7 @@ import torch
 
 import shardwright as sw
 from shardwright import checkpoint, comm
-from shardwright.checkpoint import Best, CheckpointManager, CheckpointWarning
+from shardwright.checkpoint import CheckpointManager, CheckpointWarning, KeepBest
 from shardwright.checkpoint import manager as manager_module
 from shardwright.checkpoint.manage.steps import Steps
 from shardwright.errors import (
@@ -128,7 +128,7 @@ def test_what_was_saved_without_a_manager_is_found_too(tmp_path: Path) -> None:
 
 
 def test_the_best_step_is_found_by_a_metric(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, keep_best=Best(4, "acc", "max"))
+    manager = CheckpointManager(tmp_path, keep_best=KeepBest(4, "acc", "max"))
     fill_up(manager, 1, 2, 3, acc={1: 0.5, 2: 0.9, 3: 0.7}, loss={1: 3.0, 2: math.nan, 3: 1.0})
     assert manager.best() == 2
     assert manager.best("acc", "min") == 1

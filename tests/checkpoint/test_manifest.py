@@ -102,7 +102,7 @@ def test_layouts_come_back_and_bytes_stay_the_same(layouts: list[Layout]) -> Non
     data = manifest.encode()
     found = Manifest.decode(data)
     assert found.encode() == data
-    assert [found.tensors.placing(number) for number in range(len(layouts))] == layouts
+    assert [found.tensors.sharding(number) for number in range(len(layouts))] == layouts
     assert found.files == manifest.files
     assert json.loads(data)["shardwright"] == 1
 
@@ -160,7 +160,7 @@ def test_a_header_longer_than_safetensors_reads_is_not_written() -> None:
 
 
 def test_a_manifest_longer_than_is_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwright.checkpoint.format.manifest.MOST_BYTES", 5000)
+    monkeypatch.setattr("shardwright.checkpoint.format.manifest.MAX_BYTES", 5000)
     checkpoint.save({"x": "a" * 4000}, tmp_path)
     with pytest.raises(StateError, match="the manifest would have"):
         checkpoint.save({"x": "a" * 5000}, tmp_path)

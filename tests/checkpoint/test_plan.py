@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 
 from shardwright.checkpoint.format import locate as find
 from shardwright.checkpoint.format.data_file import FileEntry
-from shardwright.checkpoint.format.locate import Finder
+from shardwright.checkpoint.format.locate import ChunkLocator
 from shardwright.checkpoint.format.manifest import Manifest
-from shardwright.checkpoint.format.replica_split import shares_of
-from shardwright.checkpoint.format.split import boxes_of_stretch, grain
-from shardwright.checkpoint.format.tensor_table import Pieces, Placing, TensorTable
+from shardwright.checkpoint.format.replica_split import replica_splits
+from shardwright.checkpoint.format.split import boxes_of_range, granularity
+from shardwright.checkpoint.format.tensor_table import Pieces, Sharding, TensorTable
 from shardwright.checkpoint.format.write_layout import file_plan
 from shardwright.checkpoint.reading import host_sharing as sharing
-from shardwright.checkpoint.reading.host_sharing import Ask, shared
+from shardwright.checkpoint.reading.host_sharing import ReadRequest, shared
 from shardwright.layout import Layout, Mesh, Region, Replicate, Shard
 from shardwright.testing.strategies import layouts, regions
 
 
 @st.composite
-def placings(draw: st.DrawFn) -> Placing:
+def shardings(draw: st.DrawFn) -> Sharding:
     """A layout without addends, or the same regions as explicit pieces."""
     layout = draw(layouts(partial=False))
     if draw(st.booleans()):
@@ -34,21 +34,21 @@ def placings(draw: st.DrawFn) -> Placing:
 
 @st.composite
 def tables(draw: st.DrawFn) -> TensorTable:
-    chosen = draw(st.lists(placings(), min_size=1, max_size=6))
+    chosen = draw(st.lists(shardings(), min_size=1, max_size=6))
     sizes = draw(st.lists(st.sampled_from([1, 2, 4, 8, 16]), min_size=len(chosen), max_size=len(chosen)))
     return TensorTable.of([f"t{n}" for n in range(len(chosen))], [f"x{n}" for n in sizes], sizes, chosen)
 
 
-def held_by(placing: Placing, rank: int) -> list[Region]:
-    if isinstance(placing, Pieces):
-        return [placing.regions[number] for number in placing.of_rank(rank)]
-    return [placing.region(rank)] if rank in placing.mesh else []
+def held_by(sharding: Sharding, rank: int) -> list[Region]:
+    if isinstance(sharding, Pieces):
+        return [sharding.regions[number] for number in sharding.of_rank(rank)]
+    return [sharding.region(rank)] if rank in sharding.mesh else []
 
 
 def written_by(table: TensorTable) -> list[int]:
     ranks = {0}  # who tells of a tensor that nobody has a piece of
-    for placing in table.placings:
-        ranks.update(placing.ranks if isinstance(placing, Pieces) else placing.mesh.ranks)
+    for sharding in table.shardings:
+        ranks.update(sharding.ranks if isinstance(sharding, Pieces) else sharding.mesh.ranks)
     return sorted(ranks)
 
 
@@ -61,7 +61,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(table: TensorTabl
             region = plan.region(chunk)
             chunks[tensor].append(region)
             assert plan.nbytes[chunk] == region.volume * table.itemsizes[tensor]
-            assert region.is_empty or any(box.contains(region) for box in held_by(table.placing(tensor), rank))
+            assert region.is_empty or any(box.contains(region) for box in held_by(table.sharding(tensor), rank))
     for tensor, found in chunks.items():
         assert Region.whole(table.shape(tensor)).covers(found)
         assert found, "a tensor without elements is told of, too"
@@ -77,16 +77,16 @@ def test_a_file_has_no_holes_and_its_chunks_are_aligned(table: TensorTable) -> N
 
 @given(tables(), st.data())
 def test_a_wanted_region_is_found_in_chunks_that_tile_it(table: TensorTable, data: st.DataObject) -> None:
-    finder = Finder(table)
+    locator = ChunkLocator(table)
     tensor = data.draw(st.integers(0, len(table) - 1))
     wanted = data.draw(regions(Region.whole(table.shape(tensor))))
-    parts = finder.parts(tensor, wanted)
+    parts = locator.parts(tensor, wanted)
     if wanted.is_empty:
         assert not parts
         return
     assert wanted.covers([part.region for part in parts])
     for part in parts:
-        plan = finder.file(part.rank)
+        plan = locator.file(part.rank)
         assert plan.tensors[part.chunk] == tensor
         assert plan.region(part.chunk) == part.chunk_region
         assert part.chunk_region.contains(part.region)
@@ -117,12 +117,12 @@ def test_a_single_large_replica_is_split_though_it_has_few_rows() -> None:
 def test_all_ranks_of_a_share_agree_on_who_writes_what(table: TensorTable) -> None:
     plans = {rank: file_plan(table, rank) for rank in written_by(table)}
     for rank in plans:
-        for share in shares_of(table, rank):
+        for share in replica_splits(table, rank):
             for number, tensor in enumerate(share.tensors.tolist()):
-                layout = table.placing(tensor)
+                layout = table.sharding(tensor)
                 assert isinstance(layout, Layout)
                 for writer, first, last in share.writers(number):
-                    boxes = boxes_of_stretch(layout.region(writer), first, last)
+                    boxes = boxes_of_range(layout.region(writer), first, last)
                     assert [plans[writer].region(chunk) for chunk in plans[writer].chunks_of(tensor)] == boxes
 
 
@@ -132,7 +132,7 @@ def test_a_stretch_of_a_region_is_a_few_boxes_in_order(size: list[int], data: st
     first = data.draw(st.integers(0, region.volume))
     last = data.draw(st.integers(first, region.volume))
     numbers = torch.arange(region.volume).reshape(size)
-    boxes = boxes_of_stretch(region, first, last)
+    boxes = boxes_of_range(region, first, last)
     taken = [numbers[box.slices(region)].reshape(-1) for box in boxes]
     assert torch.cat([numbers.new_empty(0), *taken]).tolist() == list(range(first, last))
     assert len(boxes) <= max(1, 2 * len(size) - 1)
@@ -140,7 +140,7 @@ def test_a_stretch_of_a_region_is_a_few_boxes_in_order(size: list[int], data: st
 
 @pytest.mark.parametrize("size", [(1, 1, 5), (100_000,), (3, 1 << 20), ()])
 def test_a_grain_divides_rows_or_is_small(size: tuple[int, ...]) -> None:
-    step = grain(size, 4, 1 << 20)
+    step = granularity(size, 4, 1 << 20)
     assert 1 <= step * 4 <= max(4096, (1 << 20) // 64)
 
 
@@ -157,9 +157,9 @@ def test_the_blocks_of_a_region_are_those_its_bytes_lie_in(wanted: Region, items
 def test_rows_that_stay_rows_are_read_alone_and_columns_together() -> None:
     rows = Layout(Mesh((4,)), [Shard(0)], (4096, 1024))
     columns = Layout(Mesh((4,)), [Shard(1)], (4096, 1024))
-    finder = Finder(TensorTable.of(["w"], ["float32"], [4], [rows]))
-    assert shared([Ask(0, rows), Ask(0, columns)], finder, range(4)) == [False, True]
-    assert shared([Ask(0, columns)], finder, [2]) == [False]
+    locator = ChunkLocator(TensorTable.of(["w"], ["float32"], [4], [rows]))
+    assert shared([ReadRequest(0, rows), ReadRequest(0, columns)], locator, range(4)) == [False, True]
+    assert shared([ReadRequest(0, columns)], locator, [2]) == [False]
 
 
 def test_ten_thousand_tensors_on_four_thousand_ranks_fit_a_small_manifest() -> None:
@@ -176,8 +176,8 @@ def test_a_load_plans_only_the_files_it_reads(monkeypatch: pytest.MonkeyPatch) -
     planned: list[int] = []
     monkeypatch.setattr(find, "file_plan", lambda table, rank: planned.append(rank) or file_plan(table, rank))
     rows = Layout(Mesh((4096,)), [Shard(0)], (409_600, 8))
-    finder = Finder(TensorTable.of(["a", "b"], ["float32"] * 2, [4] * 2, [rows, rows]))
+    locator = ChunkLocator(TensorTable.of(["a", "b"], ["float32"] * 2, [4] * 2, [rows, rows]))
     mine = Layout(Mesh((512,)), [Shard(0)], (409_600, 8)).region(100)
     for tensor in (0, 1):
-        assert mine.covers([part.region for part in finder.parts(tensor, mine)])
+        assert mine.covers([part.region for part in locator.parts(tensor, mine)])
     assert sorted(planned) == list(range(800, 808))

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.checkpoint import Best
+from shardwright.checkpoint import KeepBest
 from shardwright.checkpoint.manage.retention import Policy, Saved, best_of, to_remove
 from shardwright.errors import CheckpointError
 
 counts = st.integers(1, 6)
-bests = st.builds(Best, counts, st.sampled_from(["loss", "other"]), st.sampled_from(["min", "max"]))
+bests = st.builds(KeepBest, counts, st.sampled_from(["loss", "other"]), st.sampled_from(["min", "max"]))
 policies = st.builds(Policy, st.none() | counts, st.none() | counts, st.none() | bests)
 values = st.sampled_from([-1.0, 0.0, 0.5, 2.0, math.inf, math.nan])
 
@@ -83,7 +83,7 @@ def test_a_second_time_removes_nothing(history: tuple[list[Saved], int], policy:
 
 @given(histories(), counts, counts, bests)
 def test_rules_together_keep_what_any_of_them_keeps(
-    history: tuple[list[Saved], int], last: int, every: int, best: Best
+    history: tuple[list[Saved], int], last: int, every: int, best: KeepBest
 ) -> None:
     saved, newest = history
     alone = [Policy(last=last), Policy(every=every), Policy(best=best)]
@@ -104,7 +104,7 @@ def test_without_a_rule_everything_stays() -> None:
 
 
 def test_of_equal_metrics_the_newer_is_better() -> None:
-    assert best_of([Saved(1, {"loss": 1.0}), Saved(2, {"loss": 1.0})], Best(1, "loss")) == [2]
+    assert best_of([Saved(1, {"loss": 1.0}), Saved(2, {"loss": 1.0})], KeepBest(1, "loss")) == [2]
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_of_equal_metrics_the_newer_is_better() -> None:
     [
         ({"last": 0}, "keep_last=0: one or more is needed"),
         ({"every": -1}, "keep_every=-1"),
-        ({"best": Best(0, "loss")}, "keep_best=0"),
-        ({"best": Best(1, "loss", "least")}, 'mode \'least\' is neither "min" nor "max"'),
+        ({"best": KeepBest(0, "loss")}, "keep_best=0"),
+        ({"best": KeepBest(1, "loss", "least")}, 'mode \'least\' is neither "min" nor "max"'),
     ],
 )
 def test_a_rule_that_cannot_be_is_refused(policy: dict[str, object], message: str) -> None:

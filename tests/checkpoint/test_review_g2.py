@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwright import comm
-from shardwright.checkpoint import Best, CheckpointManager, Codec, async_save, load, save
+from shardwright.checkpoint import CheckpointManager, Codec, KeepBest, async_save, load, save
 from shardwright.errors import (
     ArgumentTypeError,
     CheckpointError,
@@ -249,9 +249,9 @@ def test_a_load_without_a_state_refuses_what_it_would_ignore(tmp_path, options):
     ("options", "words"),
     [
         ({"keep_best": 3}, r"keep_best=3: give Best\(n, metric, mode\)"),
-        ({"keep_best": "loss"}, "keep_best='loss': give Best"),
+        ({"keep_best": "loss"}, "keep_best='loss': give KeepBest"),
         ({"keep_best": ("loss", 3)}, "the metric and the mode are text"),
-        ({"keep_best": Best(1.5, "loss")}, "keep_best 1.5 is a float"),
+        ({"keep_best": KeepBest(1.5, "loss")}, "keep_best 1.5 is a float"),
         ({"keep_last": 1.5}, "keep_last 1.5 is a float: an integer is needed"),
         ({"keep_last": True}, "keep_last True is a bool: an integer is needed"),
         ({"keep_every": "2"}, "keep_every '2' is a str"),

@@ -189,7 +189,7 @@ def is_right(found: dict[str, Any], dim: int, rows: int = 512) -> bool:
 def _load_slowly(folder: str) -> list[bool]:
     stored(folder)
     os.environ["SHARDWRIGHT_TIMEOUT"] = "0.6"
-    on_ranks._SLOWEST = 2 * MIB
+    on_ranks._MIN_BYTES_PER_SECOND = 2 * MIB
 
     def slow(done: int, total: int) -> None:
         time.sleep(1.2 * 4 * MIB / total if done >= total and comm.rank() else 0)
@@ -198,7 +198,7 @@ def _load_slowly(folder: str) -> list[bool]:
         return [is_right(checkpoint.load(wanted(dim), folder, progress=slow), dim) for dim in (0, 1)]
     finally:
         del os.environ["SHARDWRIGHT_TIMEOUT"]
-        on_ranks._SLOWEST = 5 * MIB
+        on_ranks._MIN_BYTES_PER_SECOND = 5 * MIB
 
 
 def test_a_rank_that_is_slow_but_alive_is_waited_for(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_verify_reports_truths_that_are_neither(tmp_path: Path) -> None:
     checkpoint.save({"good": good, "bad": bad.view(torch.bool), "other": bad}, tmp_path)
     report = checkpoint.verify(tmp_path)
     assert not report
-    (damage,) = report.damages
+    (damage,) = report.corruptions
     assert (damage.tensor, damage.block) == ("bad", 1)
     assert "neither 0 nor 1" in str(damage)
 

@@ -171,7 +171,7 @@ def test_the_plan_is_used_again_on_ranks_and_only_there(tmp_path: Path) -> None:
 def test_only_so_many_plans_are_kept(tmp_path: Path) -> None:
     for size in range(1, 9):
         checkpoint.save({"w": torch.ones(size)}, tmp_path)
-    assert len(saving._plans) == saving._MOST_PLANS
+    assert len(saving._plans) == saving._MAX_PLANS
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/run", "gs://b/r", "HTTP://host/x", "hdfs:/x", Path("s3://bucket/run")])

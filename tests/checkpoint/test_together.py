@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 import shardwright as sw
 from shardwright import checkpoint, comm, sharded
 from shardwright.checkpoint import PerRank
-from shardwright.checkpoint.format.manifest import placing_to_json
+from shardwright.checkpoint.format.manifest import sharding_to_json
 from shardwright.checkpoint.reading.build_state import build
-from shardwright.checkpoint.state.flatten import flatten, of_ranks
-from shardwright.checkpoint.state.merge import Merged, OwnSaid, Said, merge
-from shardwright.checkpoint.state.merge_ranks import say
+from shardwright.checkpoint.state.flatten import flatten, per_rank_nodes
+from shardwright.checkpoint.state.merge import Merged, PerRankDescription, StateDescription, merge
+from shardwright.checkpoint.state.merge_ranks import describe
 from shardwright.errors import LoadMismatchError, StateDiffersError
 from shardwright.testing import run_ranks
 
@@ -67,8 +67,8 @@ def rebuilt(merged: Merged) -> Any:
     return build(merged.tree, tensor, {}, rank=0)
 
 
-def said(state: Any, ranks: tuple[int, ...] = (0,)) -> Said:
-    return say(flatten(state, comm.world()), ranks)
+def said(state: Any, ranks: tuple[int, ...] = (0,)) -> StateDescription:
+    return describe(flatten(state, comm.world()), ranks)
 
 
 def merged(states: Mapping[tuple[int, ...], Any], ranks: tuple[int, ...] | None = None) -> Merged:
@@ -120,9 +120,9 @@ def test_any_parts_of_a_state_unite_to_it(made: tuple[Any, list[Any]]) -> None:
     for rank, part in enumerate(parts):
         flat = flatten(part, comm.world())
         for leaf, number in zip(flat.leaves, result.numbers[rank], strict=True):
-            placing = result.table.placing(number)
-            assert (result.table.dtypes[number], placing.shape) == (leaf.dtype, leaf.placing.shape)
-            assert rank in placing.mesh
+            sharding = result.table.sharding(number)
+            assert (result.table.dtypes[number], sharding.shape) == (leaf.dtype, leaf.sharding.shape)
+            assert rank in sharding.mesh
 
 
 @given(parted(), st.permutations(range(3)))
@@ -176,7 +176,7 @@ def test_nan_is_the_same_as_nan() -> None:
 def test_equal_dotted_names_of_different_keys_are_different_tensors() -> None:
     result = merged({(0,): {"a.b": F}, (1,): {"a": {"b": torch.ones(2)}}})
     assert result.table.names == ("a.b", "a.b~2")
-    assert [tuple(result.table.placing(number).mesh.ranks) for number in (0, 1)] == [(0,), (1,)]
+    assert [tuple(result.table.sharding(number).mesh.ranks) for number in (0, 1)] == [(0,), (1,)]
 
 
 def tied(*names: str) -> dict[str, torch.Tensor]:
@@ -198,7 +198,7 @@ def test_names_are_one_tensor_if_all_that_hold_both_say_so() -> None:
     assert len(merged({(0,): tied("a", "b"), (1,): apart("a")}).table) == 2
 
 
-def silent(what: Said) -> Said:
+def silent(what: StateDescription) -> StateDescription:
     """The same from a rank that holds nothing of its tensors."""
     return what._replace(unsure=list(range(len(what.same))))
 
@@ -211,8 +211,11 @@ def test_a_rank_that_holds_nothing_does_not_decide() -> None:
     assert len(result.table) == 2
 
 
-def own(state: Any) -> list[OwnSaid]:
-    return [OwnSaid(list(one.keys), say(one.flat, (0,))) for one in of_ranks(flatten(state, comm.world()).root)]
+def own(state: Any) -> list[PerRankDescription]:
+    return [
+        PerRankDescription(list(one.keys), describe(one.flat, (0,)))
+        for one in per_rank_nodes(flatten(state, comm.world()).root)
+    ]
 
 
 def test_what_each_rank_has_for_itself_is_kept_under_its_number() -> None:
@@ -236,8 +239,8 @@ def test_what_each_rank_has_for_itself_is_kept_under_its_number() -> None:
 
 def test_a_tensor_that_a_rank_of_its_mesh_does_not_give_is_refused() -> None:
     rows = sw.Layout(sw.Mesh((2,)), [sw.Shard(0)], (4,))
-    whole = Said(["d", "w", 0], ["w"], ["float32"], [4], [placing_to_json(rows)], [0])
-    nothing = Said(["d"], [], [], [], [], [])
+    whole = StateDescription(["d", "w", 0], ["w"], ["float32"], [4], [sharding_to_json(rows)], [0])
+    nothing = StateDescription(["d"], [], [], [], [], [])
     with pytest.raises(StateDiffersError, match=r"w: \[4\] \(0: S\(0\)\) is held by rank 1, too, and not in the state"):
         merge([((0,), whole), ((1,), nothing)], (0, 1))
 
@@ -268,12 +271,12 @@ def test_ranks_with_stages_of_their_own_save_one_state(tmp_path: Path) -> None:
 def test_ranks_that_hold_nothing_of_a_tensor_say_the_same_as_the_others() -> None:
     """Or else every save of a tensor that is shorter than the mesh would gather what they say."""
 
-    def work() -> Said:
+    def work() -> StateDescription:
         mesh = sw.init_device_mesh("cpu", (3,))
         short = sw.ones(2, mesh=mesh, placements=[sw.Shard(0)])
         table = sharded.zeros(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 4)
         group = comm.world()
-        return say(flatten({"a": short, "tied": short, "table": table, "also": table}, group), group.ranks)
+        return describe(flatten({"a": short, "tied": short, "table": table, "also": table}, group), group.ranks)
 
     one, *others = run_ranks(3, work)
     assert one.same == [0, 0, 2, 2]

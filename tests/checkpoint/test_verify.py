@@ -26,7 +26,7 @@ def test_a_sound_checkpoint_is_read_whole_and_found_sound(saved: Path) -> None:
     report = checkpoint.verify(saved, lambda done, total: told.append((done, total)))
     size = sum(path.stat().st_size for path in saved.glob("*.safetensors"))
     assert report
-    assert (report.files, report.nbytes, report.damages, report.stray) == (4, size, (), ())
+    assert (report.files, report.nbytes, report.corruptions, report.stray) == (4, size, (), ())
     assert told[-1] == (size, size)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert "is sound: 4 files" in str(report)
@@ -40,7 +40,7 @@ def test_all_damage_is_reported_and_not_the_first_alone(tmp_path: Path) -> None:
         flip(file, data + block * BLOCK + 77)
     report = checkpoint.verify(tmp_path)
     assert not report
-    assert [(one.tensor, str(one.region), one.block) for one in report.damages] == [
+    assert [(one.tensor, str(one.region), one.block) for one in report.corruptions] == [
         ("a", "[0:786432]", 0),
         ("a", "[0:786432]", 2),
         ("b", "[0:524288, 0:1]", 1),
@@ -60,8 +60,8 @@ def test_missing_cut_and_stray_files_are_told(saved: Path) -> None:
     report = checkpoint.verify(saved)
     assert not report
     assert report.stray == ("aaaaaa-00000-0.safetensors",)
-    found = {one.file: [] for one in report.damages}
-    for one in report.damages:
+    found = {one.file: [] for one in report.corruptions}
+    for one in report.corruptions:
         found[one.file].append(str(one))
     assert found.keys() == {first.name, second.name, third.name, fourth.name}
     assert found[first.name] == [f"{first.name} is missing"]
@@ -76,7 +76,7 @@ def test_a_damaged_manifest_is_reported(saved: Path, at: int) -> None:
     flip(saved / "manifest.json", at)
     report = checkpoint.verify(saved)
     assert not report
-    assert report.damages[0].file == "manifest.json"
+    assert report.corruptions[0].file == "manifest.json"
 
 
 def test_where_nothing_was_saved_it_raises(tmp_path: Path) -> None:
@@ -91,9 +91,9 @@ def test_a_file_that_is_no_file_is_reported(saved: Path) -> None:
     first.unlink()
     os.mkfifo(first)
     report = checkpoint.verify(saved)
-    assert [one.file for one in report.damages] == [first.name, second.name]
-    assert "not a regular file" in report.damages[0].what
-    assert "symbolic link" in report.damages[1].what
+    assert [one.file for one in report.corruptions] == [first.name, second.name]
+    assert "not a regular file" in report.corruptions[0].what
+    assert "symbolic link" in report.corruptions[1].what
 
 
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:

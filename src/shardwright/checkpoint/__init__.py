@@ -3,7 +3,7 @@
 from shardwright.checkpoint.api import async_save, load, save
 from shardwright.checkpoint.background import AsyncSave, SaveProgress
 from shardwright.checkpoint.format.values import Codec
-from shardwright.checkpoint.manage.retention import Best
+from shardwright.checkpoint.manage.retention import KeepBest
 from shardwright.checkpoint.manager import CheckpointManager, CheckpointWarning
 from shardwright.checkpoint.metadata import (
     STATE_DICT_TYPE,
@@ -25,7 +25,7 @@ from shardwright.checkpoint.metadata import (
 from shardwright.checkpoint.reader import Checkpoint, LazyTensor, open
 from shardwright.checkpoint.state.marks import PerRank, Stateful
 from shardwright.checkpoint.state.optimizer import OptimizerState, optimizer_state
-from shardwright.checkpoint.verify import Damage, Report, verify
+from shardwright.checkpoint.verify import Corruption, VerifyReport, verify
 from shardwright.checkpoint.writing.staging import release_buffers
 from shardwright.sharded import TensorProperties, flatten_sharded_tensors
 
@@ -33,20 +33,19 @@ __all__ = [
     "STATE_DICT_TYPE",
     "STORAGE_TYPES",
     "AsyncSave",
-    "Best",
     "BytesStorageMetadata",
     "Checkpoint",
     "CheckpointManager",
     "CheckpointWarning",
     "ChunkStorageMetadata",
     "Codec",
-    "Damage",
+    "Corruption",
+    "KeepBest",
     "LazyTensor",
     "Metadata",
     "MetadataIndex",
     "OptimizerState",
     "PerRank",
-    "Report",
     "SaveProgress",
     "Stateful",
     "StorageInfo",
@@ -54,6 +53,7 @@ __all__ = [
     "TensorProperties",
     "TensorStorageMetadata",
     "TensorWriteData",
+    "VerifyReport",
     "WriteItem",
     "WriteItemType",
     "async_save",

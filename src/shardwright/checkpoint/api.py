@@ -8,15 +8,15 @@ from typing import Any
 
 from shardwright import comm
 from shardwright.checkpoint.arguments import check_choice, check_codecs, check_limits, refuse_without_state
-from shardwright.checkpoint.background import AsyncSave, settle, start, tell_failures, wait_for_place
+from shardwright.checkpoint.background import AsyncSave, raise_failures, start, wait_for_saves, wait_for_saves_to
 from shardwright.checkpoint.format.values import Codec
-from shardwright.checkpoint.load import Choice, Loading, load_all
-from shardwright.checkpoint.location import group_of, place_of, storage_at
+from shardwright.checkpoint.load import Choice, LoadOperation, load_all
+from shardwright.checkpoint.location import as_storage, location_id, resolve_group
 from shardwright.checkpoint.reading.current import read_current_on_ranks
 from shardwright.checkpoint.reading.match import Cast, OnMissing, Rename
 from shardwright.checkpoint.runtime.alike import raised_as_itself
-from shardwright.checkpoint.runtime.progress import Meter, Report, reporting
-from shardwright.checkpoint.save import Saving
+from shardwright.checkpoint.runtime.progress import Meter, ProgressCallback, reporting
+from shardwright.checkpoint.save import SaveOperation
 from shardwright.checkpoint.state.flatten import flatten
 from shardwright.layout.collecting import not_collecting
 from shardwright.storage import LocalStorage, Storage
@@ -34,7 +34,7 @@ def save(
     check_replicas: bool = False,
     memory: int | None = None,
     threads: int = 2,
-    progress: Report | None = None,
+    progress: ProgressCallback | None = None,
 ) -> None:
     """Saves a state under a path, in place of what was saved there: all of it, or nothing changes.
 
@@ -53,14 +53,14 @@ def save(
     A mistake that all ranks make alike is raised as it is (a `StateError`, say); what fails on some of them, as a
     `RankFailedError` on all, which names them. All ranks give the same folder, and it is one that they share.
     """
-    group, check_group = group_of(process_group)
-    saving = Saving(lambda: storage_at(path), group, extra)
+    group, check_group = resolve_group(process_group)
+    saving = SaveOperation(lambda: as_storage(path), group, extra)
 
     def before() -> None:
         check_group()
         check_limits(memory, threads)
         check_codecs(codecs)
-        settle()
+        wait_for_saves()
 
     with raised_as_itself(group):
         with not_collecting():
@@ -78,7 +78,7 @@ def async_save(
     check_replicas: bool = False,
     memory: int | None = None,
     threads: int = 2,
-    progress: Report | None = None,
+    progress: ProgressCallback | None = None,
 ) -> AsyncSave:
     """Saves a state in the background: it returns when the state may be changed, and writes a copy of it.
 
@@ -97,18 +97,18 @@ def async_save(
     is returned raises it; if nobody waits, the next save does. At its end the process waits for it. `progress` is
     called in the background. The other arguments are those of `save`.
     """
-    group, check_group = group_of(process_group)
+    group, check_group = resolve_group(process_group)
     aside = group.aside("checkpoint")
     if group.size > 1 and aside.channel is None:  # ranks meet there once while all of them are known to be here
         comm.agree(lambda: None, what="async_save", group=aside)
-    saving = Saving(lambda: storage_at(path), group, extra)
+    saving = SaveOperation(lambda: as_storage(path), group, extra)
 
     def before() -> None:
         check_group()
         check_limits(memory, threads)
         check_codecs(codecs)
-        wait_for_place(place_of(storage_at(path)))
-        tell_failures()
+        wait_for_saves_to(location_id(as_storage(path)))
+        raise_failures()
 
     meters: list[Meter] = []
 
@@ -124,9 +124,9 @@ def async_save(
         with not_collecting():
             saving.begin(lambda: flatten(state, group, codecs), before, check_replicas=check_replicas)
         saving.stage(threads, meter, memory)
-    storage = storage_at(path)
+    storage = as_storage(path)
     shown = storage.path if isinstance(storage, LocalStorage) else repr(storage)
-    return start(shown, place_of(storage), meters[0], finish)
+    return start(shown, location_id(storage), meters[0], finish)
 
 
 def load(
@@ -142,7 +142,7 @@ def load(
     codecs: Mapping[type, Codec] | None = None,
     memory: int | None = None,
     threads: int = 2,
-    progress: Report | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Any:
     """Fills a state with what is stored under a path, and returns it; `load(path)` makes one of plain tensors.
 
@@ -177,13 +177,13 @@ def load(
             on_missing=on_missing != "raise",
             process_group=process_group is not None,
         )
-        storage = storage_at(state)
+        storage = as_storage(state)
         check_limits(memory, threads)
         check_codecs(codecs)
-        wait_for_place(place_of(storage))
+        wait_for_saves_to(location_id(storage))
         with not_collecting():
             return load_all(storage, codecs or {}, threads, progress, memory)
-    group, check_group = group_of(process_group)
+    group, check_group = resolve_group(process_group)
     choice = Choice(strict, only, rename, cast, on_missing, codecs)
 
     def prepare() -> Storage:
@@ -191,10 +191,10 @@ def load(
         check_limits(memory, threads)
         check_codecs(codecs)
         check_choice(only, cast)
-        place = storage_at(path)
-        wait_for_place(place_of(place))
+        place = as_storage(path)
+        wait_for_saves_to(location_id(place))
         return place
 
     with raised_as_itself(group), not_collecting():
-        loading = Loading(group, choice, threads, progress, memory)
+        loading = LoadOperation(group, choice, threads, progress, memory)
         return read_current_on_ranks(prepare, group, lambda current: loading.fill(state, current))

@@ -18,7 +18,7 @@ from shardwright import comm
 from shardwright.checkpoint.runtime.progress import Meter
 from shardwright.errors import CheckpointError, SaveTimeoutError
 
-__all__ = ["AsyncSave", "SaveProgress", "settle", "start", "tell_failures", "wait_for_place"]
+__all__ = ["AsyncSave", "SaveProgress", "raise_failures", "start", "wait_for_saves", "wait_for_saves_to"]
 
 _PATIENCE = 2.0  # seconds at the end of a process until it says what it waits for
 
@@ -103,7 +103,7 @@ _lock = threading.Lock()
 
 
 def start(path: str, place: str, meter: Meter, work: Callable[[], None]) -> AsyncSave:
-    """Does the work in a thread, behind the saves that were started before. `place` is for `wait_for_place`."""
+    """Does the work in a thread, behind the saves that were started before. `place` is for `wait_for_saves_to`."""
     save = AsyncSave(path, meter)
     save._place = place
     with _lock:
@@ -118,13 +118,13 @@ def start(path: str, place: str, meter: Meter, work: Callable[[], None]) -> Asyn
     return save
 
 
-def settle() -> None:
+def wait_for_saves() -> None:
     """Returns when no save is running; raises if one failed and nobody was told."""
     _await_all()
-    tell_failures()
+    raise_failures()
 
 
-def tell_failures() -> None:
+def raise_failures() -> None:
     """Raises if a save has failed and nobody was told."""
     with _lock:
         failed = [save for save in _unsettled if save.done() and save._error is not None]
@@ -138,7 +138,7 @@ def tell_failures() -> None:
         ) from failed[0]._error
 
 
-def wait_for_place(place: str) -> None:
+def wait_for_saves_to(place: str) -> None:
     """Returns when no save of this process to this place is running; one that failed is told elsewhere."""
     with _lock:
         running = [save for save in _unsettled if save._place == place]

@@ -17,19 +17,35 @@ from shardwright.checkpoint.format.values import DTYPES, Codec
 from shardwright.checkpoint.reading.build_state import build
 from shardwright.checkpoint.reading.current import Current, check_sizes, read_current
 from shardwright.checkpoint.reading.fill import fill
-from shardwright.checkpoint.reading.match import Cast, Match, OnMissing, Rename, match_state, of_nobody, renamed
-from shardwright.checkpoint.reading.mismatch import Misfits, misfits_of, raise_mismatches
-from shardwright.checkpoint.reading.missing_state import completing, grow_together
-from shardwright.checkpoint.reading.on_ranks import Needs, Reading, read_alone
-from shardwright.checkpoint.reading.open_files import Files
+from shardwright.checkpoint.reading.match import (
+    Cast,
+    Match,
+    OnMissing,
+    Rename,
+    match_state,
+    rename_entries,
+    unclaimed_rank_values,
+)
+from shardwright.checkpoint.reading.mismatch import Mismatches, mismatches_of, raise_mismatches
+from shardwright.checkpoint.reading.missing_state import StateCompleter, create_missing
+from shardwright.checkpoint.reading.on_ranks import CollectiveRead, ReadSummary, read_alone
+from shardwright.checkpoint.reading.open_files import OpenFiles
 from shardwright.checkpoint.reading.targets import Target
-from shardwright.checkpoint.runtime.progress import Report
-from shardwright.checkpoint.state.flatten import Branch, Coded, Flat, Node, Object, OfRank, flatten
-from shardwright.checkpoint.state.merge_ranks import make_explicit
+from shardwright.checkpoint.runtime.progress import ProgressCallback
+from shardwright.checkpoint.state.flatten import (
+    CodecNode,
+    ContainerNode,
+    FlatState,
+    Node,
+    ObjectNode,
+    PerRankNode,
+    flatten,
+)
+from shardwright.checkpoint.state.merge_ranks import flatten_nested_shards
 from shardwright.layout import Region
 from shardwright.storage import Storage
 
-__all__ = ["Choice", "Loading", "load_all"]
+__all__ = ["Choice", "LoadOperation", "load_all"]
 
 
 class Choice(NamedTuple):
@@ -48,8 +64,8 @@ class _Apart(NamedTuple):
 
     stored: list[StoredEntry]
     faults: list[str]
-    flat: Flat
-    complete: completing
+    flat: FlatState
+    complete: StateCompleter
 
 
 class _Fit(NamedTuple):
@@ -57,14 +73,14 @@ class _Fit(NamedTuple):
 
     apart: _Apart
     found: Match
-    reading: Reading
+    reading: CollectiveRead
 
 
 class _Fits(NamedTuple):
     """What a rank tells the others of how the checkpoint fits its state."""
 
-    misfits: Misfits | None
-    needs: Needs | None
+    mismatches: Mismatches | None
+    needs: ReadSummary | None
     gives: bool  # plain values, or states of objects: more than bytes to be read again
 
 
@@ -78,21 +94,21 @@ class _Said(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class Loading:
+class LoadOperation:
     """One load, as this rank sees it."""
 
     group: comm.Group
     choice: Choice
     threads: int
-    progress: Report | None
+    progress: ProgressCallback | None
     memory: int | None
 
     def fill(self, state: Any, current: Current) -> Any:
         """The state, filled from this checkpoint. Collective; nothing is changed before everything was checked."""
         group = self.group
         with ExitStack() as opened:
-            fit, said = self._check(state, current, Files(current.storage, current.manifest, opened))
-            raise_mismatches([one.misfits for one in said], fit.found, fit.apart.flat, fit.apart.stored, group)
+            fit, said = self._check(state, current, OpenFiles(current.storage, current.manifest, opened))
+            raise_mismatches([one.mismatches for one in said], fit.found, fit.apart.flat, fit.apart.stored, group)
             needs, gives = [one.needs for one in said if one.needs is not None], any(one.gives for one in said)
 
             def put_in() -> Any:
@@ -102,13 +118,13 @@ class Loading:
             filled = fit.reading.read(needs, self.threads, self.progress, (lambda: None) if gives else put_in)
         return comm.agree(put_in, what="load: filling the state", group=group) if gives else filled
 
-    def _check(self, state: Any, current: Current, files: Files) -> tuple[_Fit, list[_Fits]]:
+    def _check(self, state: Any, current: Current, files: OpenFiles) -> tuple[_Fit, list[_Fits]]:
         """The target, what fills which part of it, and what every rank says to that: in one round, if nothing grows."""
         group = self.group
 
         def check() -> tuple[tuple[_Apart, _Fit | None], bytes]:
             apart = self._take_apart(state, current.manifest)
-            grows, is_nested = bool(apart.complete.grown) and group.size > 1, apart.flat.is_nested
+            grows, is_nested = bool(apart.complete.created) and group.size > 1, apart.flat.is_nested
             if grows or is_nested:  # what fits is known when ranks have told each other what they have
                 return (apart, None), msgspec.json.encode(_Said(grows, is_nested, None))
             fit, fits = self._match(apart, current, files)
@@ -122,7 +138,7 @@ class Loading:
         if any(one.grows for one in said):
             apart = self._grow(apart, state)
         if any(one.is_nested for one in said):
-            make_explicit(apart.flat, group)
+            flatten_nested_shards(apart.flat, group)
 
         def check_again() -> tuple[_Fit, bytes]:
             fit, fits = self._match(apart, current, files)
@@ -133,14 +149,14 @@ class Loading:
 
     def _take_apart(self, state: Any, manifest: Manifest) -> _Apart:
         group, choice = self.group, self.choice
-        stored, faults = renamed(stored_entries(manifest.tree, group.ranks[group.rank]), choice.rename)
+        stored, faults = rename_entries(stored_entries(manifest.tree, group.ranks[group.rank]), choice.rename)
         if choice.strict and choice.only is None:
-            faults += of_nobody(manifest.tree, group.ranks)
-        complete = completing(stored, manifest.tensors, choice.only)
+            faults += unclaimed_rank_values(manifest.tree, group.ranks)
+        complete = StateCompleter(stored, manifest.tensors, choice.only)
         return _Apart(stored, faults, flatten(state, group, choice.codecs, complete), complete)
 
     def _grow(self, apart: _Apart, state: Any) -> _Apart:
-        flat, complete = grow_together(
+        flat, complete = create_missing(
             apart.flat,
             apart.complete,
             apart.stored,
@@ -149,7 +165,7 @@ class Loading:
         )
         return apart._replace(flat=flat, complete=complete)
 
-    def _match(self, apart: _Apart, current: Current, files: Files) -> tuple[_Fit, _Fits]:
+    def _match(self, apart: _Apart, current: Current, files: OpenFiles) -> tuple[_Fit, _Fits]:
         """What fills what, its files open if this rank needs no other for that; and what the others are told."""
         choice = self.choice
         found = match_state(
@@ -163,28 +179,28 @@ class Loading:
             faults=apart.faults,
             made=apart.complete.made,
         )
-        reading = Reading(files, found.tensors, self.group, current.hosts, self.memory)
+        reading = CollectiveRead(files, found.tensors, self.group, current.hosts, self.memory)
         gives = self.group.size > 1 and bool(found.values or found.emptied or _has_objects(apart.flat.root))
         # What is wrong here is raised on all ranks, and nothing is read: there may be no plan for it.
         needs = None if found.faults or found.missing else reading.prepare()
-        fits = _Fits(misfits_of(found, apart.stored), needs, gives)
+        fits = _Fits(mismatches_of(found, apart.stored), needs, gives)
         return _Fit(apart, found, reading), fits
 
 
 def _has_objects(node: Node) -> bool:
     """Whether anything in it is given to an object, or to a codec, rather than read to where it lies."""
     match node:
-        case Object() | Coded():
+        case ObjectNode() | CodecNode():
             return True
-        case Branch():
+        case ContainerNode():
             return any(map(_has_objects, node.children))
-        case OfRank():
+        case PerRankNode():
             return _has_objects(node.flat.root)
     return False
 
 
 def load_all(
-    storage: Storage, codecs: Mapping[type, Codec], threads: int, progress: Report | None, memory: int | None
+    storage: Storage, codecs: Mapping[type, Codec], threads: int, progress: ProgressCallback | None, memory: int | None
 ) -> Any:
     """All that is stored, as a state of plain tensors, by this process alone."""
     by_name = {codec.name: codec for codec in codecs.values()}

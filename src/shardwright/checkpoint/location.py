@@ -10,13 +10,13 @@ from shardwright import comm
 from shardwright.errors import ArgumentTypeError
 from shardwright.storage import LocalStorage, Storage
 
-__all__ = ["group_of", "place_of", "storage_at"]
+__all__ = ["as_storage", "location_id", "resolve_group"]
 
 
-def storage_at(path: Any) -> Storage:
+def as_storage(path: Any) -> Storage:
     """The storage that a caller names.
 
-    >>> storage_at("/tmp/step-1000")
+    >>> as_storage("/tmp/step-1000")
     LocalStorage('/tmp/step-1000')
     """
     if isinstance(path, Storage):
@@ -28,10 +28,10 @@ def storage_at(path: Any) -> Storage:
     raise ArgumentTypeError(f"{type(path).__name__} is neither a path nor a Storage")
 
 
-def place_of(storage: Storage) -> str:
+def location_id(storage: Storage) -> str:
     """What tells one place from another in this process: a folder is the same one through a symbolic link.
 
-    >>> place_of(LocalStorage("/"))
+    >>> location_id(LocalStorage("/"))
     '/'
     """
     if isinstance(storage, LocalStorage):
@@ -39,13 +39,13 @@ def place_of(storage: Storage) -> str:
     return f"{type(storage).__name__} {id(storage):x}"
 
 
-def group_of(process_group: Any) -> tuple[comm.Group, Callable[[], None]]:
+def resolve_group(process_group: Any) -> tuple[comm.Group, Callable[[], None]]:
     """The group that a caller names, and a check that belongs into the first step its ranks agree on.
 
     What is no process group is told to the world by that check: the others are likely to wait there. A group that this
     rank is not in is refused at once: nobody waits for it.
 
-    >>> group, check = group_of("all")
+    >>> group, check = resolve_group("all")
     >>> check()
     Traceback (most recent call last):
     shardwright.errors.ArgumentTypeError: process_group='all' is a str: give a torch process group, ...

@@ -19,12 +19,12 @@ from shardwright.checkpoint.format.values import Codec
 from shardwright.checkpoint.manage.fallback import Fallback
 from shardwright.checkpoint.manage.preemption import Preemption
 from shardwright.checkpoint.manage.record import FIELD, Line, Record, Seen, line_from, newest_line, numbers
-from shardwright.checkpoint.manage.retention import Best, Policy, Saved, best_of, to_remove
+from shardwright.checkpoint.manage.retention import KeepBest, Policy, Saved, best_of, to_remove
 from shardwright.checkpoint.manage.steps import Steps
 from shardwright.checkpoint.reading.match import Cast, OnMissing, Rename
 from shardwright.checkpoint.runtime.alike import raised_as_itself
 from shardwright.checkpoint.runtime.first_rank import first_rank_finds
-from shardwright.checkpoint.runtime.progress import Report
+from shardwright.checkpoint.runtime.progress import ProgressCallback
 from shardwright.checkpoint.verify import check_files
 from shardwright.errors import (
     ArgumentTypeError,
@@ -47,7 +47,7 @@ __all__ = ["CheckpointManager", "CheckpointWarning"]
 T = TypeVar("T")
 
 _DAMAGE = {kind.__name__ for kind in (CorruptionError, FormatError, MissingKeyError, NotACheckpointError)}
-_MOST_TRIES = 1000
+_MAX_TRIES = 1000
 _VERIFYING = 24 * 3600.0  # seconds: a rank that dies is noticed at once, however long this is
 
 
@@ -71,8 +71,8 @@ class _Looked(NamedTuple):
 class CheckpointManager:
     """The checkpoints of a run, in folders `step-00001000` under `root`.
 
-    `keep_last=n`, `keep_every=k` and `keep_best=Best(n, metric, mode)` say which steps are kept: all that any of them
-    names, and always the newest; without any, everything. `save_every` is for `should_save` and `step_end`.
+    `keep_last=n`, `keep_every=k` and `keep_best=KeepBest(n, metric, mode)` say which steps are kept: all that any
+    of them names, and always the newest; without any, everything. `save_every` is for `should_save` and `step_end`.
     `background=True` writes in the background (see `async_save`), and what is to be removed goes once that is done.
     `save_on_sigterm=True` listens for SIGTERM, for `step_end`. `process_group`, `codecs` and `threads` are those of
     `save` and `load`.
@@ -98,7 +98,7 @@ class CheckpointManager:
         save_every: int | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
-        keep_best: Best | tuple[int, str] | tuple[int, str, str] | None = None,
+        keep_best: KeepBest | tuple[int, str] | tuple[int, str, str] | None = None,
         background: bool = False,
         save_on_sigterm: bool = False,
         process_group: Any = None,
@@ -146,7 +146,7 @@ class CheckpointManager:
         force: bool = False,
         check_replicas: bool = False,
         memory: int | None = None,
-        progress: Report | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         """Saves a step, and then removes those that are not to be kept any longer.
 
@@ -190,7 +190,7 @@ class CheckpointManager:
         *,
         check_replicas: bool = False,
         memory: int | None = None,
-        progress: Report | None = None,
+        progress: ProgressCallback | None = None,
     ) -> bool:
         """Saves the step if `should_save` says so, or if any rank got SIGTERM; True where the job is to end.
 
@@ -232,11 +232,11 @@ class CheckpointManager:
 
     def best(self, metric: str | None = None, mode: str | None = None) -> int | None:
         """The best step by a metric (that of `keep_best`, where none is given), or None where no step has it."""
-        rule = self._policy.best or Best(1, "", "min")
+        rule = self._policy.best or KeepBest(1, "", "min")
         if not (metric or rule.metric):
             raise CheckpointError("best: by which metric? Name one, or make the manager with keep_best")
         same = metric in (None, rule.metric)
-        wanted = Best(1, metric or rule.metric, mode or (rule.mode if same else "min"))
+        wanted = KeepBest(1, metric or rule.metric, mode or (rule.mode if same else "min"))
         Policy(best=wanted)  # checks the mode
         return self._told("best", lambda: next(iter(best_of(list(self._sound().values()), wanted)), None), int | None)
 
@@ -263,7 +263,7 @@ class CheckpointManager:
         cast: Cast = False,
         on_missing: OnMissing = "raise",
         memory: int | None = None,
-        progress: Report | None = None,
+        progress: ProgressCallback | None = None,
     ) -> int | None:
         """Loads the newest good step into a state and returns its number; None where nothing was ever saved.
 
@@ -293,7 +293,7 @@ class CheckpointManager:
             return step
         tried: dict[tuple[int, str], ShardwrightError] = {}
         fallback = Fallback(self._steps.manifest)
-        for _ in range(_MOST_TRIES):
+        for _ in range(_MAX_TRIES):
             marks = self._told("restore", self._current, dict[int, str])
             left = {one: mark for one, mark in marks.items() if (one, mark) not in tried}
             newest = max(left, default=None)
@@ -310,7 +310,7 @@ class CheckpointManager:
             self._tell_of({one: error for (one, mark), error in tried.items() if marks.get(one) == mark}, newest)
             self._restored, self._back, self._line, self._last = newest, None, None, None
             return newest
-        raise CheckpointError(f"{self.root}: {_MOST_TRIES} times a step was replaced or removed while it was read")
+        raise CheckpointError(f"{self.root}: {_MAX_TRIES} times a step was replaced or removed while it was read")
 
     @contextmanager
     def reading(self, step: int | None = None) -> Iterator[str]:
@@ -319,7 +319,7 @@ class CheckpointManager:
         For a process beside the training, which evaluates or copies what is saved. Not collective.
         """
         with ExitStack() as held:
-            for _ in range(_MOST_TRIES):
+            for _ in range(_MAX_TRIES):
                 before = self._steps.committed()
                 wanted = max(self._sound(), default=None) if step is None else _step(step)
                 if wanted is None:
@@ -334,7 +334,7 @@ class CheckpointManager:
                     continue  # a newer one has come, and this one is gone
                 yield path
                 return
-        raise CheckpointError(f"{self.root}: {_MOST_TRIES} times a step was removed before it could be held")
+        raise CheckpointError(f"{self.root}: {_MAX_TRIES} times a step was removed before it could be held")
 
     # Ending
 
@@ -560,13 +560,15 @@ def _count(value: Any, name: str) -> int | None:
     return None if value is None else integer(value, name)
 
 
-def _best(given: Any) -> Best | None:
+def _best(given: Any) -> KeepBest | None:
     """What `keep_best` says, with its parts of the right kinds."""
     if given is None:
         return None
     if not isinstance(given, tuple | list) or len(given) not in (2, 3):
-        raise ArgumentTypeError(f'keep_best={given!r}: give Best(n, metric, mode), such as Best(3, "loss", "min")')
-    best = Best(*given)
+        raise ArgumentTypeError(
+            f'keep_best={given!r}: give KeepBest(n, metric, mode), such as KeepBest(3, "loss", "min")'
+        )
+    best = KeepBest(*given)
     if not isinstance(best.metric, str) or not isinstance(best.mode, str):
         raise ArgumentTypeError(f"keep_best={given!r}: the metric and the mode are text")
     return best._replace(n=integer(best.n, "keep_best"))

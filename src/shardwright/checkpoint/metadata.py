@@ -20,8 +20,8 @@ from torch import Tensor
 
 from shardwright import comm
 from shardwright.checkpoint.format.manifest import VERSION, Manifest
-from shardwright.checkpoint.format.replica_split import share_of
-from shardwright.checkpoint.format.split import boxes_of_stretch
+from shardwright.checkpoint.format.replica_split import replica_split
+from shardwright.checkpoint.format.split import boxes_of_range
 from shardwright.checkpoint.format.tensor_table import Pieces, TensorTable
 from shardwright.checkpoint.format.tree import StoredTensor, stored_entries
 from shardwright.checkpoint.format.values import DTYPES
@@ -288,19 +288,19 @@ class _Chunks(Sequence[ChunkStorageMetadata]):
 
 def _stored_regions(table: TensorTable, number: int) -> list[Region]:
     """The chunks of a tensor as they lie in the files, by their offsets; which files those are is not worked out."""
-    placing = table.placing(number)
-    if 0 in placing.shape:
-        return [Region.whole(placing.shape)]
-    if isinstance(placing, Pieces):
-        return sorted((region for region in placing.regions if not region.is_empty), key=lambda region: region.offset)
+    sharding = table.sharding(number)
+    if 0 in sharding.shape:
+        return [Region.whole(sharding.shape)]
+    if isinstance(sharding, Pieces):
+        return sorted((region for region in sharding.regions if not region.is_empty), key=lambda region: region.offset)
     found: list[Region] = []
-    for held, ranks in placing.regions():
+    for held, ranks in sharding.regions():
         if len(ranks) == 1:
             found.append(held)
             continue
-        share = share_of(table, ranks)
+        share = replica_split(table, ranks)
         for _, first, last in share.writers(int(np.searchsorted(share.tensors, number))):
-            found += boxes_of_stretch(held, first, last)
+            found += boxes_of_range(held, first, last)
     return sorted(found, key=lambda region: region.offset)
 
 

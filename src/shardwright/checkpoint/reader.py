@@ -17,13 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.background import wait_for_place
+from shardwright.checkpoint.background import wait_for_saves_to
 from shardwright.checkpoint.format.data_file import BLOCK
 from shardwright.checkpoint.format.locate import Part
 from shardwright.checkpoint.format.manifest import Manifest
 from shardwright.checkpoint.format.tree import StoredTensor, StoredValue, stored_entries
 from shardwright.checkpoint.format.values import DTYPES, Codec, EnumValue
-from shardwright.checkpoint.location import place_of, storage_at
+from shardwright.checkpoint.location import as_storage, location_id
 from shardwright.checkpoint.metadata import Metadata
 from shardwright.checkpoint.reading.build_state import build
 from shardwright.checkpoint.reading.current import read_current
@@ -36,7 +36,7 @@ from shardwright.storage import Reader, Storage
 
 __all__ = ["Checkpoint", "LazyTensor", "open"]
 
-_MOST_OPEN = 256  # files held open; a checkpoint with more opens each when it is needed
+_MAX_OPEN = 256  # files held open; a checkpoint with more opens each when it is needed
 
 Out = TypeVar("Out", Tensor, npt.NDArray[Any])
 
@@ -237,7 +237,7 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
         return found
 
     def _parts(self, number: int, region: Region) -> list[Part]:
-        return self._manifest.finder.parts(number, region)
+        return self._manifest.locator.parts(number, region)
 
     def _file(self, rank: int) -> FileReader:
         """The file of a rank, its header verified."""
@@ -256,7 +256,7 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
 
     def _let_go(self) -> None:
         """Closes what is open beyond what may stay."""
-        while len(self._readers) > _MOST_OPEN:
+        while len(self._readers) > _MAX_OPEN:
             rank, reader = next(iter(self._readers.items()))
             del self._readers[rank]
             self._files.pop(rank, None)
@@ -276,15 +276,15 @@ def open(path: str | os.PathLike[str] | Storage) -> Checkpoint:
 
     A save of this process to this place that is in the background is waited for, as `load` does.
     """
-    storage = storage_at(path)
-    wait_for_place(place_of(storage))
+    storage = as_storage(path)
+    wait_for_saves_to(location_id(storage))
     return read_current(storage, lambda manifest: Checkpoint(storage, manifest, _open_files(storage, manifest)))
 
 
 def _open_files(storage: Storage, manifest: Manifest) -> dict[int, Reader]:
     """All data files, unless there are too many: then none, and each is opened when it is needed."""
     readers: dict[int, Reader] = {}
-    if len(manifest.files) > _MOST_OPEN:
+    if len(manifest.files) > _MAX_OPEN:
         return readers
     try:
         for rank in manifest.files:

@@ -26,11 +26,11 @@ from shardwright.checkpoint.format.data_file import DataFile, FileEntry
 from shardwright.checkpoint.format.manifest import FIELDS, KEY, Manifest
 from shardwright.checkpoint.format.tensor_table import Pieces, TensorTable
 from shardwright.checkpoint.format.write_layout import file_plan
-from shardwright.checkpoint.location import place_of
+from shardwright.checkpoint.location import location_id
 from shardwright.checkpoint.reading.current import read_manifest
 from shardwright.checkpoint.runtime.progress import Progress
-from shardwright.checkpoint.state.flatten import Flat
-from shardwright.checkpoint.state.merge_ranks import United, unite
+from shardwright.checkpoint.state.flatten import FlatState
+from shardwright.checkpoint.state.merge_ranks import GlobalState, merge_states
 from shardwright.checkpoint.writing.data_writer import Blocks, FileWriter
 from shardwright.checkpoint.writing.leftovers import may_be_removed
 from shardwright.checkpoint.writing.replicas import compare_replicas
@@ -45,12 +45,12 @@ from shardwright.errors import (
 )
 from shardwright.storage import LocalStorage, Storage, Writer
 
-__all__ = ["Saving"]
+__all__ = ["SaveOperation"]
 
-_SLOWEST = 10 << 20  # bytes a second below which a rank that writes counts as stuck
-_MOST_PLANS = 4
+_MIN_BYTES_PER_SECOND = 10 << 20  # bytes a second below which a rank that writes counts as stuck
+_MAX_PLANS = 4
 _PATIENCE = (0.05, 0.15, 0.3, 0.5, None)  # seconds between looking for a file that another rank has made
-_MOST_TOLD = 16
+_MAX_LISTED = 16
 
 
 Meters: TypeAlias = Callable[[int], AbstractContextManager[Progress]]
@@ -67,7 +67,7 @@ class _Staged(NamedTuple):
 
 
 @final
-class Saving:
+class SaveOperation:
     """One save, as this rank sees it: `begin`, then `write`; or `stage`, and `finish` in another thread.
 
     Each is collective. The rank that comes first in the group holds the lock of the place, and writes the manifest.
@@ -85,18 +85,22 @@ class Saving:
         self._file: DataFile | None = None
         self._committing = False
         self._staged: _Staged | None = None
-        self.united: United | None = None
+        self.state: GlobalState | None = None
         self.save_id = ""
 
     def begin(
-        self, flatten: Callable[[], Flat], before: Callable[[], None] | None = None, *, check_replicas: bool = False
+        self,
+        flatten: Callable[[], FlatState],
+        before: Callable[[], None] | None = None,
+        *,
+        check_replicas: bool = False,
     ) -> None:
         """Takes the state apart on every rank, and the lock on the first; then finds out what all have.
 
         What `before` raises, all ranks raise, and nothing is done.
         """
 
-        def prepare() -> Flat:
+        def prepare() -> FlatState:
             self._storage = self._find_storage()
             if before is not None:
                 before()
@@ -115,10 +119,10 @@ class Saving:
 
         try:
             flat = comm.agree(prepare, what="save", group=self._group)
-            self.united = unite(flat, self._group)
+            self.state = merge_states(flat, self._group)
             if check_replicas:
-                compare_replicas(self.united, self._group)
-            place = place_of(self._storage) if isinstance(self._storage, LocalStorage) else ""
+                compare_replicas(self.state, self._group)
+            place = location_id(self._storage) if isinstance(self._storage, LocalStorage) else ""
             words = msgspec.json.encode([self.save_id, place])
             said = [
                 msgspec.json.decode(one, type=tuple[str, str])
@@ -132,17 +136,17 @@ class Saving:
 
     def file(self) -> DataFile:
         """What this rank writes, and where it lies."""
-        assert self.united is not None  # begin comes first
-        return _planned(self.united.table, self._group.ranks[self._group.rank]).in_save(self.save_id)
+        assert self.state is not None  # begin comes first
+        return _planned(self.state.table, self._group.ranks[self._group.rank]).in_save(self.save_id)
 
     def chunks(self, file: DataFile) -> list[Tensor]:
         """The memory that holds each chunk: views of the state's own tensors."""
-        assert self.united is not None  # begin comes first
+        assert self.state is not None  # begin comes first
         plan = file.plan
         found = []
         for chunk, tensor in enumerate(plan.tensors.tolist()):
             region = plan.region(chunk)
-            leaf = self.united.leaves[tensor]
+            leaf = self.state.leaves[tensor]
             if region.is_empty:
                 found.append(torch.empty(region.size, dtype=torch.uint8))
                 continue
@@ -183,8 +187,8 @@ class Saving:
             self._let_go()
             self.end()
             raise
-        assert self.united is not None  # begin comes first
-        self.united = United(self.united.tree, self.united.table, {})  # the caller's tensors are the caller's again
+        assert self.state is not None  # begin comes first
+        self.state = GlobalState(self.state.tree, self.state.table, {})  # the caller's tensors are the caller's again
 
     def finish(self, group: comm.Group) -> None:
         """Writes what was staged and commits; in whatever thread, if it is the only one that talks in this group."""
@@ -258,11 +262,11 @@ class Saving:
 
         A rank that dies is noticed at once, however long this is.
         """
-        assert self.united is not None  # begin comes first
-        table = self.united.table
-        volumes = np.array([prod(placing.shape) for placing in table.placings], np.float64)
+        assert self.state is not None  # begin comes first
+        table = self.state.table
+        volumes = np.array([prod(sharding.shape) for sharding in table.shardings], np.float64)
         total = float((volumes[table.kinds] * table.itemsizes).sum()) if len(table) else 0.0
-        return comm.default_timeout() + 2 * total / self._group.size / _SLOWEST
+        return comm.default_timeout() + 2 * total / self._group.size / _MIN_BYTES_PER_SECOND
 
     def end(self) -> None:
         """Removes the token and lets go of the lock."""
@@ -344,13 +348,13 @@ class Saving:
     def _commit(self, said: list[bytes]) -> Manifest | None:
         if not self._leads:
             return None
-        assert self.united is not None  # begin comes first
+        assert self.state is not None  # begin comes first
         files = {}
         for rank, one in zip(self._group.ranks, said, strict=True):
             written = msgspec.json.decode(one, type=FileEntry | None)
             if written is not None:
                 files[rank] = written
-        manifest = Manifest(self.save_id, self.united.tree, self.united.table, files, self._extra)
+        manifest = Manifest(self.save_id, self.state.tree, self.state.table, files, self._extra)
         data = manifest.encode()
         self._committing = True
         self._storage.replace(KEY, data)
@@ -387,16 +391,16 @@ class Saving:
 
 def _planned(table: TensorTable, rank: int) -> DataFile:
     """The file of a rank for this table. That of a state whose names, dtypes and placings are as before is known."""
-    placings = tuple(
-        (placing.shape, placing.regions, placing.ranks) if isinstance(placing, Pieces) else placing
-        for placing in table.placings
+    shardings = tuple(
+        (sharding.shape, sharding.regions, sharding.ranks) if isinstance(sharding, Pieces) else sharding
+        for sharding in table.shardings
     )
-    key = (rank, table.names, table.dtypes, table.kinds.tobytes(), placings)
+    key = (rank, table.names, table.dtypes, table.kinds.tobytes(), shardings)
     file = _plans.get(key)
     if file is None:
         file = DataFile(file_plan(table, rank), "")
         _plans[key] = file
-        while len(_plans) > _MOST_PLANS:
+        while len(_plans) > _MAX_PLANS:
             _plans.popitem(last=False)
     else:
         _plans.move_to_end(key)
@@ -413,9 +417,9 @@ def _check_same_place(places: Sequence[str], ranks: Sequence[int]) -> None:
     told = [
         f"rank {rank} to {place or 'a storage that is no folder'}" for rank, place in zip(ranks, places, strict=True)
     ]
-    more = f", and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
+    more = f", and {len(told) - _MAX_LISTED} more" if len(told) > _MAX_LISTED else ""
     raise StorageError(
-        f"ranks save to {len(set(places))} different places: {', '.join(told[:_MOST_TOLD])}{more}; "
+        f"ranks save to {len(set(places))} different places: {', '.join(told[:_MAX_LISTED])}{more}; "
         "give all ranks one path"
     )
 

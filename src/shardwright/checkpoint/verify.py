@@ -16,28 +16,28 @@ import crc32c
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.checkpoint.background import wait_for_place
+from shardwright.checkpoint.background import wait_for_saves_to
 from shardwright.checkpoint.format.data_file import BLOCK, DataFile, digest
 from shardwright.checkpoint.format.manifest import KEY, Manifest
-from shardwright.checkpoint.location import place_of, storage_at
+from shardwright.checkpoint.location import as_storage, location_id
 from shardwright.checkpoint.reading.current import read_manifest
 from shardwright.checkpoint.runtime.parallel import Stop, in_threads
 from shardwright.errors import CheckpointError, CorruptionError, FormatError, MissingKeyError, StorageError
 from shardwright.layout import Region
 from shardwright.storage import Reader, Storage
 
-__all__ = ["Damage", "Report", "check_files", "verify"]
+__all__ = ["Corruption", "VerifyReport", "check_files", "verify"]
 
 _WINDOW = 4 * BLOCK  # bytes read in one call
-_MOST_TOLD = 20
+_MAX_LISTED = 20
 
 
 @final
 @dataclass(frozen=True)
-class Damage:
+class Corruption:
     """One thing that is wrong: with which file, and, for a damaged block, which region of which tensor it is of.
 
-    >>> print(Damage("5f3a9c-00000-0.safetensors", "is missing"))
+    >>> print(Corruption("5f3a9c-00000-0.safetensors", "is missing"))
     5f3a9c-00000-0.safetensors is missing
     """
 
@@ -55,39 +55,43 @@ class Damage:
 
 @final
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """What `verify` found: true where every byte is as it was written. `stray` files harm nothing, and are named.
 
-    >>> bool(Report("here", files=1, nbytes=4096)), bool(Report("here", damages=(Damage("a", "is missing"),)))
-    (True, False)
+    >>> bool(VerifyReport("here", files=1, nbytes=4096))
+    True
+    >>> bool(VerifyReport("here", corruptions=(Corruption("a", "is missing"),)))
+    False
     """
 
     where: str
     save_id: str | None = None
     files: int = 0
     nbytes: int = 0
-    damages: tuple[Damage, ...] = ()
+    corruptions: tuple[Corruption, ...] = ()
     stray: tuple[str, ...] = field(default=())
 
     def __bool__(self) -> bool:
-        return not self.damages
+        return not self.corruptions
 
     def __str__(self) -> str:
         checked = f"{self.files} {'file' if self.files == 1 else 'files'}, {self.nbytes} bytes"
         if self:
             lines = [f"{self.where} is sound: {checked}"]
         else:
-            lines = [f"{self.where} is damaged in {len(self.damages)} {_places(len(self.damages))} ({checked} read)"]
-            lines += [f"  {damage}" for damage in self.damages[:_MOST_TOLD]]
-            if len(self.damages) > _MOST_TOLD:
-                lines.append(f"  and {len(self.damages) - _MOST_TOLD} more")
-        lines += [f"  {name} is no part of the checkpoint" for name in self.stray[:_MOST_TOLD]]
+            lines = [
+                f"{self.where} is damaged in {len(self.corruptions)} {_places(len(self.corruptions))} ({checked} read)"
+            ]
+            lines += [f"  {damage}" for damage in self.corruptions[:_MAX_LISTED]]
+            if len(self.corruptions) > _MAX_LISTED:
+                lines.append(f"  and {len(self.corruptions) - _MAX_LISTED} more")
+        lines += [f"  {name} is no part of the checkpoint" for name in self.stray[:_MAX_LISTED]]
         return "\n".join(lines)
 
 
 def verify(
     path: str | os.PathLike[str] | Storage, progress: Callable[[int, int], None] | None = None, *, threads: int = 2
-) -> Report:
+) -> VerifyReport:
     """Checks every byte of a checkpoint without loading it, and reports all that is wrong with it.
 
     Where nothing was ever saved it raises. A save of this process to this place that is in the background is waited
@@ -101,15 +105,15 @@ def verify(
     ...     print(checkpoint.verify(folder))
     LocalStorage(...) is sound: 1 file, 4112 bytes
     """
-    storage = storage_at(path)
-    wait_for_place(place_of(storage))
+    storage = as_storage(path)
+    wait_for_saves_to(location_id(storage))
     while True:
         try:
             manifest = read_manifest(storage)
         except (CorruptionError, FormatError) as error:
-            return Report(repr(storage), damages=(Damage(KEY, f"cannot be used: {error}"),))
+            return VerifyReport(repr(storage), corruptions=(Corruption(KEY, f"cannot be used: {error}"),))
         except StorageError as error:
-            return Report(repr(storage), damages=(Damage(KEY, f"cannot be read: {error}"),))
+            return VerifyReport(repr(storage), corruptions=(Corruption(KEY, f"cannot be read: {error}"),))
         report = _Verifying(storage, manifest, progress).run(threads)
         if report or not _replaced(storage, manifest):
             return report
@@ -141,7 +145,7 @@ def check_files(storage: Storage, part: int, parts: int, *, threads: int = 2) ->
     if verifying.unreadable is not None:
         raise verifying.unreadable
     if not report:
-        told = "; ".join(map(str, report.damages[:_MOST_TOLD]))
+        told = "; ".join(map(str, report.corruptions[:_MAX_LISTED]))
         raise CorruptionError(f"{report.where} is damaged: {told}")
 
 
@@ -156,20 +160,22 @@ class _Verifying:
     ) -> None:
         self._storage, self._manifest, self._progress = storage, manifest, progress
         self._lock = threading.Lock()
-        self._damages: list[tuple[int, int, Damage]] = []  # with the rank and the place in its file: to be in order
+        self._corruptions: list[
+            tuple[int, int, Corruption]
+        ] = []  # with the rank and the place in its file: to be in order
         self._waiting = iter(sorted(manifest.files) if ranks is None else ranks)
         self._nbytes, self._total = 0, sum(file.size for file in manifest.files.values())
         self.unreadable: StorageError | None = None  # the first error of the storage itself
 
-    def run(self, threads: int) -> Report:
+    def run(self, threads: int) -> VerifyReport:
         in_threads(self._work, [(0, 0)] * max(1, min(threads, len(self._manifest.files))))
         known = self._manifest.names
-        return Report(
+        return VerifyReport(
             repr(self._storage),
             self._manifest.save_id,
             len(self._manifest.files),
             self._nbytes,
-            tuple(damage for *_, damage in sorted(self._damages, key=lambda found: found[:2])),
+            tuple(damage for *_, damage in sorted(self._corruptions, key=lambda found: found[:2])),
             tuple(key for key in self._storage.list_keys() if key != KEY and key not in known),
         )
 
@@ -188,32 +194,32 @@ class _Verifying:
             with self._storage.open(name) as reader:
                 self._contents(rank, name, reader)
         except MissingKeyError:
-            self._found(rank, -1, Damage(name, "is missing"))
+            self._found(rank, -1, Corruption(name, "is missing"))
         except FormatError as error:
-            self._found(rank, -1, Damage(name, f"makes no sense: {error}"))
+            self._found(rank, -1, Corruption(name, f"makes no sense: {error}"))
         except StorageError as error:
             self.unreadable = self.unreadable or error
-            self._found(rank, -1, Damage(name, f"cannot be read: {error}"))
+            self._found(rank, -1, Corruption(name, f"cannot be read: {error}"))
 
     def _contents(self, rank: int, name: str, reader: Reader) -> None:
         expected = self._manifest.files[rank]
         if reader.size != expected.size:
             what = f"has {reader.size} bytes, and the manifest says {expected.size}"
-            self._found(rank, -1, Damage(name, what))
+            self._found(rank, -1, Corruption(name, what))
             if reader.size < expected.header_size:
                 return
         file = self._manifest.file(rank)
         if (file.size, file.header_size) != (expected.size, expected.header_size):
             said, right = (expected.size, expected.header_size), (file.size, file.header_size)
             self._found(
-                rank, -1, Damage(name, f"has size and header {said} in the manifest, and tensors that make {right}")
+                rank, -1, Corruption(name, f"has size and header {said} in the manifest, and tensors that make {right}")
             )
             return
         header = bytearray(file.header_size)
         reader.read([memoryview(header)], 0)
         self._passed(len(header))
         if digest(bytes(header)) != expected.digest:
-            self._found(rank, -1, Damage(name, "has a damaged header: its digest is not the one in the manifest"))
+            self._found(rank, -1, Corruption(name, "has a damaged header: its digest is not the one in the manifest"))
             return
         self._data(rank, file, reader, file.checksums(bytes(header)))
 
@@ -247,8 +253,8 @@ class _Verifying:
             self._passed(there)
             first = last
 
-    def _damaged(self, file: DataFile, chunk: int, block: int, what: str) -> Damage:
-        return Damage(
+    def _damaged(self, file: DataFile, chunk: int, block: int, what: str) -> Corruption:
+        return Corruption(
             file.name,
             what,
             file.plan.table.names[int(file.plan.tensors[chunk])],
@@ -256,9 +262,9 @@ class _Verifying:
             block,
         )
 
-    def _found(self, rank: int, place: int, damage: Damage) -> None:
+    def _found(self, rank: int, place: int, damage: Corruption) -> None:
         with self._lock:
-            self._damages.append((rank, place, damage))
+            self._corruptions.append((rank, place, damage))
 
     def _passed(self, nbytes: int) -> None:
         with self._lock:

@@ -22,12 +22,12 @@ from shardwright.checkpoint.format.write_layout import FilePlan
 from shardwright.errors import FormatError
 from shardwright.layout import Region
 
-__all__ = ["BLOCK", "MOST_HEADER", "PAGE", "START", "DataFile", "FileEntry", "digest", "file_name"]
+__all__ = ["BLOCK", "MAX_HEADER", "PAGE", "START", "DataFile", "FileEntry", "digest", "file_name"]
 
 BLOCK = 1 << 20
 """Bytes under one checksum; the last block of a chunk may be shorter."""
 PAGE = 4096
-MOST_HEADER = 100_000_000
+MAX_HEADER = 100_000_000
 """Bytes of a header behind its length: safetensors reads no longer ones."""
 START = b'{"__metadata__":{"crc32c":"'
 """How the text of every header begins, behind its length."""
@@ -138,10 +138,10 @@ class DataFile:
         """Bytes before the data: the eight of the length, the header, and its padding."""
         used = 8 + len(START) + 8 * int(self.blocks.sum()) + len(self._rest)
         padded = -(-used // PAGE) * PAGE
-        if padded - 8 > MOST_HEADER:
+        if padded - 8 > MAX_HEADER:
             raise FormatError(
                 f"{self.name}: a header of {padded - 8} bytes for {len(self.plan.tensors)} chunks in "
-                f"{self.blocks.sum()} blocks: a safetensors file has at most {MOST_HEADER}; use more ranks"
+                f"{self.blocks.sum()} blocks: a safetensors file has at most {MAX_HEADER}; use more ranks"
             )
         return padded
 

@@ -11,14 +11,14 @@ from typing import NamedTuple, final
 import numpy as np
 
 from shardwright.checkpoint.format.data_file import FileEntry
-from shardwright.checkpoint.format.replica_split import Share, share_of
-from shardwright.checkpoint.format.split import boxes_of_stretch
+from shardwright.checkpoint.format.replica_split import ReplicaSplit, replica_split
+from shardwright.checkpoint.format.split import boxes_of_range
 from shardwright.checkpoint.format.tensor_table import Pieces, TensorTable
 from shardwright.checkpoint.format.write_layout import FilePlan, file_plan
 from shardwright.errors import FormatError
 from shardwright.layout import Holding, Layout, Region
 
-__all__ = ["Finder", "Part"]
+__all__ = ["ChunkLocator", "Part"]
 
 
 class Part(NamedTuple):
@@ -40,12 +40,12 @@ class _Spot(NamedTuple):
 
 
 @final
-class Finder:
+class ChunkLocator:
     """The stored table, and what has been worked out of it.
 
     >>> from shardwright.layout import Layout, Mesh, Shard
     >>> table = TensorTable.of(["w"], ["float32"], [4], [Layout(Mesh((2,)), [Shard(0)], (4, 2))])
-    >>> [(part.rank, part.region) for part in Finder(table).parts(0, Region((1, 0), (2, 2)))]
+    >>> [(part.rank, part.region) for part in ChunkLocator(table).parts(0, Region((1, 0), (2, 2)))]
     [(0, Region[1:2, 0:2]), (1, Region[2:3, 0:2])]
     """
 
@@ -53,7 +53,7 @@ class Finder:
         self.table = table
         self._writers = writers  # the ranks that wrote a file, and its size, where that is known
         self._files: dict[int, FilePlan] = {}
-        self._shares: dict[tuple[int, ...], Share] = {}
+        self._shares: dict[tuple[int, ...], ReplicaSplit] = {}
         self._kinds: list[int] = table.kinds.tolist()
         self._spots: dict[tuple[int, Region], list[_Spot]] = {}
         self._last: dict[int, tuple[Region, list[_Spot]]] = {}  # of each kind: most are asked for the same region
@@ -100,10 +100,10 @@ class Finder:
         if last is not None and last[0] is wanted:
             spots = last[1]
         else:
-            placing = self.table.placings[kind]
-            if isinstance(placing, Pieces):
-                return self._listed(tensor, placing, wanted)
-            spots = self._spots_of(kind, placing, wanted)
+            sharding = self.table.shardings[kind]
+            if isinstance(sharding, Pieces):
+                return self._listed(tensor, sharding, wanted)
+            spots = self._spots_of(kind, sharding, wanted)
             self._last[kind] = wanted, spots
         found: list[Part] = []
         for region, ranks, held, chunks in spots:
@@ -113,17 +113,17 @@ class Finder:
                 found += self._shared(tensor, held, ranks, region)
         return found
 
-    def _spots_of(self, kind: int, placing: Layout, wanted: Region) -> list[_Spot]:
+    def _spots_of(self, kind: int, sharding: Layout, wanted: Region) -> list[_Spot]:
         found = self._spots.get((kind, wanted))
         if found is None:
             found = self._spots[kind, wanted] = [
-                self._spot(placing, holding, wanted) for holding in placing.holders(wanted)
+                self._spot(sharding, holding, wanted) for holding in sharding.holders(wanted)
             ]
         return found
 
-    def _spot(self, placing: Layout, holding: Holding, wanted: Region) -> _Spot:
+    def _spot(self, sharding: Layout, holding: Holding, wanted: Region) -> _Spot:
         region, ranks = holding
-        held = placing.region(ranks[0])
+        held = sharding.region(ranks[0])
         chunks = self.file(ranks[0]).first_chunks if len(ranks) == 1 else None
         # One object for what is equal: it is compared for every tensor.
         return _Spot(wanted if region == wanted else region, ranks, wanted if held == wanted else held, chunks)
@@ -131,22 +131,22 @@ class Finder:
     def _shared(self, tensor: int, held: Region, ranks: tuple[int, ...], wanted: Region) -> list[Part]:
         share = self._shares.get(ranks)
         if share is None:
-            share = self._shares[ranks] = share_of(self.table, ranks)
+            share = self._shares[ranks] = replica_split(self.table, ranks)
         found = []
         for rank, first, last in share.writers(int(np.searchsorted(share.tensors, tensor))):
-            boxes = boxes_of_stretch(held, first, last)
+            boxes = boxes_of_range(held, first, last)
             for chunk, box in zip(self.file(rank).chunks_of(tensor), boxes, strict=True):
                 common = box.intersect(wanted)
                 if common is not None:
                     found.append(Part(rank, chunk, common, box))
         return found
 
-    def _listed(self, tensor: int, placing: Pieces, wanted: Region) -> list[Part]:
+    def _listed(self, tensor: int, sharding: Pieces, wanted: Region) -> list[Part]:
         found = []
-        for number, (region, rank) in enumerate(zip(placing.regions, placing.ranks, strict=True)):
+        for number, (region, rank) in enumerate(zip(sharding.regions, sharding.ranks, strict=True)):
             common = region.intersect(wanted)
             if common is not None:
                 plan = self.file(rank)
-                place = placing.of_rank(rank).index(number)
+                place = sharding.of_rank(rank).index(number)
                 found.append(Part(rank, plan.chunks_of(tensor)[place], common, region))
         return found

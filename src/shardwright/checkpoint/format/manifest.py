@@ -17,29 +17,29 @@ from typing import Any, final
 import msgspec
 import numpy as np
 
-from shardwright.checkpoint.format.data_file import MOST_HEADER, DataFile, FileEntry, digest, file_name
-from shardwright.checkpoint.format.locate import Finder
-from shardwright.checkpoint.format.tensor_table import Pieces, Placing, TensorTable
+from shardwright.checkpoint.format.data_file import MAX_HEADER, DataFile, FileEntry, digest, file_name
+from shardwright.checkpoint.format.locate import ChunkLocator
+from shardwright.checkpoint.format.tensor_table import Pieces, Sharding, TensorTable
 from shardwright.checkpoint.format.tiling import tiles
 from shardwright.checkpoint.format.tree import check_tree
 from shardwright.checkpoint.format.values import DTYPES
 from shardwright.errors import CorruptionError, FormatError, LayoutError, StateError, UnknownVersionError
 from shardwright.layout import Layout, Mesh, Placement, Ragged, Region, Replicate, Shard
 
-__all__ = ["FIELDS", "KEY", "MOST_BYTES", "VERSION", "Manifest", "placing_from_json", "placing_to_json"]
+__all__ = ["FIELDS", "KEY", "MAX_BYTES", "VERSION", "Manifest", "sharding_from_json", "sharding_to_json"]
 
 KEY = "manifest.json"
 FIELDS = frozenset({"shardwright", "save", "tree", "tensors", "files", "digest"})
 VERSION = 1
-MOST_BYTES = 1 << 28
+MAX_BYTES = 1 << 28
 """Bytes of a manifest: what it says takes many times as many when it is read."""
-_MOST_DIMENSIONS = 64
-_MOST_MESH_DIMENSIONS = 16
-_MOST_RANKS = 1 << 18
-_MOST_PLACES = 1 << 25  # ranks of the meshes of all placings together, and
+_MAX_DIMENSIONS = 64
+_MAX_MESH_DIMENSIONS = 16
+_MAX_RANKS = 1 << 18
+_MAX_PLACES = 1 << 25  # ranks of the meshes of all placings together, and
 _PLACES_PER_BYTE = 64  # so many more for each byte of a manifest
-_MOST_CORNERS = 1 << 12  # that are looked at to say where boxes do not tile
-_MOST_DATA = 1 << 62
+_MAX_CORNERS = 1 << 12  # that are looked at to say where boxes do not tile
+_MAX_DATA = 1 << 62
 _LEAST_ENTRY = 40  # bytes of a chunk's entry in a header
 _ZEROS = b"0" * 32
 _END = b'"digest":"%s"}'
@@ -63,13 +63,13 @@ class Manifest:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
-    def finder(self) -> Finder:
+    def locator(self) -> ChunkLocator:
         """Where the stored bytes of a region lie."""
-        return Finder(self.tensors, self.files)
+        return ChunkLocator(self.tensors, self.files)
 
     def file(self, rank: int) -> DataFile:
         """The data file that a rank wrote."""
-        return DataFile(self.finder.file(rank), self.save_id)
+        return DataFile(self.locator.file(rank), self.save_id)
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -98,15 +98,15 @@ class Manifest:
             **self.extra,
         }
         body = msgspec.json.encode(fields)[:-1] + b","
-        if len(body) + len(_END) + 32 > MOST_BYTES:
+        if len(body) + len(_END) + 32 > MAX_BYTES:
             raise StateError(
-                f"the manifest would have {len(body)} bytes, and at most {MOST_BYTES} are read: store large values as "
+                f"the manifest would have {len(body)} bytes, and at most {MAX_BYTES} are read: store large values as "
                 "tensors or arrays"
             )
-        places = sum(placing.mesh.size for placing in self.tensors.placings if isinstance(placing, Layout))
+        places = sum(sharding.mesh.size for sharding in self.tensors.shardings if isinstance(sharding, Layout))
         if places > _places_of(len(tensors)):
             raise StateError(
-                f"the state has {len(self.tensors.placings)} different shapes and layouts on meshes of {places} ranks "
+                f"the state has {len(self.tensors.shardings)} different shapes and layouts on meshes of {places} ranks "
                 f"together, and at most {_places_of(len(tensors))} are read: use fewer"
             )
         return body + _END % digest(body + _END % _ZEROS).encode()
@@ -169,34 +169,34 @@ def _tensors_to_json(table: TensorTable) -> list[Any]:
         list(table.names),
         [[name, itemsize[name]] for name in dtypes],
         [number[name] for name in table.dtypes],
-        *_placings_to_json(table),
+        *_shardings_to_json(table),
     ]
 
 
-def _placings_to_json(table: TensorTable) -> tuple[list[Any], list[Any], list[int]]:
+def _shardings_to_json(table: TensorTable) -> tuple[list[Any], list[Any], list[int]]:
     """Spreads (a mesh with placements), each once; placings, with their spread's number; the placing of each tensor."""
     spreads: dict[str, int] = {}
     listed: list[Any] = []
-    placings: list[Any] = []
-    for placing in table.placings:
-        spread, *rest = placing_to_json(placing)
+    shardings: list[Any] = []
+    for sharding in table.shardings:
+        spread, *rest = sharding_to_json(sharding)
         if spread != -1:
             key = repr(spread)
             if key not in spreads:
                 spreads[key] = len(listed)
                 listed.append(spread)
             spread = spreads[key]
-        placings.append([spread, *rest])
-    return listed, placings, table.kinds.tolist()
+        shardings.append([spread, *rest])
+    return listed, shardings, table.kinds.tolist()
 
 
-def placing_to_json(placing: Placing) -> list[Any]:
+def sharding_to_json(sharding: Sharding) -> list[Any]:
     """A layout as [spread, shape]; pieces as [-1, shape, offsets, sizes, ranks], all regions' numbers in a row."""
-    if isinstance(placing, Layout):
-        return [_spread_to_json(placing), list(placing.shape)]
-    offsets = [n for region in placing.regions for n in region.offset]
-    sizes = [n for region in placing.regions for n in region.size]
-    return [-1, list(placing.shape), offsets, sizes, list(placing.ranks)]
+    if isinstance(sharding, Layout):
+        return [_spread_to_json(sharding), list(sharding.shape)]
+    offsets = [n for region in sharding.regions for n in region.offset]
+    sizes = [n for region in sharding.regions for n in region.size]
+    return [-1, list(sharding.shape), offsets, sizes, list(sharding.ranks)]
 
 
 def _spread_to_json(layout: Layout) -> list[Any]:
@@ -225,7 +225,7 @@ def _spread_to_json(layout: Layout) -> list[Any]:
 
 
 def _tensors_from_json(raw: msgspec.Raw) -> TensorTable:
-    names, dtypes, kinds_of_dtype, spreads, placings, kinds = msgspec.json.decode(
+    names, dtypes, kinds_of_dtype, spreads, shardings, kinds = msgspec.json.decode(
         raw,
         type=tuple[
             list[str],
@@ -241,12 +241,12 @@ def _tensors_from_json(raw: msgspec.Raw) -> TensorTable:
     if len(set(names)) != len(names):
         raise FormatError("two tensors have one name")
     _check_numbers(kinds_of_dtype, len(dtypes), "dtype")
-    _check_numbers(kinds, len(placings), "placing")
+    _check_numbers(kinds, len(shardings), "placing")
     for name, itemsize in dtypes:
         if name not in DTYPES or DTYPES[name].itemsize != itemsize:
             raise FormatError(f"dtype {name[:60]!r} of {itemsize} bytes is unknown to this PyTorch")
-    _check_places(placings, spreads, len(bytes(raw)))
-    built = [placing_from_json(_numbered(placing, spreads)) for placing in placings]
+    _check_places(shardings, spreads, len(bytes(raw)))
+    built = [sharding_from_json(_numbered(sharding, spreads)) for sharding in shardings]
     return TensorTable(
         tuple(names),
         tuple(dtypes[number][0] for number in kinds_of_dtype),
@@ -256,20 +256,20 @@ def _tensors_from_json(raw: msgspec.Raw) -> TensorTable:
     )
 
 
-def _check_places(placings: list[list[Any]], spreads: list[Any], nbytes: int) -> None:
+def _check_places(shardings: list[list[Any]], spreads: list[Any], nbytes: int) -> None:
     """Refuse more than a manifest of this size can be about, before anything is made for it."""
     sizes = [prod(max(1, size) for size in mesh_shape) for mesh_shape, *_ in spreads]
-    if any(size > _MOST_RANKS for size in sizes):
-        raise FormatError(f"a mesh of {max(sizes)} ranks is larger than any: {_MOST_RANKS} are the most")
-    numbers = (placing[0] for placing in placings if placing and type(placing[0]) is int)
+    if any(size > _MAX_RANKS for size in sizes):
+        raise FormatError(f"a mesh of {max(sizes)} ranks is larger than any: {_MAX_RANKS} are the most")
+    numbers = (sharding[0] for sharding in shardings if sharding and type(sharding[0]) is int)
     places = sum(sizes[number] for number in numbers if 0 <= number < len(sizes))
     if places > _places_of(nbytes):
-        raise FormatError(f"{len(placings)} placings on meshes of {places} ranks together are more than any")
+        raise FormatError(f"{len(shardings)} placings on meshes of {places} ranks together are more than any")
 
 
 def _places_of(nbytes: int) -> int:
     """Return how many ranks the meshes of all placings have together, at most, in a manifest of so many bytes."""
-    return _MOST_PLACES + _PLACES_PER_BYTE * nbytes
+    return _MAX_PLACES + _PLACES_PER_BYTE * nbytes
 
 
 def _numbered(value: list[Any], spreads: list[Any]) -> list[Any]:
@@ -282,8 +282,8 @@ def _numbered(value: list[Any], spreads: list[Any]) -> list[Any]:
     return [spreads[value[0]], *value[1:]]
 
 
-def placing_from_json(value: list[Any]) -> Placing:
-    """What `placing_to_json` wrote, checked."""
+def sharding_from_json(value: list[Any]) -> Sharding:
+    """What `sharding_to_json` wrote, checked."""
     spread, *rest = value
     if spread == -1:
         shape, offsets, sizes, ranks = (msgspec.convert(column, list[int]) for column in rest)
@@ -292,7 +292,7 @@ def placing_from_json(value: list[Any]) -> Placing:
     (shape,) = (msgspec.convert(column, list[int]) for column in rest)
     _check_shape(shape)
     mesh_shape, names, ranks, placements, order = spread
-    if len(mesh_shape) > _MOST_MESH_DIMENSIONS or prod(max(1, size) for size in mesh_shape) > _MOST_RANKS:
+    if len(mesh_shape) > _MAX_MESH_DIMENSIONS or prod(max(1, size) for size in mesh_shape) > _MAX_RANKS:
         raise FormatError(f"a mesh of shape {str(mesh_shape)[:80]} is larger than any")
     if ranks is not None:
         _check_ranks(ranks, distinct=True)
@@ -325,7 +325,7 @@ def _pieces(shape: tuple[int, ...], offsets: list[int], sizes: list[int], ranks:
         Region(offsets[ndim * n : ndim * (n + 1)], sizes[ndim * n : ndim * (n + 1)]) for n in range(len(ranks))
     )
     if not is_tiled:
-        few = len(ranks) << ndim <= _MOST_CORNERS
+        few = len(ranks) << ndim <= _MAX_CORNERS
         where = f": {Region.whole(shape).covers(regions)}" if few else ""
         raise FormatError(f"pieces of a tensor of shape {shape} do not tile it{where}")
     return Pieces(shape, regions, tuple(ranks))
@@ -337,7 +337,7 @@ def _files_from_json(raw: msgspec.Raw) -> dict[int, FileEntry]:
         raise FormatError("the files' columns have different lengths, or a rank comes twice")
     _check_ranks(ranks)
     for rank, size, header, said in zip(ranks, sizes, headers, digests, strict=True):
-        if not (8 < header <= min(size, MOST_HEADER + 8) and size < _MOST_DATA and _DIGEST.fullmatch(said)):
+        if not (8 < header <= min(size, MAX_HEADER + 8) and size < _MAX_DATA and _DIGEST.fullmatch(said)):
             raise FormatError(f"the file of rank {rank}: size {size}, header {header}, digest {said[:40]!r} cannot be")
     return {
         rank: FileEntry(size, header, said)
@@ -350,23 +350,23 @@ def _check_claims(table: TensorTable, files: Mapping[int, FileEntry]) -> None:
 
     Every element is stored once, so the bytes are exactly as many; every chunk has an entry in a header.
     """
-    counts = np.bincount(table.kinds, minlength=len(table.placings)).tolist()
-    volumes = [prod(placing.shape) for placing in table.placings]
+    counts = np.bincount(table.kinds, minlength=len(table.shardings)).tolist()
+    volumes = [prod(sharding.shape) for sharding in table.shardings]
     claimed = sum(
         volumes[kind] * itemsize for kind, itemsize in zip(table.kinds.tolist(), table.itemsizes.tolist(), strict=True)
     )
     there = sum(file.size - file.header_size for file in files.values())
-    if claimed != there or there >= _MOST_DATA:
+    if claimed != there or there >= _MAX_DATA:
         raise FormatError(f"the tensors have {claimed} bytes, and the files hold {there}")
     chunks = sum(
-        count * (max(1, len(placing.regions)) if isinstance(placing, Pieces) else 1)
-        for count, placing in zip(counts, table.placings, strict=True)
+        count * (max(1, len(sharding.regions)) if isinstance(sharding, Pieces) else 1)
+        for count, sharding in zip(counts, table.shardings, strict=True)
     )
     if chunks * _LEAST_ENTRY > sum(file.header_size for file in files.values()):
         raise FormatError(f"the headers of {len(files)} files have no room for {chunks} chunks")
-    for placing in table.placings:
-        if isinstance(placing, Layout) and placing.mesh.size > len(files) and 0 not in placing.shape:
-            pieces = prod(_pieces_along(placing, dim) for dim in range(placing.ndim))
+    for sharding in table.shardings:
+        if isinstance(sharding, Layout) and sharding.mesh.size > len(files) and 0 not in sharding.shape:
+            pieces = prod(_pieces_along(sharding, dim) for dim in range(sharding.ndim))
             if pieces > len(files):
                 raise FormatError(
                     f"a tensor lies in {pieces} pieces on as many ranks, and there are {len(files)} files"
@@ -392,8 +392,8 @@ def _pieces_along(layout: Layout, dim: int) -> int:
 
 
 def _check_ranks(ranks: list[int], *, distinct: bool = False) -> None:
-    if ranks and not (min(ranks) >= 0 and max(ranks) < _MOST_RANKS):
-        raise FormatError(f"ranks {min(ranks)} to {max(ranks)} cannot be: they are 0 to {_MOST_RANKS - 1}")
+    if ranks and not (min(ranks) >= 0 and max(ranks) < _MAX_RANKS):
+        raise FormatError(f"ranks {min(ranks)} to {max(ranks)} cannot be: they are 0 to {_MAX_RANKS - 1}")
     if distinct and len(set(ranks)) != len(ranks):
         raise FormatError("a mesh has a rank twice")
 
@@ -406,11 +406,11 @@ def _check_numbers(numbers: list[int], count: int, what: str) -> None:
 def _check_shape(shape: list[int], *, every: bool = True) -> None:
     volume = 1
     for size in shape:
-        if not 0 <= size < _MOST_DATA:
+        if not 0 <= size < _MAX_DATA:
             raise FormatError(f"size {size} cannot be")
         if every:
             volume *= max(1, size)
-    if len(shape) > _MOST_DIMENSIONS and every:
-        raise FormatError(f"a shape of {len(shape)} dimensions: {_MOST_DIMENSIONS} are the most")
-    if volume >= _MOST_DATA:
+    if len(shape) > _MAX_DIMENSIONS and every:
+        raise FormatError(f"a shape of {len(shape)} dimensions: {_MAX_DIMENSIONS} are the most")
+    if volume >= _MAX_DATA:
         raise FormatError(f"shape {shape} is larger than any")

@@ -12,14 +12,14 @@ from typing import NamedTuple, final
 
 import numpy as np
 
-from shardwright.checkpoint.format.split import grain
+from shardwright.checkpoint.format.split import granularity
 from shardwright.checkpoint.format.tensor_table import Integers, Pieces, TensorTable
 from shardwright.layout import Layout
 
-__all__ = ["Share", "Stretch", "share_of", "shares_of"]
+__all__ = ["Range", "ReplicaSplit", "replica_split", "replica_splits"]
 
 
-class Stretch(NamedTuple):
+class Range(NamedTuple):
     """Elements `first` to `last` (exclusive) of what the ranks of a share hold of a tensor, written by one of them."""
 
     rank: int
@@ -29,7 +29,7 @@ class Stretch(NamedTuple):
 
 @final
 @dataclass(frozen=True, eq=False)
-class Share:
+class ReplicaSplit:
     """The tensors that these ranks hold alike, and where each begins in all their bytes laid end to end."""
 
     ranks: tuple[int, ...]
@@ -57,16 +57,16 @@ class Share:
             return 0
         if byte >= int(self.ends[number]):
             return volume
-        step = grain(self.sizes[self.kinds[number]], itemsize, self.total // len(self.ranks))
+        step = granularity(self.sizes[self.kinds[number]], itemsize, self.total // len(self.ranks))
         unit = itemsize * step
         cut = (2 * (byte - start) + unit) // (2 * unit) * step  # the nearest; of two, the later
         return min(cut, volume)
 
-    def writers(self, number: int) -> list[Stretch]:
+    def writers(self, number: int) -> list[Range]:
         """Who writes which stretch of a tensor, by its number here."""
         volume, count = int(self.volumes[number]), len(self.ranks)
         if count == 1:
-            return [Stretch(self.ranks[0], 0, volume)] if volume else []
+            return [Range(self.ranks[0], 0, volume)] if volume else []
         end = int(self.ends[number])
         start = end - volume * int(self.itemsizes[number])
         first = max(0, start * count // max(1, self.total) - 1)
@@ -76,31 +76,33 @@ class Share:
                 break
             low, high = self.point(number, self.bound(place)), self.point(number, self.bound(place + 1))
             if low < high:
-                found.append(Stretch(self.ranks[place], low, high))
+                found.append(Range(self.ranks[place], low, high))
         return found
 
 
-def shares_of(table: TensorTable, rank: int) -> list[Share]:
+def replica_splits(table: TensorTable, rank: int) -> list[ReplicaSplit]:
     """The shares that a rank has part in: one for each set of ranks with which it holds tensors alike."""
     sets = dict.fromkeys(
-        placing.replicas(rank) for placing in table.placings if isinstance(placing, Layout) and rank in placing.mesh
+        sharding.replicas(rank)
+        for sharding in table.shardings
+        if isinstance(sharding, Layout) and rank in sharding.mesh
     )
-    return [share_of(table, ranks) for ranks in sets]
+    return [replica_split(table, ranks) for ranks in sets]
 
 
-def share_of(table: TensorTable, ranks: tuple[int, ...]) -> Share:
+def replica_split(table: TensorTable, ranks: tuple[int, ...]) -> ReplicaSplit:
     """What exactly these ranks hold alike."""
     rank = ranks[0]
-    member = np.zeros(len(table.placings), bool)
-    volumes = np.zeros(len(table.placings), np.int64)
+    member = np.zeros(len(table.shardings), bool)
+    volumes = np.zeros(len(table.shardings), np.int64)
     sizes: list[tuple[int, ...]] = []
-    for kind, placing in enumerate(table.placings):
+    for kind, sharding in enumerate(table.shardings):
         sizes.append(())
-        if isinstance(placing, Pieces) or rank not in placing.mesh or placing.replicas(rank) != ranks:
+        if isinstance(sharding, Pieces) or rank not in sharding.mesh or sharding.replicas(rank) != ranks:
             continue
-        region = placing.region(rank)
+        region = sharding.region(rank)
         member[kind], volumes[kind], sizes[kind] = True, region.volume, region.size
     tensors = np.flatnonzero(member[table.kinds])
     kinds = table.kinds[tensors]
     itemsizes = table.itemsizes[tensors]
-    return Share(ranks, tensors, volumes[kinds], itemsizes, sizes, kinds, np.cumsum(volumes[kinds] * itemsizes))
+    return ReplicaSplit(ranks, tensors, volumes[kinds], itemsizes, sizes, kinds, np.cumsum(volumes[kinds] * itemsizes))

@@ -6,17 +6,17 @@ from math import prod
 
 from shardwright.layout import Region
 
-__all__ = ["boxes_of_stretch", "grain"]
+__all__ = ["boxes_of_range", "granularity"]
 
 
-def boxes_of_stretch(region: Region, first: int, last: int) -> list[Region]:
+def boxes_of_range(region: Region, first: int, last: int) -> list[Region]:
     """The boxes that hold elements number `first` to `last` (exclusive) of a region, in row-major order.
 
     There are at most two per dimension, less one.
 
-    >>> boxes_of_stretch(Region((0, 0), (3, 4)), 2, 9)
+    >>> boxes_of_range(Region((0, 0), (3, 4)), 2, 9)
     [Region[0:1, 2:4], Region[1:2, 0:4], Region[2:3, 0:1]]
-    >>> boxes_of_stretch(Region((4, 0), (3, 4)), 4, 12)
+    >>> boxes_of_range(Region((4, 0), (3, 4)), 4, 12)
     [Region[5:7, 0:4]]
     """
     return _boxes(region.offset, region.size, first, last)
@@ -49,12 +49,12 @@ def _within(offset: tuple[int, ...], size: tuple[int, ...], row: int, first: int
     return [Region((offset[0] + row, *box.offset), (1, *box.size)) for box in _boxes(offset[1:], size[1:], first, last)]
 
 
-def grain(size: tuple[int, ...], itemsize: int, share: int) -> int:
+def granularity(size: tuple[int, ...], itemsize: int, share: int) -> int:
     """At multiples of how many elements a region may be cut, where each holder's share is `share` bytes.
 
     Whole rows, of as many dimensions as keep a cut within a sixty-fourth of the share (or 4 KiB).
 
-    >>> grain((100, 8, 16), itemsize=4, share=1 << 20)
+    >>> granularity((100, 8, 16), itemsize=4, share=1 << 20)
     128
     """
     most = max(4096, share // 64) // itemsize

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from shardwright.layout import Layout, Region
 
-__all__ = ["Pieces", "Placing", "TensorTable"]
+__all__ = ["Pieces", "Sharding", "TensorTable"]
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 
@@ -43,20 +43,20 @@ class Pieces:
         return found
 
 
-Placing: TypeAlias = Layout | Pieces
+Sharding: TypeAlias = Layout | Pieces
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class TensorTable:
-    """Every tensor's name, dtype and placing; `kinds` says which of `placings` a tensor has, and of `dtypes`.
+    """Every tensor's name, dtype and placing; `kinds` says which of `shardings` a tensor has, and of `dtypes`.
 
     A placing is a `Layout` or `Pieces`, its shape included. Tensors come in the order of the state.
 
     >>> from shardwright.layout import Mesh, Shard
     >>> rows = Layout(Mesh((2,)), [Shard(0)], (4, 2))
     >>> table = TensorTable.of(["a", "b"], ["float32", "int8"], [4, 1], [rows, rows])
-    >>> table.shape(1), len(table.placings), table.itemsizes.tolist()
+    >>> table.shape(1), len(table.shardings), table.itemsizes.tolist()
     ((4, 2), 1, [4, 1])
     """
 
@@ -64,34 +64,34 @@ class TensorTable:
     dtypes: tuple[str, ...]
     itemsizes: Integers
     kinds: Integers
-    placings: tuple[Placing, ...]
+    shardings: tuple[Sharding, ...]
 
     @classmethod
     def of(
-        cls, names: Sequence[str], dtypes: Sequence[str], itemsizes: Sequence[int], placings: Sequence[Placing]
+        cls, names: Sequence[str], dtypes: Sequence[str], itemsizes: Sequence[int], shardings: Sequence[Sharding]
     ) -> TensorTable:
         """The table of these tensors; equal layouts are kept once."""
         known: dict[int, int] = {}
-        unique: list[Placing] = []
+        unique: list[Sharding] = []
         kinds = []
-        for placing in placings:  # Layouts are interned: equal ones are one object
-            number = known.get(id(placing))
+        for sharding in shardings:  # Layouts are interned: equal ones are one object
+            number = known.get(id(sharding))
             if number is None:
-                number = known[id(placing)] = len(unique)
-                unique.append(placing)
+                number = known[id(sharding)] = len(unique)
+                unique.append(sharding)
             kinds.append(number)
         return cls(tuple(names), tuple(dtypes), np.array(itemsizes, np.int64), np.array(kinds, np.int64), tuple(unique))
 
     def __len__(self) -> int:
         return len(self.names)
 
-    def placing(self, tensor: int) -> Placing:
+    def sharding(self, tensor: int) -> Sharding:
         """Who holds which region of a tensor."""
-        return self.placings[int(self.kinds[tensor])]
+        return self.shardings[int(self.kinds[tensor])]
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         """The shape of a tensor."""
-        return self.placing(tensor).shape
+        return self.sharding(tensor).shape
 
     @cached_property
     def index(self) -> dict[str, int]:

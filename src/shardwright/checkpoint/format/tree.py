@@ -18,15 +18,15 @@ __all__ = [
     "StoredTensor",
     "StoredValue",
     "check_tree",
-    "of_other_ranks",
     "pairs_of",
     "stored_entries",
     "tensor_names",
     "values_by_rank",
+    "values_of_other_ranks",
 ]
 
 _KEYS = frozenset({str, int, float, bool, type(None)})
-_MOST_DEPTH = 64  # a little more than `flatten` writes: what wraps a value counts here, too
+_MAX_DEPTH = 64  # a little more than `flatten` writes: what wraps a value counts here, too
 
 
 class StoredTensor(NamedTuple):
@@ -114,7 +114,7 @@ def stored_entries(tree: Any, rank: int | None) -> list[StoredEntry]:
     return [entry for entry in found if not entry.of_rank] + own if own else found
 
 
-def of_other_ranks(tree: Any, ranks: Collection[int]) -> list[tuple[str, int]]:
+def values_of_other_ranks(tree: Any, ranks: Collection[int]) -> list[tuple[str, int]]:
     """What ranks that are none of these have for themselves: the name of each value, and whose it is."""
     found: list[tuple[str, int]] = []
     waiting = [("", tree)]
@@ -229,8 +229,8 @@ def values_by_rank(entries: list[Any]) -> list[tuple[int, Any]]:
 
 
 def _check_depth(depth: int) -> None:
-    if depth > _MOST_DEPTH:
-        raise FormatError(f"the tree is nested more than {_MOST_DEPTH} deep")
+    if depth > _MAX_DEPTH:
+        raise FormatError(f"the tree is nested more than {_MAX_DEPTH} deep")
 
 
 def _unreadable(node: Any) -> FormatError:

@@ -12,8 +12,8 @@ from typing import final
 
 import numpy as np
 
-from shardwright.checkpoint.format.replica_split import Share, shares_of
-from shardwright.checkpoint.format.split import boxes_of_stretch
+from shardwright.checkpoint.format.replica_split import ReplicaSplit, replica_splits
+from shardwright.checkpoint.format.split import boxes_of_range
 from shardwright.checkpoint.format.tensor_table import Integers, Pieces, TensorTable
 from shardwright.layout import Layout, Region
 
@@ -48,9 +48,9 @@ class FilePlan:
         kind = self._kinds[chunk]
         region = self._regions.get(kind)
         if region is None:
-            placing = self.table.placings[kind]
-            assert isinstance(placing, Layout)  # the chunks of Pieces are boxes
-            region = self._regions[kind] = placing.region(self.rank)
+            sharding = self.table.shardings[kind]
+            assert isinstance(sharding, Layout)  # the chunks of Pieces are boxes
+            region = self._regions[kind] = sharding.region(self.rank)
         return region
 
     def chunks_of(self, tensor: int) -> list[int]:
@@ -99,14 +99,14 @@ def file_plan(table: TensorTable, rank: int) -> FilePlan:
     tensors: list[Integers] = []
     nbytes: list[Integers] = []
     cut: list[tuple[int, Region]] = []
-    for share in shares_of(table, rank):
+    for share in replica_splits(table, rank):
         whole, pieces = _part(share, rank, table)
         tensors.append(share.tensors[whole])
         nbytes.append(share.volumes[whole] * share.itemsizes[whole])
         cut += pieces
-    for kind, placing in enumerate(table.placings):
-        if isinstance(placing, Pieces):
-            regions = [placing.regions[number] for number in placing.of_rank(rank)]
+    for kind, sharding in enumerate(table.shardings):
+        if isinstance(sharding, Pieces):
+            regions = [sharding.regions[number] for number in sharding.of_rank(rank)]
             cut += [(int(tensor), region) for tensor in np.flatnonzero(table.kinds == kind) for region in regions]
     cut += _empty(table, rank)
     some = np.array([tensor for tensor, _ in cut], np.int64)
@@ -124,7 +124,7 @@ def file_plan(table: TensorTable, rank: int) -> FilePlan:
     return FilePlan(rank, everything[order], sizes, np.cumsum(sizes) - sizes, boxes, table)
 
 
-def _part(share: Share, rank: int, table: TensorTable) -> tuple[Integers, list[tuple[int, Region]]]:
+def _part(share: ReplicaSplit, rank: int, table: TensorTable) -> tuple[Integers, list[tuple[int, Region]]]:
     """What of a share is this rank's: the tensors it writes whole, and the boxes of those that are cut."""
     count = len(share.ranks)
     full = share.volumes > 0
@@ -143,19 +143,19 @@ def _part(share: Share, rank: int, table: TensorTable) -> tuple[Integers, list[t
         if (first, last) == (0, int(share.volumes[number])):
             whole.append(np.array([number]))
         elif first < last:
-            placing = table.placing(tensor)
-            assert isinstance(placing, Layout)  # shares are of layouts
-            pieces += [(tensor, box) for box in boxes_of_stretch(placing.region(rank), first, last)]
+            sharding = table.sharding(tensor)
+            assert isinstance(sharding, Layout)  # shares are of layouts
+            pieces += [(tensor, box) for box in boxes_of_range(sharding.region(rank), first, last)]
     return np.concatenate(whole), pieces
 
 
 def _empty(table: TensorTable, rank: int) -> list[tuple[int, Region]]:
     """Tensors without elements: an empty chunk, by the first rank that has them, so that a file tells of them."""
     found = []
-    for kind, placing in enumerate(table.placings):
-        if 0 not in placing.shape:
+    for kind, sharding in enumerate(table.shardings):
+        if 0 not in sharding.shape:
             continue
-        first = placing.mesh.ranks[0] if isinstance(placing, Layout) else min(placing.ranks, default=0)
-        if first == rank and not (isinstance(placing, Pieces) and placing.of_rank(rank)):
-            found += [(int(tensor), Region.whole(placing.shape)) for tensor in np.flatnonzero(table.kinds == kind)]
+        first = sharding.mesh.ranks[0] if isinstance(sharding, Layout) else min(sharding.ranks, default=0)
+        if first == rank and not (isinstance(sharding, Pieces) and sharding.of_rank(rank)):
+            found += [(int(tensor), Region.whole(sharding.shape)) for tensor in np.flatnonzero(table.kinds == kind)]
     return found

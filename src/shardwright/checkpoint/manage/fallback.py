@@ -16,7 +16,7 @@ from shardwright.errors import CheckpointError, CorruptionError, FormatError, No
 
 __all__ = ["Fallback"]
 
-_MOST_TOLD = 5
+_MAX_LISTED = 5
 
 
 @final
@@ -40,7 +40,7 @@ class Fallback:
         for before in self._touched:
             left = sorted(map(str, self._names[before] - names))
             if left:
-                told = ", ".join(map(repr, left[:_MOST_TOLD])) + (" and more" if len(left) > _MOST_TOLD else "")
+                told = ", ".join(map(repr, left[:_MAX_LISTED])) + (" and more" if len(left) > _MAX_LISTED else "")
                 raise CheckpointError(
                     f"step {before} is damaged, and was loaded in part before that was found; step {step} does not "
                     f"have {told}, which the state may now hold from step {before}. The state is undefined: make it "

@@ -10,13 +10,13 @@ from typing import NamedTuple, final
 
 from shardwright.errors import CheckpointError
 
-__all__ = ["Best", "Policy", "Saved", "best_of", "to_remove"]
+__all__ = ["KeepBest", "Policy", "Saved", "best_of", "to_remove"]
 
 
-class Best(NamedTuple):
+class KeepBest(NamedTuple):
     """The `n` best checkpoints by a metric; mode is "min" (lower is better) or "max".
 
-    >>> Best(3, "accuracy", "max").metric
+    >>> KeepBest(3, "accuracy", "max").metric
     'accuracy'
     """
 
@@ -35,7 +35,7 @@ class Policy:
 
     last: int | None = None
     every: int | None = None
-    best: Best | None = None
+    best: KeepBest | None = None
 
     def __post_init__(self) -> None:
         counts = {"keep_last": self.last, "keep_every": self.every, "keep_best": self.best and self.best.n}
@@ -69,7 +69,7 @@ def to_remove(saved: Sequence[Saved], policy: Policy, newest: int) -> list[int]:
     >>> steps = [Saved(step, {"loss": 1 / (step + 1)}) for step in (0, 100, 200, 300, 400)]
     >>> to_remove(steps, Policy(last=2), newest=400)
     [0, 100, 200]
-    >>> to_remove(steps, Policy(last=1, every=200, best=Best(1, "loss", "max")), newest=400)
+    >>> to_remove(steps, Policy(last=1, every=200, best=KeepBest(1, "loss", "max")), newest=400)
     [100, 300]
     """
     if policy.keeps_all:
@@ -87,10 +87,10 @@ def to_remove(saved: Sequence[Saved], policy: Policy, newest: int) -> list[int]:
     return [one.step for one in mine if one.step not in kept]
 
 
-def best_of(saved: Sequence[Saved], best: Best) -> list[int]:
+def best_of(saved: Sequence[Saved], best: KeepBest) -> list[int]:
     """The best steps by a metric, the best first; of equals the newer. Steps without it, or with NaN, do not count.
 
-    >>> best_of([Saved(1, {"loss": 2.0}), Saved(2, {"loss": 0.5}), Saved(3, {"loss": math.nan})], Best(5, "loss"))
+    >>> best_of([Saved(1, {"loss": 2.0}), Saved(2, {"loss": 0.5}), Saved(3, {"loss": math.nan})], KeepBest(5, "loss"))
     [2, 1]
     """
     sign = 1 if best.mode == "min" else -1

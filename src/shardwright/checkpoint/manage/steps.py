@@ -23,7 +23,7 @@ from typing import final
 
 from shardwright.checkpoint.format.manifest import KEY, Manifest
 from shardwright.checkpoint.reading.current import read_manifest
-from shardwright.checkpoint.writing.leftovers import is_of_a_save, may_be_removed
+from shardwright.checkpoint.writing.leftovers import is_save_file, may_be_removed
 from shardwright.errors import NotACheckpointError, StorageBusyError, StorageError
 from shardwright.storage import Calls, LocalStorage
 from shardwright.storage.address import folder_of
@@ -81,7 +81,7 @@ class Steps:
 
     def has_data(self, step: int) -> bool:
         """Return whether a step holds files of a save. They are written under the lock only."""
-        return any(map(is_of_a_save, self.storage(step).list_keys()))
+        return any(map(is_save_file, self.storage(step).list_keys()))
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of a step, all of whose data files are there. Their contents are not looked at."""

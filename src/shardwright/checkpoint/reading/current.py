@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from shardwright import comm
-from shardwright.checkpoint.format.manifest import KEY, MOST_BYTES, Manifest
+from shardwright.checkpoint.format.manifest import KEY, MAX_BYTES, Manifest
 from shardwright.checkpoint.reading.host_window import this_host
 from shardwright.checkpoint.runtime.alike import same_on_all
 from shardwright.errors import CheckpointError, CorruptionError, MissingKeyError, NotACheckpointError, RankFailedError
@@ -20,9 +20,9 @@ __all__ = ["Current", "check_sizes", "read_current", "read_current_on_ranks", "r
 
 T = TypeVar("T")
 
-_MOST_TRIES = 100  # for ranks to see one manifest
-_MOST_PAUSE = 0.05  # seconds between them
-_MOST_TOLD = 16
+_MAX_TRIES = 100  # for ranks to see one manifest
+_MAX_PAUSE = 0.05  # seconds between them
+_MAX_LISTED = 16
 
 
 class Current(NamedTuple):
@@ -49,8 +49,8 @@ def read_manifest(storage: Storage) -> Manifest:
     except MissingKeyError:
         raise NotACheckpointError(f"{storage!r} holds no checkpoint: there is no {KEY}") from None
     with reader:
-        if reader.size > MOST_BYTES:
-            raise CorruptionError(f"the manifest has {reader.size} bytes, and none has more than {MOST_BYTES}")
+        if reader.size > MAX_BYTES:
+            raise CorruptionError(f"the manifest has {reader.size} bytes, and none has more than {MAX_BYTES}")
         data = bytearray(reader.size)
         reader.read([memoryview(data)], 0)
     with not_collecting():
@@ -115,19 +115,19 @@ def _same_on_ranks(place: Callable[[], Storage], group: comm.Group) -> Current:
         manifest = read_manifest(storage)
         return (storage, manifest), msgspec.json.encode(_Sight(manifest.save_id, repr(storage), folder, host))
 
-    for attempt in range(_MOST_TRIES):
+    for attempt in range(_MAX_TRIES):
         (storage, manifest), told = comm.agree_telling(look, what="load", group=group)
         before, said = said, [msgspec.json.decode(one, type=_Sight) for one in told]
         if len({one.save_id for one in said}) == 1:
             return Current(storage, manifest, tuple(one.host for one in said))
         if len({one.folder for one in said}) > 1 and said == before:
             break  # different folders, and nobody saves to any of them
-        time.sleep(min(_MOST_PAUSE, 0.001 * 2 ** min(attempt, 10)))
+        time.sleep(min(_MAX_PAUSE, 0.001 * 2 ** min(attempt, 10)))
     listed = [
         f"rank {rank} reads save {one.save_id} of {one.where}" for rank, one in zip(group.ranks, said, strict=True)
     ]
-    more = f"; and {len(listed) - _MOST_TOLD} more" if len(listed) > _MOST_TOLD else ""
+    more = f"; and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
     raise CheckpointError(
-        f"ranks read different checkpoints, and load takes one: {'; '.join(listed[:_MOST_TOLD])}{more}. Give all ranks "
-        "one folder that they share, or copies of one checkpoint"
+        f"ranks read different checkpoints, and load takes one: {'; '.join(listed[:_MAX_LISTED])}{more}. Give all "
+        "ranks one folder that they share, or copies of one checkpoint"
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.format.data_file import BLOCK, DataFile, FileEntry, digest
 from shardwright.checkpoint.format.locate import Part
-from shardwright.checkpoint.format.split import boxes_of_stretch
+from shardwright.checkpoint.format.split import boxes_of_range
 from shardwright.checkpoint.format.tensor_table import Integers
 from shardwright.checkpoint.reading.host_sharing import Run, touched
 from shardwright.checkpoint.runtime.address_space import memory_at
@@ -35,7 +35,7 @@ __all__ = ["Destination", "FileReader", "copy_window"]
 Checksums: TypeAlias = npt.NDArray[np.uint32]
 
 _BATCH = 1 << 20  # bytes read in one call and verified at once: they are still in the cache
-_MOST = 1000  # buffers in one call
+_MAX_BUFFERS = 1000  # buffers in one call
 
 
 class Destination(NamedTuple):
@@ -135,7 +135,7 @@ class FileReader:
             is_all = region is chunk_region or region == chunk_region
             is_framed = region is frame or region == frame
             place = tensor if is_framed else tensor[region.slices(frame)]
-            if is_all and ((is_straight and is_framed) or _is_one_stretch(destination, place)):
+            if is_all and ((is_straight and is_framed) or _is_contiguous_host(destination, place)):
                 whole.append(chunk)
                 addresses.append(place.data_ptr())
             else:
@@ -170,7 +170,7 @@ class FileReader:
         starts, length = part.region.byte_runs(part.chunk_region, destination.stored.itemsize)
         blocks = touched(part, destination.stored.itemsize)
         inside = np.zeros(len(blocks), bool)
-        if len(starts) == 1 and _is_one_stretch(destination, place):
+        if len(starts) == 1 and _is_contiguous_host(destination, place):
             begin, end = int(starts[0]), int(starts[0]) + length
             inside = (blocks * BLOCK >= begin) & (np.minimum((blocks + 1) * BLOCK, nbytes) <= end)
             whole = blocks[inside]
@@ -238,7 +238,7 @@ def _batches(blocks: _Blocks) -> Iterator[tuple[int, int]]:
     for end in [*breaks, len(ends)]:
         while first < end:
             full = (ends[first - 1] if first else 0) + _BATCH
-            last = min(bisect_left(ends, full, first, end) + 1, first + _MOST, end)
+            last = min(bisect_left(ends, full, first, end) + 1, first + _MAX_BUFFERS, end)
             yield first, last
             first = last
 
@@ -253,7 +253,7 @@ def _windows(destination: Destination, blocks: Integers, most: int) -> Iterator[
             start = place
 
 
-def _is_one_stretch(destination: Destination, place: Tensor) -> bool:
+def _is_contiguous_host(destination: Destination, place: Tensor) -> bool:
     """Whether a place is one stretch of host memory that takes the stored bytes as they are."""
     return place.is_cpu and place.is_contiguous() and destination.is_plain
 
@@ -269,7 +269,7 @@ def copy_window(destination: Destination, scratch: Tensor, begin: int, nbytes: i
     if stored == torch.bool and not destination.is_plain and nbytes and int(scratch[:nbytes].max()) > 1:
         raise CorruptionError("a tensor of truths holds bytes that are neither 0 nor 1")
     position, first, filled = 0, begin // stored.itemsize, 0
-    for box in boxes_of_stretch(part.chunk_region, first, first + nbytes // stored.itemsize):
+    for box in boxes_of_range(part.chunk_region, first, first + nbytes // stored.itemsize):
         common = box.intersect(part.region)
         if common is not None:
             source = data[position : position + box.volume].view(box.size)

@@ -11,13 +11,22 @@ import torch
 from torch import nn
 
 from shardwright.checkpoint.reading.match import Match
-from shardwright.checkpoint.state.flatten import Branch, Coded, Flat, Node, Object, OfRank, TensorNode, ValueNode
+from shardwright.checkpoint.state.flatten import (
+    CodecNode,
+    ContainerNode,
+    FlatState,
+    Node,
+    ObjectNode,
+    PerRankNode,
+    TensorNode,
+    ValueNode,
+)
 from shardwright.checkpoint.state.objects import in_order
 
 __all__ = ["fill"]
 
 
-def fill(flat: Flat, found: Match) -> Any:
+def fill(flat: FlatState, found: Match) -> Any:
     """The state that was taken apart, with what was read: the same containers and tensors, other contents."""
     filled = (part.tensor for _, leaf, _ in found.tensors for part in leaf.parts)
     # They were written to behind autograd's back: what was saved for a backward of before is stale.
@@ -34,7 +43,7 @@ class _Fill:
         """The identities of all leaves that were filled."""
         return {leaf.identity for _, leaf, _ in self._found.tensors}
 
-    def fill(self, node: Node, flat: Flat) -> Any:
+    def fill(self, node: Node, flat: FlatState) -> Any:
         match node:
             case TensorNode():
                 if node.is_array and self._is_filled(node, flat):
@@ -42,31 +51,31 @@ class _Fill:
                 return node.original
             case ValueNode():
                 return self._found.values.get(id(node), node.original)
-            case Branch(kind="d", within=within, children=children) if within is not None:
+            case ContainerNode(kind="d", within=within, children=children) if within is not None:
                 return self._mapping(node.original, within, children, flat)
-            case Branch(kind="l"):
+            case ContainerNode(kind="l"):
                 for place, child in enumerate(node.children):
                     new = self.fill(child, flat)
                     if new is not node.original[place]:
                         node.original[place] = new
                 return node.original
-            case Branch():
+            case ContainerNode():
                 items = [self.fill(child, flat) for child in node.children]
                 if all(new is old for new, old in zip(items, node.original, strict=True)):
                     return node.original
                 kind = type(node.original)
                 return kind(*items) if hasattr(kind, "_fields") else kind(items)
-            case Object():
+            case ObjectNode():
                 if self._is_filled(node.inner, flat):
                     _give(node, self.fill(node.inner, flat))
                 return node.original
-            case Coded():
+            case CodecNode():
                 return node.codec.decode(self.fill(node.inner, flat)) if self._is_filled(node, flat) else node.original
-            case OfRank():
+            case PerRankNode():
                 node.original.value = self.fill(node.flat.root, node.flat)
                 return node.original
 
-    def _mapping(self, original: Any, within: list[Any], children: list[Node], flat: Flat) -> Any:
+    def _mapping(self, original: Any, within: list[Any], children: list[Node], flat: FlatState) -> Any:
         changed: dict[Any, Any] = {}
         waiting: dict[Any, Node] = {}
         for key, child in zip(within, children, strict=True):
@@ -88,18 +97,18 @@ class _Fill:
             original[key] = new
         return original
 
-    def _is_filled(self, node: Node, flat: Flat) -> bool:
+    def _is_filled(self, node: Node, flat: FlatState) -> bool:
         """Whether anything in it was stored and asked for. An object of which nothing was is given nothing."""
         match node:
             case TensorNode():
                 return flat.leaves[node.number].identity in self._memory
             case ValueNode():
                 return id(node) in self._found.values
-            case Branch():
+            case ContainerNode():
                 return id(node) in self._found.emptied or any(self._is_filled(child, flat) for child in node.children)
-            case Object() | Coded():
+            case ObjectNode() | CodecNode():
                 return self._is_filled(node.inner, flat)
-            case OfRank():
+            case PerRankNode():
                 return self._is_filled(node.flat.root, node.flat)
 
 
@@ -109,7 +118,7 @@ def _bring_back(array: np.ndarray[Any, Any], tensor: torch.Tensor) -> None:
         np.copyto(array, tensor.numpy())
 
 
-def _give(node: Object, state: Any) -> None:
+def _give(node: ObjectNode, state: Any) -> None:
     """An object's state. A module's tensors were filled where they are: only what else it has is given to it."""
     original = node.original
     if isinstance(original, nn.Module) and _plain_module(original):

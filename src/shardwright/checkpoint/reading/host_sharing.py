@@ -2,7 +2,7 @@
 
 A tensor is read by each rank alone where the blocks that the ranks touch are hardly any of them the same: a layout
 that was kept, rows cut otherwise. Where ranks touch the same blocks (replicas, columns of what was stored as rows),
-they are dealt out among the ranks: see `deal`.
+they are dealt out among the ranks: see `assignment`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright.checkpoint.format.data_file import BLOCK
-from shardwright.checkpoint.format.locate import Finder, Part
-from shardwright.checkpoint.format.tensor_table import Integers, Pieces, Placing
+from shardwright.checkpoint.format.locate import ChunkLocator, Part
+from shardwright.checkpoint.format.tensor_table import Integers, Pieces, Sharding
 from shardwright.layout import Region, RegionTable
 
-__all__ = ["Ask", "Run", "blocks_of", "boxes_meeting", "regions_of", "shared", "touched"]
+__all__ = ["ReadRequest", "Run", "blocks_of", "boxes_meeting", "regions_of", "shared", "touched"]
 
 _WASTE = 1.05  # reading alone may cost this much more than reading once
 _LOOKED_AT = 16  # stored boxes of a tensor that this is judged by: those of thousands of ranks are alike
 
 
-class Ask(NamedTuple):
+class ReadRequest(NamedTuple):
     """A stored tensor, by its number, that is loaded under a placing: what every rank knows of every other's wishes."""
 
     number: int
-    placing: Placing
+    sharding: Sharding
 
 
 class Run(NamedTuple):
@@ -40,47 +40,47 @@ class Run(NamedTuple):
     at: int
 
 
-def regions_of(placing: Placing, rank: int) -> list[Region]:
+def regions_of(sharding: Sharding, rank: int) -> list[Region]:
     """What a rank holds under a placing.
 
     >>> from shardwright.layout import Layout, Mesh, Shard
     >>> regions_of(Layout(Mesh((2,)), [Shard(0)], (4,)), 1)
     [Region[2:4]]
     """
-    if isinstance(placing, Pieces):
-        return [placing.regions[number] for number in placing.of_rank(rank)]
-    return [placing.region(rank)] if rank in placing.mesh else []
+    if isinstance(sharding, Pieces):
+        return [sharding.regions[number] for number in sharding.of_rank(rank)]
+    return [sharding.region(rank)] if rank in sharding.mesh else []
 
 
-def shared(asks: Sequence[Ask], finder: Finder, ranks: Sequence[int]) -> list[bool]:
+def shared(requests: Sequence[ReadRequest], locator: ChunkLocator, ranks: Sequence[int]) -> list[bool]:
     """For each tensor, whether these ranks of one host read it together.
 
     >>> from shardwright.checkpoint.format.tensor_table import TensorTable
     >>> from shardwright.layout import Layout, Mesh, Replicate, Shard
     >>> rows, whole = (Layout(Mesh((2,)), [p], (4, 4)) for p in (Shard(0), Replicate()))
-    >>> finder = Finder(TensorTable.of(["w"], ["float32"], [4], [rows]))
-    >>> shared([Ask(0, rows), Ask(0, whole)], finder, [0, 1])
+    >>> locator = ChunkLocator(TensorTable.of(["w"], ["float32"], [4], [rows]))
+    >>> shared([ReadRequest(0, rows), ReadRequest(0, whole)], locator, [0, 1])
     [False, True]
     """
     if len(ranks) == 1:
-        return [False] * len(asks)
+        return [False] * len(requests)
     known: dict[tuple[int, int, int], bool] = {}
     found = []
-    for ask in asks:
-        table = finder.table
+    for ask in requests:
+        table = locator.table
         # Tensors stored alike, and asked for alike, touch blocks alike, but for where shares of replicas are cut.
-        key = (int(table.kinds[ask.number]), id(ask.placing), int(table.itemsizes[ask.number]))
+        key = (int(table.kinds[ask.number]), id(ask.sharding), int(table.itemsizes[ask.number]))
         if key not in known:
-            known[key] = _overlaps(ask, finder, ranks)
+            known[key] = _overlaps(ask, locator, ranks)
         found.append(known[key])
     return found
 
 
-def _overlaps(ask: Ask, finder: Finder, ranks: Sequence[int]) -> bool:
+def _overlaps(ask: ReadRequest, locator: ChunkLocator, ranks: Sequence[int]) -> bool:
     """Whether ranks touch blocks that others touch; where replicas share the writing, as if one had written all."""
-    itemsize = int(finder.table.itemsizes[ask.number])
-    wanted = [region for rank in ranks for region in regions_of(ask.placing, rank)]
-    _, offsets, sizes = boxes_meeting(finder.table.placing(ask.number), wanted)
+    itemsize = int(locator.table.itemsizes[ask.number])
+    wanted = [region for rank in ranks for region in regions_of(ask.sharding, rank)]
+    _, offsets, sizes = boxes_meeting(locator.table.sharding(ask.number), wanted)
     boxes = np.unique(np.concatenate([offsets, sizes], axis=1), axis=0)
     each = once = 0
     for row in boxes[np.unique(np.linspace(0, len(boxes) - 1, _LOOKED_AT).astype(int))] if len(boxes) else ():
@@ -92,14 +92,14 @@ def _overlaps(ask: Ask, finder: Finder, ranks: Sequence[int]) -> bool:
     return each > _WASTE * once
 
 
-def boxes_meeting(placing: Placing, wanted: Iterable[Region]) -> RegionTable:
+def boxes_meeting(sharding: Sharding, wanted: Iterable[Region]) -> RegionTable:
     """The stored boxes that hold any of the wanted regions, each with a rank that has it.
 
     >>> from shardwright.layout import Layout, Mesh, Shard
     >>> boxes_meeting(Layout(Mesh((4,)), [Shard(0)], (8,)), [Region((3,), (2,))]).ranks.tolist()
     [1, 2]
     """
-    table = _boxes_of(placing) if isinstance(placing, Pieces) else placing.table()
+    table = _boxes_of(sharding) if isinstance(sharding, Pieces) else sharding.table()
     ends = table.offsets + table.sizes
     meets = np.zeros(len(table.ranks), bool)
     for region in dict.fromkeys(wanted):

@@ -17,10 +17,20 @@ import numpy as np
 from torch import Tensor
 
 from shardwright.checkpoint.format.tensor_table import TensorTable
-from shardwright.checkpoint.format.tree import StoredEntry, StoredTensor, StoredValue, of_other_ranks
+from shardwright.checkpoint.format.tree import StoredEntry, StoredTensor, StoredValue, values_of_other_ranks
 from shardwright.checkpoint.format.values import DTYPES, EnumValue
 from shardwright.checkpoint.reading.patterns import fits, patterns_of
-from shardwright.checkpoint.state.flatten import Branch, Coded, Flat, Keys, Node, Object, OfRank, TensorNode, ValueNode
+from shardwright.checkpoint.state.flatten import (
+    CodecNode,
+    ContainerNode,
+    FlatState,
+    Keys,
+    Node,
+    ObjectNode,
+    PerRankNode,
+    TensorNode,
+    ValueNode,
+)
 from shardwright.checkpoint.state.leaves import Leaf, Part
 from shardwright.errors import ArgumentTypeError
 from shardwright.tensor.api.tracked_copy import Picked
@@ -30,20 +40,20 @@ __all__ = [
     "Match",
     "OnMissing",
     "Rename",
-    "Wanted",
-    "asked_for",
+    "TensorMatch",
     "match_state",
-    "of_nobody",
-    "renamed",
+    "matched_entries",
+    "rename_entries",
+    "unclaimed_rank_values",
 ]
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 Cast: TypeAlias = bool | Mapping[str, bool]
-_MOST_WORK = 100_000  # for telling whether two tensors share memory: beyond it they are taken to
+_MAX_WORK = 100_000  # for telling whether two tensors share memory: beyond it they are taken to
 OnMissing: TypeAlias = Literal["raise", "keep"] | Callable[[str], Literal["raise", "keep"]]
 
 
-class Wanted(NamedTuple):
+class TensorMatch(NamedTuple):
     """A leaf of the target and the stored tensor that fills it."""
 
     name: str
@@ -60,7 +70,7 @@ class Match(NamedTuple):
     that fit no name here. `faults` are complete sentences.
     """
 
-    tensors: list[Wanted]
+    tensors: list[TensorMatch]
     values: dict[int, Any]
     missing: list[str]
     unexpected: list[int]
@@ -69,16 +79,16 @@ class Match(NamedTuple):
     emptied: set[int]
 
 
-def of_nobody(tree: Any, ranks: Sequence[int]) -> list[str]:
+def unclaimed_rank_values(tree: Any, ranks: Sequence[int]) -> list[str]:
     """What is wrong if all that ranks had for themselves is to be loaded, and some of them are not here."""
     return [
         f"unexpected: {name!r} of rank {owner} is in the checkpoint, and no rank {owner} loads it; "
         "strict=False leaves it out"
-        for name, owner in of_other_ranks(tree, frozenset(ranks))
+        for name, owner in values_of_other_ranks(tree, frozenset(ranks))
     ]
 
 
-def renamed(stored: Sequence[StoredEntry], rename: Rename | None) -> tuple[list[StoredEntry], list[str]]:
+def rename_entries(stored: Sequence[StoredEntry], rename: Rename | None) -> tuple[list[StoredEntry], list[str]]:
     """What is stored, under the names that `rename` gives it, and what is wrong with those.
 
     What has a new name is found by that alone.
@@ -105,7 +115,7 @@ def renamed(stored: Sequence[StoredEntry], rename: Rename | None) -> tuple[list[
 
 
 def match_state(
-    flat: Flat,
+    flat: FlatState,
     stored: Sequence[StoredEntry],
     table: TensorTable,
     *,
@@ -127,7 +137,7 @@ def match_state(
     index = _Index(stored, nodes)
     fit = _Fit(table, cast)
     used: set[int] = set()
-    read: dict[tuple[Any, ...], Wanted] = {}  # memory that is to be filled, and what with
+    read: dict[tuple[Any, ...], TensorMatch] = {}  # memory that is to be filled, and what with
     for node, leaf, codecs in wanted:
         place = index.find(node)
         if place is None:
@@ -152,7 +162,7 @@ def match_state(
         else:
             if not fit.is_plain(node, leaf, entry.number):
                 found.faults.extend(fit.faults(node, leaf, entry.number))
-            wish = Wanted(node.name, leaf, entry.number)
+            wish = TensorMatch(node.name, leaf, entry.number)
             first = read.setdefault(leaf.identity, wish) if leaf.is_held else wish
             if first is wish:
                 found.tensors.append(wish)
@@ -185,7 +195,7 @@ def match_state(
     return found
 
 
-def asked_for(flat: Flat, stored: Sequence[StoredEntry]) -> set[int]:
+def matched_entries(flat: FlatState, stored: Sequence[StoredEntry]) -> set[int]:
     """The places, among all that is stored, of what this state asks for."""
     nodes = _leaf_nodes(flat)
     index = _Index(stored, nodes)
@@ -231,38 +241,38 @@ _Found: TypeAlias = tuple[TensorNode | ValueNode, Leaf | None, tuple[str, ...]]
 """A leaf of the target: its node, what it is if it is a tensor, and the codecs that read what is above it."""
 
 
-def _leaf_nodes(flat: Flat) -> list[_Found]:
+def _leaf_nodes(flat: FlatState) -> list[_Found]:
     found: list[_Found] = []
     _add_leaf_nodes(flat.root, flat, (), found)
     return found
 
 
-def _add_leaf_nodes(node: Node, flat: Flat, codecs: tuple[str, ...], found: list[_Found]) -> None:
+def _add_leaf_nodes(node: Node, flat: FlatState, codecs: tuple[str, ...], found: list[_Found]) -> None:
     match node:
         case TensorNode():
             found.append((node, flat.leaves[node.number], codecs))
         case ValueNode():
             found.append((node, None, codecs))
-        case Branch():
+        case ContainerNode():
             for child in node.children:
                 _add_leaf_nodes(child, flat, codecs, found)
-        case Object():
+        case ObjectNode():
             _add_leaf_nodes(node.inner, flat, codecs, found)
-        case Coded():
+        case CodecNode():
             _add_leaf_nodes(node.inner, flat, (*codecs, node.codec.name), found)
-        case OfRank():
+        case PerRankNode():
             _add_leaf_nodes(node.flat.root, node.flat, codecs, found)
 
 
-def _branches(node: Node) -> Iterator[Branch]:
+def _branches(node: Node) -> Iterator[ContainerNode]:
     match node:
-        case Branch():
+        case ContainerNode():
             yield node
             for child in node.children:
                 yield from _branches(child)
-        case Object() | Coded():
+        case ObjectNode() | CodecNode():
             yield from _branches(node.inner)
-        case OfRank():
+        case PerRankNode():
             yield from _branches(node.flat.root)
 
 
@@ -321,14 +331,14 @@ class _Fit:
 
     def __init__(self, table: TensorTable, cast: Cast) -> None:
         self._table, self._cast = table, cast
-        self._shapes = [placing.shape for placing in table.placings]
+        self._shapes = [sharding.shape for sharding in table.shardings]
         self._kinds: list[int] = table.kinds.tolist()
 
     def is_plain(self, node: TensorNode | ValueNode, leaf: Leaf, number: int) -> bool:
         """Whether it fits as it is, at first sight: what most tensors do."""
         return (
             leaf.dtype == self._table.dtypes[number]
-            and leaf.placing.shape == self._shapes[self._kinds[number]]
+            and leaf.sharding.shape == self._shapes[self._kinds[number]]
             and leaf.is_straight
             and isinstance(node, TensorNode)
             and not node.is_array
@@ -337,7 +347,7 @@ class _Fit:
 
     def faults(self, node: TensorNode | ValueNode, leaf: Leaf, number: int) -> Iterator[str]:
         """What is wrong if one is loaded into the other."""
-        here, there = leaf.placing.shape, self._table.shape(number)
+        here, there = leaf.sharding.shape, self._table.shape(number)
         name = node.name
         if here != there:
             yield f"shape: {name!r} is {list(here)} here, and {list(there)} in the checkpoint"
@@ -379,11 +389,11 @@ class _Range(NamedTuple):
     device: str
     first: int
     end: int
-    wanted: Wanted
+    wanted: TensorMatch
     part: Part
 
 
-def _overlaps(tensors: Sequence[Wanted]) -> Iterator[str]:
+def _overlaps(tensors: Sequence[TensorMatch]) -> Iterator[str]:
     """Of two targets that share memory and are not the same, what is wrong: one would undo the other."""
     if not _may_overlap([wanted.leaf for wanted in tensors]):
         return
@@ -423,7 +433,7 @@ def _reach(tensor: Tensor) -> int:
     return (sum(steps) + 1) * tensor.itemsize
 
 
-def _range(wanted: Wanted, part: Part) -> _Range:
+def _range(wanted: TensorMatch, part: Part) -> _Range:
     first = part.tensor.data_ptr()
     return _Range(str(part.tensor.device), first, first + _reach(part.tensor), wanted, part)
 
@@ -458,7 +468,7 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
         return True  # their ranges do
     try:
         both = np.asarray(_Bytes(one)), np.asarray(_Bytes(other))
-        return np.shares_memory(*both, max_work=_MOST_WORK)  # type: ignore[arg-type]  # any number will do
+        return np.shares_memory(*both, max_work=_MAX_WORK)  # type: ignore[arg-type]  # any number will do
     except np.exceptions.TooHardError:
         return True
 

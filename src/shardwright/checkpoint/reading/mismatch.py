@@ -15,16 +15,16 @@ import msgspec
 from shardwright import comm
 from shardwright.checkpoint.format.tree import StoredEntry
 from shardwright.checkpoint.reading.match import Match
-from shardwright.checkpoint.state.flatten import Flat
+from shardwright.checkpoint.state.flatten import FlatState
 from shardwright.errors import LoadMismatchError
 
-__all__ = ["Misfits", "misfits_of", "raise_mismatches"]
+__all__ = ["Mismatches", "mismatches_of", "raise_mismatches"]
 
-_MOST_TOLD = 50
-_MOST_COMPARED = 20000  # names among which a near one is looked for
+_MAX_LISTED = 50
+_MAX_COMPARED = 20000  # names among which a near one is looked for
 
 
-class Misfits(NamedTuple):
+class Mismatches(NamedTuple):
     """A rank's mismatches: sentences (of `total`, the first), patterns without use, and what it left over."""
 
     sentences: list[str]
@@ -33,7 +33,7 @@ class Misfits(NamedTuple):
     unused: str  # the bits of a number, in hexadecimal digits
 
 
-def misfits_of(found: Match, stored: Sequence[StoredEntry]) -> Misfits | None:
+def mismatches_of(found: Match, stored: Sequence[StoredEntry]) -> Mismatches | None:
     """What this rank has to tell; None where all fits."""
     if not (found.faults or found.missing or found.unexpected or found.idle):
         return None
@@ -41,16 +41,16 @@ def misfits_of(found: Match, stored: Sequence[StoredEntry]) -> Misfits | None:
     sentences = [
         *(
             f"missing: {one!r} is not in the checkpoint{_near(one, names, 'it has')}"
-            for one in found.missing[:_MOST_TOLD]
+            for one in found.missing[:_MAX_LISTED]
         ),
-        *found.faults[:_MOST_TOLD],
+        *found.faults[:_MAX_LISTED],
     ]
     bits = sum(1 << place for place in found.unexpected)
-    return Misfits(sentences, len(found.faults) + len(found.missing), found.idle, f"{bits:x}")
+    return Mismatches(sentences, len(found.faults) + len(found.missing), found.idle, f"{bits:x}")
 
 
 def raise_mismatches(
-    told: Sequence[Misfits | None], found: Match, flat: Flat, stored: Sequence[StoredEntry], group: comm.Group
+    told: Sequence[Mismatches | None], found: Match, flat: FlatState, stored: Sequence[StoredEntry], group: comm.Group
 ) -> None:
     """Raises one `LoadMismatchError`, the same on all ranks of the group, if anything does not fit on any of them.
 
@@ -58,7 +58,7 @@ def raise_mismatches(
     """
     if not any(told):
         return
-    ranks = dict(zip(group.ranks, (one or Misfits([], 0, [], "0") for one in told), strict=True))
+    ranks = dict(zip(group.ranks, (one or Mismatches([], 0, [], "0") for one in told), strict=True))
     unused = -1
     sentences: dict[str, list[int]] = {}
     for rank, one in ranks.items():
@@ -70,23 +70,23 @@ def raise_mismatches(
     lines += [f"only: {pattern!r} fits no name of the state" for pattern in idle]
     # What is common to all ranks has the same place on all of them; near names are looked for among the first's.
     unexpected = [place for place in range(unused.bit_length()) if unused >> place & 1]
-    near = _near_names(flat, [stored[place].name for place in unexpected[:_MOST_TOLD]], group) if unexpected else {}
-    for place in unexpected[:_MOST_TOLD]:
+    near = _near_names(flat, [stored[place].name for place in unexpected[:_MAX_LISTED]], group) if unexpected else {}
+    for place in unexpected[:_MAX_LISTED]:
         name = stored[place].name
         lines.append(f"unexpected: {name!r} is in the checkpoint and not in the state{near.get(name, '')}")
     untold = sum(one.total - len(one.sentences) for one in ranks.values())
     count = len(sentences) + len(idle) + len(unexpected) + untold
     if not count:
         return
-    more = count - len(lines[:_MOST_TOLD])
+    more = count - len(lines[:_MAX_LISTED])
     raise LoadMismatchError(
         f"the checkpoint does not fit the state, in {count} {'place' if count == 1 else 'places'}; nothing was changed"
-        + "".join(f"\n  {line}" for line in lines[:_MOST_TOLD])
+        + "".join(f"\n  {line}" for line in lines[:_MAX_LISTED])
         + (f"\n  and {more} more" if more else "")
     )
 
 
-def _near_names(flat: Flat, unexpected: Sequence[str], group: comm.Group) -> dict[str, str]:
+def _near_names(flat: FlatState, unexpected: Sequence[str], group: comm.Group) -> dict[str, str]:
     """For unexpected names, the nearest that the first rank of the group asks for."""
     own = {name: _near(name, flat.names, "the state has") for name in unexpected} if group.rank == 0 else {}
     said = comm.gather_bytes(msgspec.json.encode(own), group, what="load: near names")
@@ -95,7 +95,7 @@ def _near_names(flat: Flat, unexpected: Sequence[str], group: comm.Group) -> dic
 
 
 def _near(name: str, names: Sequence[str], has: str) -> str:
-    if len(names) > _MOST_COMPARED:
+    if len(names) > _MAX_COMPARED:
         return ""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
     if close and close[0] == name:

@@ -1,4 +1,4 @@
-"""State that a checkpoint has and an object lacks, created before it is filled: see `completing` and `grow_together`.
+"""State that a checkpoint has and an object lacks, created before it is filled: see `StateCompleter`.
 
 What an optimizer remembers exists only once it has stepped. So when a state is loaded into one that has not, what the
 checkpoint has for a parameter is made for it first: with the parameter's layout where it has its shape. Nothing is
@@ -22,33 +22,42 @@ from shardwright.checkpoint.format.names import joined
 from shardwright.checkpoint.format.tensor_table import TensorTable
 from shardwright.checkpoint.format.tree import StoredEntry, StoredTensor
 from shardwright.checkpoint.format.values import DTYPES
-from shardwright.checkpoint.reading.match import asked_for
+from shardwright.checkpoint.reading.match import matched_entries
 from shardwright.checkpoint.reading.patterns import fits, patterns_of
-from shardwright.checkpoint.reading.stored_tree import ABSENT, Behind, behind, behind_text, grow, grown, plain, planted
-from shardwright.checkpoint.state.flatten import Flat, Keys
+from shardwright.checkpoint.reading.stored_tree import (
+    ABSENT,
+    RelativeEntry,
+    add_missing,
+    build_tree,
+    entries_under,
+    plain,
+    relative_entry,
+    value_of,
+)
+from shardwright.checkpoint.state.flatten import FlatState, Keys
 from shardwright.checkpoint.state.leaves import to_ours
 from shardwright.checkpoint.state.optimizer import parameters_of
 from shardwright.layout import Replicate
 from shardwright.sharded import ShardedTensor
 from shardwright.tensor import DTensor, empty
 
-__all__ = ["completing", "grow_together"]
+__all__ = ["StateCompleter", "create_missing"]
 
 
-def grow_together(
-    flat: Flat,
-    complete: completing,
+def create_missing(
+    flat: FlatState,
+    complete: StateCompleter,
     stored: Sequence[StoredEntry],
     group: comm.Group,
-    again: Callable[[completing], Flat],
-) -> tuple[Flat, completing]:
+    again: Callable[[StateCompleter], FlatState],
+) -> tuple[FlatState, StateCompleter]:
     """The state as `complete` made it, or made `again` without what other ranks have.
 
     All ranks of the group call it, once any of them has made something.
     """
-    new = complete.grown
+    new = complete.created
     common = [place for place, entry in enumerate(stored) if not entry.of_rank]
-    mine = asked_for(flat, stored) - new
+    mine = matched_entries(flat, stored) - new
     said = comm.gather_bytes(_bits(mine.intersection(common)), group, what="load: what ranks have")
     taken = 0
     for one in said:
@@ -64,7 +73,7 @@ def _bits(places: Collection[int]) -> bytes:
 
 
 @final
-class completing:  # noqa: N801  # it is called like a function
+class StateCompleter:  # it is called like a function
     """What gives an object's state, as `flatten` found it, back with what is stored for it besides.
 
     That is what an optimizer that has not stepped lacks, and what any other object does that is no module. Only names
@@ -76,14 +85,14 @@ class completing:  # noqa: N801  # it is called like a function
         self, stored: Sequence[StoredEntry], table: TensorTable, only: str | Sequence[str] | None = None
     ) -> None:
         self._table, self.made = table, _Made()
-        self.grown: set[int] = set()
+        self.created: set[int] = set()
         self._places = {id(one): place for place, one in enumerate(stored)}
         patterns = patterns_of(only)
         self._stored = [one for one in stored if patterns is None or fits(one.name, patterns)]
 
-    def without(self, entries: Iterable[StoredEntry]) -> completing:
+    def without(self, entries: Iterable[StoredEntry]) -> StateCompleter:
         """The same, which does not make these."""
-        other = completing([], self._table)
+        other = StateCompleter([], self._table)
         left_out = {id(one) for one in entries}
         other._places, other._stored = self._places, [one for one in self._stored if id(one) not in left_out]
         return other
@@ -93,25 +102,27 @@ class completing:  # noqa: N801  # it is called like a function
             return state
         parameters = parameters_of(value)
         if parameters is None:
-            return grow(state, behind(self._stored, name, keys), self._make_plain)
+            return add_missing(state, entries_under(self._stored, name, keys), self._make_plain)
         if not isinstance(state, Mapping) or not isinstance(state.get("state"), dict):
             return state
         remembered = dict(state["state"])
-        new: dict[Any, list[Behind]] = {}
-        for key, one in _of_parameters(behind(self._stored, joined(name, "state"), (*keys, "state")), parameters):
+        new: dict[Any, list[RelativeEntry]] = {}
+        for key, one in _of_parameters(
+            entries_under(self._stored, joined(name, "state"), (*keys, "state")), parameters
+        ):
             if key not in remembered:
                 new.setdefault(key, []).append(one)
         for key, entries in new.items():
-            made = grown(planted(entries), partial(self._make_like, parameters[key]))
+            made = value_of(build_tree(entries), partial(self._make_like, parameters[key]))
             if made is not ABSENT:
                 remembered[key] = made
         return {**state, "state": remembered}
 
     def _make_plain(self, entry: StoredEntry, depth: int) -> Any:
-        if entry.of_rank or Behind(entry.path[len(entry.path) - depth :], "", entry).has_codec:
+        if entry.of_rank or RelativeEntry(entry.path[len(entry.path) - depth :], "", entry).has_codec:
             return ABSENT  # only a state that has it already knows how it is wrapped
         if id(entry) in self._places:
-            self.grown.add(self._places[id(entry)])
+            self.created.add(self._places[id(entry)])
         what = entry.what
         if not isinstance(what, StoredTensor):
             return plain(what.value)
@@ -122,7 +133,7 @@ class completing:  # noqa: N801  # it is called like a function
         return DTYPES[self._table.dtypes[what.number]]
 
     def _make_like(self, parameter: Tensor, entry: StoredEntry, depth: int) -> Any:
-        if entry.of_rank or Behind(entry.path[len(entry.path) - depth :], "", entry).has_codec:
+        if entry.of_rank or RelativeEntry(entry.path[len(entry.path) - depth :], "", entry).has_codec:
             return ABSENT
         what = entry.what
         if not isinstance(what, StoredTensor):
@@ -148,7 +159,9 @@ class _Made:
         return id(value) in self._kept
 
 
-def _of_parameters(entries: Iterable[Behind], parameters: Mapping[Any, Tensor]) -> Iterator[tuple[Any, Behind]]:
+def _of_parameters(
+    entries: Iterable[RelativeEntry], parameters: Mapping[Any, Tensor]
+) -> Iterator[tuple[Any, RelativeEntry]]:
     """What is stored of parameters: of which, and under which keys behind it."""
     by_text = {str(key): key for key in parameters}
     for one in entries:
@@ -161,9 +174,9 @@ def _of_parameters(entries: Iterable[Behind], parameters: Mapping[Any, Tensor]) 
         while at > 0 and rest[:at] not in by_text:
             at = rest.rfind(".", 0, at)  # names have dots, too: the longest that fits
         if at == len(rest):
-            yield by_text[rest], Behind((), "", one.entry)
+            yield by_text[rest], RelativeEntry((), "", one.entry)
         elif at > 0:
-            yield by_text[rest[:at]], behind_text(one.entry, rest[at + 1 :])
+            yield by_text[rest[:at]], relative_entry(one.entry, rest[at + 1 :])
 
 
 def _made(parameter: Tensor, is_step: bool, number: int, table: TensorTable) -> Tensor:

@@ -11,11 +11,11 @@ from shardwright.checkpoint.reading.data_reader import FileReader
 from shardwright.errors import CorruptionError, MissingKeyError
 from shardwright.storage import Storage
 
-__all__ = ["Files"]
+__all__ = ["OpenFiles"]
 
 
 @final
-class Files:
+class OpenFiles:
     """What has been opened; it is closed with `opened`."""
 
     def __init__(self, storage: Storage, manifest: Manifest, opened: ExitStack) -> None:

@@ -16,13 +16,13 @@ from typing import NamedTuple, final
 import numpy as np
 
 from shardwright.checkpoint.format.data_file import BLOCK
-from shardwright.checkpoint.format.locate import Finder
+from shardwright.checkpoint.format.locate import ChunkLocator
 from shardwright.checkpoint.format.tensor_table import Integers, TensorTable
 from shardwright.checkpoint.format.write_layout import FilePlan
-from shardwright.checkpoint.reading.host_sharing import Ask, Run, blocks_of, boxes_meeting, regions_of
+from shardwright.checkpoint.reading.host_sharing import ReadRequest, Run, blocks_of, boxes_meeting, regions_of
 from shardwright.layout import Region
 
-__all__ = ["Deal", "Segment"]
+__all__ = ["ReadAssignment", "Segment"]
 
 _FEW = 64  # files that are all planned beforehand
 _SNAP = 16  # the part of a rank's stretch that it gives up, or takes on, to end with a file
@@ -35,7 +35,7 @@ class Segment(NamedTuple):
     runs: list[Run]
 
 
-class _Stretch(NamedTuple):
+class _FileRange(NamedTuple):
     """A file of which a rank reads from `low` to `high`, out of `weight`."""
 
     rank: int
@@ -59,39 +59,40 @@ class _Blocks(NamedTuple):
 
 
 @final
-class Deal:
+class ReadAssignment:
     """Who reads what that these ranks of a host ask for, in segments of at most `slot` bytes.
 
     >>> from shardwright.layout import Layout, Mesh, Replicate
     >>> whole = Layout(Mesh((1,)), [Replicate()], (3 << 18,))
-    >>> deal = Deal([Ask(0, whole)], Finder(TensorTable.of(["w"], ["float32"], [4], [whole])), [0, 1], slot=2 << 20)
-    >>> [[(run.first, run.blocks) for segment in deal.segments(place) for run in segment.runs] for place in (0, 1)]
+    >>> locator = ChunkLocator(TensorTable.of(["w"], ["float32"], [4], [whole]))
+    >>> assignment = ReadAssignment([ReadRequest(0, whole)], locator, [0, 1], slot=2 << 20)
+    >>> [[(run.first, run.blocks) for one in assignment.segments(place) for run in one.runs] for place in (0, 1)]
     [[(0, 2)], [(2, 1)]]
     """
 
-    def __init__(self, asks: Iterable[Ask], finder: Finder, ranks: Sequence[int], slot: int) -> None:
-        self._finder, self._slot, self.places = finder, slot, len(ranks)
-        self._alike, self._groups = _group(asks, finder.table, ranks)
+    def __init__(self, requests: Iterable[ReadRequest], locator: ChunkLocator, ranks: Sequence[int], slot: int) -> None:
+        self._locator, self._slot, self.places = locator, slot, len(ranks)
+        self._alike, self._groups = _group(requests, locator.table, ranks)
         files, self._largest = self._touched()
         self._few = len(files) <= _FEW
-        weigh = self._weigh if self._few else finder.data_size
+        weigh = self._weigh if self._few else locator.data_size
         weights = {rank: weight for rank in files if (weight := weigh(rank))}
-        self._stretches = _stretches(weights, len(ranks), slot)
+        self._file_ranges = _file_ranges(weights, len(ranks), slot)
         self.files = frozenset(weights)
         self._known = [list(self._cut(place)) for place in range(len(ranks))] if self._few else None
         self.rounds = max(map(self._count, range(len(ranks))))
 
     def files_of(self, place: int) -> list[int]:
         """The files that the rank at this place reads from."""
-        return [stretch.rank for stretch in self._stretches[place]]
+        return [part.rank for part in self._file_ranges[place]]
 
     def segments(self, place: int) -> Iterator[Segment]:
         """What the rank at this place reads: as many segments as there are rounds, or fewer."""
         return self._cut(place) if self._known is None else iter(self._known[place])
 
     def _cut(self, place: int) -> Iterator[Segment]:
-        for rank, low, high, weight in self._stretches[place]:
-            plan = self._finder.file(rank) if self._few else self._finder.passing(rank)
+        for rank, low, high, weight in self._file_ranges[place]:
+            plan = self._locator.file(rank) if self._few else self._locator.passing(rank)
             blocks = self._blocks(plan)
             # By where blocks begin, so that of two neighbours each block is one's.
             bounds = [low * blocks.nbytes // weight, high * blocks.nbytes // weight]
@@ -103,14 +104,14 @@ class Deal:
 
     def _weigh(self, rank: int) -> int:
         """The wanted bytes of a file; a rank that wrote nothing need not have one."""
-        return self._blocks(self._finder.file(rank)).nbytes if self._finder.data_size(rank) else 0
+        return self._blocks(self._locator.file(rank)).nbytes if self._locator.data_size(rank) else 0
 
     def _count(self, place: int) -> int:
         """How many segments the rank at this place reads; where files are not looked into yet, the most it can be."""
         if self._known is not None:
             return len(self._known[place])
         count = 0
-        for _, low, high, _ in self._stretches[place]:
+        for _, low, high, _ in self._file_ranges[place]:
             nbytes = high - low + BLOCK  # what begins here may reach over its end
             # A segment ends where the next block has no room: so near the end of the slot, or two make more than one.
             count += min(nbytes // (self._slot - self._largest + 1), 2 * nbytes // self._slot) + 1
@@ -121,7 +122,7 @@ class Deal:
         found: set[int] = set()
         largest = 0
         for kind, itemsize, wanted in self._groups:
-            ranks, _, sizes = boxes_meeting(self._finder.table.placings[kind], wanted)
+            ranks, _, sizes = boxes_meeting(self._locator.table.shardings[kind], wanted)
             found.update(ranks.tolist())
             largest = max(largest, itemsize * int(sizes.prod(axis=1).max(initial=0)))
         return sorted(found), min(largest, BLOCK)
@@ -158,14 +159,14 @@ class _Group(NamedTuple):
     wanted: list[Region]
 
 
-def _group(asks: Iterable[Ask], table: TensorTable, ranks: Sequence[int]) -> tuple[Integers, list[_Group]]:
+def _group(requests: Iterable[ReadRequest], table: TensorTable, ranks: Sequence[int]) -> tuple[Integers, list[_Group]]:
     """The group of each tensor of the table, -1 for what nobody asks for, and the groups."""
     regions: dict[int, list[Region]] = {}
     asked: dict[int, dict[int, None]] = {}
-    for number, placing in asks:
-        if id(placing) not in regions:
-            regions[id(placing)] = [region for rank in ranks for region in regions_of(placing, rank)]
-        asked.setdefault(number, {})[id(placing)] = None
+    for number, sharding in requests:
+        if id(sharding) not in regions:
+            regions[id(sharding)] = [region for rank in ranks for region in regions_of(sharding, rank)]
+        asked.setdefault(number, {})[id(sharding)] = None
     alike = np.full(len(table), -1, np.int64)
     known: dict[tuple[int, int, tuple[int, ...]], int] = {}
     groups: list[_Group] = []
@@ -193,7 +194,7 @@ def _wanted_blocks(chunk: Region, itemsize: int, wanted: Iterable[Region]) -> In
     return np.unique(np.concatenate(found))
 
 
-def _stretches(weights: dict[int, int], parts: int, slot: int) -> list[list[_Stretch]]:
+def _file_ranges(weights: dict[int, int], parts: int, slot: int) -> list[list[_FileRange]]:
     """The files laid end to end and cut in even parts; a cut near the end of a file is made there."""
     ranks = list(weights)
     ends = [0, *accumulate(weights.values())]
@@ -205,14 +206,14 @@ def _stretches(weights: dict[int, int], parts: int, slot: int) -> list[list[_Str
         place = bisect(ends, cut)
         nearest = min(ends[place - 1 : place + 1], key=lambda end: abs(end - cut))
         cuts.append(nearest if abs(nearest - cut) <= near else cut)
-    found: list[list[_Stretch]] = []
+    found: list[list[_FileRange]] = []
     for low, high in pairwise(cuts):
         found.append([])
         for place in range(bisect(ends, low) - 1, len(ranks)):
             start, end = ends[place], ends[place + 1]
             if start >= high:
                 break
-            found[-1].append(_Stretch(ranks[place], max(low, start) - start, min(high, end) - start, end - start))
+            found[-1].append(_FileRange(ranks[place], max(low, start) - start, min(high, end) - start, end - start))
     return found
 
 

@@ -9,29 +9,33 @@ from torch import Tensor
 
 from shardwright.checkpoint.format.data_file import BLOCK, digest
 from shardwright.checkpoint.format.locate import Part
-from shardwright.checkpoint.format.manifest import placing_to_json
+from shardwright.checkpoint.format.manifest import sharding_to_json
 from shardwright.checkpoint.reading.data_reader import Destination, copy_window
-from shardwright.checkpoint.reading.host_sharing import Ask
+from shardwright.checkpoint.reading.host_sharing import ReadRequest
 from shardwright.checkpoint.reading.host_window import HostWindow
-from shardwright.checkpoint.reading.open_files import Files
-from shardwright.checkpoint.reading.read_assignment import Deal, Segment
+from shardwright.checkpoint.reading.open_files import OpenFiles
+from shardwright.checkpoint.reading.read_assignment import ReadAssignment, Segment
 from shardwright.checkpoint.reading.targets import Target
 from shardwright.checkpoint.runtime.progress import Progress
 
-__all__ = ["digest_of_asks", "read_together"]
+__all__ = ["digest_of_requests", "read_shared"]
 
 
-def digest_of_asks(asks: Sequence[Ask]) -> str:
+def digest_of_requests(requests: Sequence[ReadRequest]) -> str:
     """What ranks compare: those that ask for the same, under the same placings, can plan for each other."""
     known: dict[int, list[object]] = {}
-    for ask in asks:
-        if id(ask.placing) not in known:
-            known[id(ask.placing)] = placing_to_json(ask.placing)
-    return digest(msgspec.json.encode([[ask.number, known[id(ask.placing)]] for ask in asks]))
+    for ask in requests:
+        if id(ask.sharding) not in known:
+            known[id(ask.sharding)] = sharding_to_json(ask.sharding)
+    return digest(msgspec.json.encode([[ask.number, known[id(ask.sharding)]] for ask in requests]))
 
 
-def read_together(
-    window: HostWindow, files: Files, deal: Deal, targets: Sequence[Target], progress: Progress | None = None
+def read_shared(
+    window: HostWindow,
+    files: OpenFiles,
+    assignment: ReadAssignment,
+    targets: Sequence[Target],
+    progress: Progress | None = None,
 ) -> None:
     """Fills the targets. All ranks of the host call it, with the same deal.
 
@@ -41,22 +45,22 @@ def read_together(
     by_tensor: dict[int, list[Target]] = {}
     for target in targets:
         by_tensor.setdefault(target.number, []).append(target)
-    segments = [deal.segments(place) for place in range(deal.places)]
+    segments = [assignment.segments(place) for place in range(assignment.places)]
     own: dict[int, Segment | None] = {}  # read, and not copied yet
 
     def read(number: int, slot: Tensor) -> None:
-        segment = own[number] = next(segments[number % deal.places], None)
+        segment = own[number] = next(segments[number % assignment.places], None)
         if segment is not None:
             files.open(segment.file.rank).read_runs(segment.runs, slot)
 
     def copy(number: int, slot: Tensor) -> None:
-        segment = own.pop(number) if number in own else next(segments[number % deal.places], None)
+        segment = own.pop(number) if number in own else next(segments[number % assignment.places], None)
         if segment is not None:
             filled = _fill_from(segment, slot, by_tensor)
             if progress is not None and filled:
                 progress(filled)
 
-    window.run(deal.rounds * deal.places, read, copy)
+    window.run(assignment.rounds * assignment.places, read, copy)
 
 
 def _fill_from(segment: Segment, slot: Tensor, by_tensor: dict[int, list[Target]]) -> int:

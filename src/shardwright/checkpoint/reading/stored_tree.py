@@ -18,7 +18,17 @@ from shardwright.checkpoint.format.values import EnumValue
 from shardwright.checkpoint.state.flatten import Keys
 from shardwright.checkpoint.state.marks import PerRank
 
-__all__ = ["ABSENT", "Behind", "Grove", "behind", "behind_text", "grow", "grown", "plain", "planted"]
+__all__ = [
+    "ABSENT",
+    "RelativeEntry",
+    "StoredTree",
+    "add_missing",
+    "build_tree",
+    "entries_under",
+    "plain",
+    "relative_entry",
+    "value_of",
+]
 
 ABSENT: Any = object()
 """What stands for nothing."""
@@ -26,16 +36,16 @@ ABSENT: Any = object()
 Make: TypeAlias = Callable[[StoredEntry, int], Any]
 
 
-class Behind(NamedTuple):
+class RelativeEntry(NamedTuple):
     """An entry, with the keys that lead to it from the object it lies under, and what each is a key of."""
 
     keys: Keys
     within: str
     entry: StoredEntry
 
-    def below(self, count: int) -> Behind:
+    def below(self, count: int) -> RelativeEntry:
         """The same from so many keys further down."""
-        return Behind(self.keys[count:], self.within[count:], self.entry)
+        return RelativeEntry(self.keys[count:], self.within[count:], self.entry)
 
     @property
     def has_codec(self) -> bool:
@@ -43,57 +53,57 @@ class Behind(NamedTuple):
         return any(depth > len(self.entry.path) - len(self.keys) for depth, _ in self.entry.codecs)
 
 
-class Grove(NamedTuple):
+class StoredTree(NamedTuple):
     """A container of the stored tree, or with an entry and no children, a leaf."""
 
     kind: str
-    children: dict[Any, Grove]
-    leaf: Behind | None
+    children: dict[Any, StoredTree]
+    leaf: RelativeEntry | None
 
 
-def behind(stored: Iterable[StoredEntry], name: str, keys: Keys) -> Iterator[Behind]:
+def entries_under(stored: Iterable[StoredEntry], name: str, keys: Keys) -> Iterator[RelativeEntry]:
     """What is stored under a name, or under the keys that lead there."""
     begin, depth = prefix(name), len(keys)
     for entry in stored:
         if entry.keys is not None and len(entry.keys) > depth and entry.keys[:depth] == keys:
-            yield Behind(entry.keys[depth:], entry.within[depth:], entry)
+            yield RelativeEntry(entry.keys[depth:], entry.within[depth:], entry)
         elif entry.name.startswith(begin) and entry.name != name:
-            yield behind_text(entry, entry.name[len(begin) :])
+            yield relative_entry(entry, entry.name[len(begin) :])
 
 
-def behind_text(entry: StoredEntry, text: str) -> Behind:
+def relative_entry(entry: StoredEntry, text: str) -> RelativeEntry:
     """The last of an entry's keys, as many as this text is; where it is none of them, it is one key."""
     for count in range(1, len(entry.path) + 1):
         if ".".join(map(str, entry.path[-count:])) == text:
-            return Behind(entry.path[-count:], entry.within[-count:], entry)
-    return Behind((text,), "d", entry)
+            return RelativeEntry(entry.path[-count:], entry.within[-count:], entry)
+    return RelativeEntry((text,), "d", entry)
 
 
-def planted(entries: Iterable[Behind]) -> Grove:
+def build_tree(entries: Iterable[RelativeEntry]) -> StoredTree:
     """The tree of these entries. One of no keys is a leaf by itself."""
-    root = Grove("d", {}, None)
+    root = StoredTree("d", {}, None)
     for one in entries:
         if not one.keys:
-            return Grove("", {}, one)
+            return StoredTree("", {}, one)
         at = root
         for place, key in enumerate(one.keys):
             if place + 1 < len(one.keys):
-                at = at.children.setdefault(key, Grove(one.within[place + 1], {}, None))
+                at = at.children.setdefault(key, StoredTree(one.within[place + 1], {}, None))
             else:
-                at.children[key] = Grove("", {}, one)
+                at.children[key] = StoredTree("", {}, one)
         if one.within[0] != root.kind:
             root = root._replace(kind=one.within[0])
     return root
 
 
-def grown(tree: Grove, make: Make) -> Any:
+def value_of(tree: StoredTree, make: Make) -> Any:
     """The value of a tree, with what `make` gives for a leaf and the number of keys above it; ABSENT if it is none.
 
     A list that lacks an entry would have the others at wrong places: it is left out.
     """
     if tree.leaf is not None:
         return make(tree.leaf.entry, len(tree.leaf.keys))
-    items = {key: value for key, one in tree.children.items() if (value := grown(one, make)) is not ABSENT}
+    items = {key: value for key, one in tree.children.items() if (value := value_of(one, make)) is not ABSENT}
     if tree.kind == "d":
         return items if items else ABSENT
     if sorted(items) != list(range(len(tree.children))):
@@ -102,41 +112,41 @@ def grown(tree: Grove, make: Make) -> Any:
     return tuple(values) if tree.kind == "t" else values
 
 
-def grow(present: Any, stored: Iterable[Behind], make: Make) -> Any:
+def add_missing(present: Any, stored: Iterable[RelativeEntry], make: Make) -> Any:
     """A state with what is stored and not in it. It is not changed itself; it is returned where nothing is new.
 
     Its lists have the stored length. What it has besides stays, to be told as missing.
     """
     known = set(_names(present, ""))
     new = [one for one in stored if _has(present, one.keys) or ".".join(map(str, one.keys)) not in known]
-    return _grow(present, planted(new), make) if new else present
+    return _add_missing(present, build_tree(new), make) if new else present
 
 
-def _grow(present: Any, tree: Grove, make: Make) -> Any:
+def _add_missing(present: Any, tree: StoredTree, make: Make) -> Any:
     if isinstance(present, PerRank):
-        value = _grow(present.value, tree, lambda entry, depth: make(entry._replace(of_rank=False), depth))
+        value = _add_missing(present.value, tree, lambda entry, depth: make(entry._replace(of_rank=False), depth))
         return present if value is present.value else PerRank(value)
     if present is ABSENT or (present is None and not _is_value(tree)):
-        made = grown(tree, make)
+        made = value_of(tree, make)
         return present if made is ABSENT else made
     if tree.leaf is not None:
         is_emptied = isinstance(present, list) and _is_empty(tree.leaf.entry)
         if is_emptied and present:
-            made = grown(tree, make)
+            made = value_of(tree, make)
             return present if made is ABSENT else made
         return present
     if isinstance(present, Mapping) and tree.kind == "d":
-        return _grow_mapping(present, tree, make)
+        return _add_to_mapping(present, tree, make)
     if isinstance(present, list | tuple) and tree.kind == ("t" if isinstance(present, tuple) else "l"):
-        return _grow_sequence(present, tree, make)
+        return _add_to_sequence(present, tree, make)
     if isinstance(present, Mapping | list | tuple) and not present:
-        made = grown(tree, make)
+        made = value_of(tree, make)
         return present if made is ABSENT else made
     return present
 
 
-def _grow_mapping(present: Mapping[Any, Any], tree: Grove, make: Make) -> Any:
-    new = {key: _grow(present.get(key, ABSENT), one, make) for key, one in tree.children.items()}
+def _add_to_mapping(present: Mapping[Any, Any], tree: StoredTree, make: Make) -> Any:
+    new = {key: _add_missing(present.get(key, ABSENT), one, make) for key, one in tree.children.items()}
     new = {key: value for key, value in new.items() if value is not present.get(key, ABSENT) and value is not ABSENT}
     if not new:
         return present
@@ -145,12 +155,13 @@ def _grow_mapping(present: Mapping[Any, Any], tree: Grove, make: Make) -> Any:
     return made
 
 
-def _grow_sequence(present: Any, tree: Grove, make: Make) -> Any:
+def _add_to_sequence(present: Any, tree: StoredTree, make: Make) -> Any:
     count = len(tree.children)
     if sorted(tree.children) != list(range(count)):
         return present
     items = [
-        _grow(present[place] if place < len(present) else ABSENT, tree.children[place], make) for place in range(count)
+        _add_missing(present[place] if place < len(present) else ABSENT, tree.children[place], make)
+        for place in range(count)
     ]
     if any(item is ABSENT for item in items):
         return present
@@ -165,7 +176,7 @@ def _is_empty(entry: StoredEntry) -> bool:
     return not isinstance(entry.what, StoredTensor) and entry.what.value == []
 
 
-def _is_value(tree: Grove) -> bool:
+def _is_value(tree: StoredTree) -> bool:
     """Whether it is a plain value, which takes the place of any other."""
     if tree.leaf is None or isinstance(tree.leaf.entry.what, StoredTensor):
         return False

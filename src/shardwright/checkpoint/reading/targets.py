@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.format.locate import Finder
+from shardwright.checkpoint.format.locate import ChunkLocator
 from shardwright.checkpoint.format.manifest import Manifest
 from shardwright.checkpoint.format.values import DTYPES
 from shardwright.checkpoint.reading.data_reader import Destination
-from shardwright.checkpoint.reading.match import Wanted
+from shardwright.checkpoint.reading.match import TensorMatch
 from shardwright.errors import CorruptionError
 from shardwright.layout import Region
 
@@ -34,7 +34,7 @@ class Target(NamedTuple):
     is_straight: bool = False
 
 
-def targets_of(wanted: Sequence[Wanted], manifest: Manifest) -> list[Target]:
+def targets_of(wanted: Sequence[TensorMatch], manifest: Manifest) -> list[Target]:
     """What is to be filled."""
     dtypes = manifest.tensors.dtypes
     return [
@@ -44,11 +44,11 @@ def targets_of(wanted: Sequence[Wanted], manifest: Manifest) -> list[Target]:
     ]
 
 
-def by_file(targets: Iterable[Target], finder: Finder) -> dict[int, list[Destination]]:
+def by_file(targets: Iterable[Target], locator: ChunkLocator) -> dict[int, list[Destination]]:
     """What comes from the file of each rank."""
     found: defaultdict[int, list[Destination]] = defaultdict(list)
     for _, number, tensor, frame, stored, is_straight in targets:
-        for part in finder.parts(number, frame):
+        for part in locator.parts(number, frame):
             found[part.rank].append(Destination(part, tensor, frame, stored, is_straight))
     return found
 

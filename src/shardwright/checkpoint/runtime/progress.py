@@ -14,9 +14,9 @@ from shardwright import comm
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
-__all__ = ["Meter", "Progress", "Report", "reporting"]
+__all__ = ["Meter", "Progress", "ProgressCallback", "reporting"]
 
-Report: TypeAlias = Callable[[int, int], None]
+ProgressCallback: TypeAlias = Callable[[int, int], None]
 """What is called with the bytes done and those of the whole work, after every few megabytes."""
 
 Progress: TypeAlias = Callable[[int], None]
@@ -36,7 +36,7 @@ class Meter:
     10 of 10
     """
 
-    def __init__(self, total: int, report: Report | None = None) -> None:
+    def __init__(self, total: int, report: ProgressCallback | None = None) -> None:
         self.done, self.total = 0, total
         self._report = report
         self._lock = threading.Lock()
@@ -49,7 +49,7 @@ class Meter:
 
 
 @contextmanager
-def reporting(what: str, total: int, report: Report | None, group: comm.Group) -> Iterator[Meter]:
+def reporting(what: str, total: int, report: ProgressCallback | None, group: comm.Group) -> Iterator[Meter]:
     """A meter for this work: it tells `report`; without one, the first rank shows a bar if stderr is a terminal.
 
     >>> with reporting("saving", 8, None, comm.world()) as meter:

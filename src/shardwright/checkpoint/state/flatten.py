@@ -24,31 +24,31 @@ from shardwright.sharded import ShardedTensor
 from shardwright.tensor import DTensor
 
 __all__ = [
-    "Branch",
-    "Coded",
+    "CodecNode",
     "Complete",
-    "Flat",
+    "ContainerNode",
+    "FlatState",
     "Keys",
     "Node",
-    "Object",
-    "OfRank",
+    "ObjectNode",
+    "PerRankNode",
     "TensorNode",
     "ValueNode",
     "flatten",
-    "of_ranks",
+    "per_rank_nodes",
 ]
 
 Keys: TypeAlias = tuple[Any, ...]
 Complete: TypeAlias = Callable[[Any, Any, str, Keys], Any]
 
 _TENSORS = (Tensor, np.ndarray)
-_MOST_DEPTH = 60
+_MAX_DEPTH = 60
 _ARRAYS = (np.ndarray, np.memmap)
 
 
 @final
 @dataclass(slots=True)
-class Branch:
+class ContainerNode:
     """A container: `kind` is "d" (dict), "l" (list) or "t" (tuple); `within` are a dict's keys, else None."""
 
     kind: str
@@ -83,7 +83,7 @@ class ValueNode:
 
 @final
 @dataclass(slots=True)
-class Object:
+class ObjectNode:
     """An object with a state of its own."""
 
     inner: Node
@@ -93,10 +93,10 @@ class Object:
 
 @final
 @dataclass(slots=True)
-class OfRank:
+class PerRankNode:
     """What belongs to this rank alone; its leaves are not those of the state."""
 
-    flat: Flat
+    flat: FlatState
     original: PerRank[Any]
     name: str
     keys: Keys
@@ -104,7 +104,7 @@ class OfRank:
 
 @final
 @dataclass(slots=True)
-class Coded:
+class CodecNode:
     """A value of a user's type, as the state its codec made of it."""
 
     codec: Codec
@@ -114,12 +114,12 @@ class Coded:
     keys: Keys
 
 
-Node: TypeAlias = Branch | TensorNode | ValueNode | Object | OfRank | Coded
+Node: TypeAlias = ContainerNode | TensorNode | ValueNode | ObjectNode | PerRankNode | CodecNode
 
 
 @final
 @dataclass(slots=True)
-class Flat:
+class FlatState:
     """A skeleton and its leaves in order, with their names, of which two may be alike.
 
     `sharded` are the ShardedTensors among the leaves, by number, and `is_nested` says whether this rank knows one of
@@ -139,12 +139,12 @@ class Flat:
 
 def flatten(
     state: Any, group: comm.Group, codecs: Mapping[type, Codec] | None = None, complete: Complete | None = None
-) -> Flat:
+) -> FlatState:
     """A state taken apart; it raises a `StateError` with the path of what cannot be stored.
 
     `complete(object, its state, name, keys)` may give an object's state back with more in it.
     """
-    asked = ask_objects(state, codecs or {}, _MOST_DEPTH)
+    asked = ask_objects(state, codecs or {}, _MAX_DEPTH)
     return _Walk(group, codecs or {}, complete, asked).run(state, "", ())
 
 
@@ -159,11 +159,11 @@ class _Walk:
     ) -> None:
         self._group, self._codecs, self._complete, self._asked = group, codecs, complete, asked
         self._of_one_rank = of_one_rank
-        self._flat = Flat(None)  # type: ignore[arg-type]  # the root is set when it is known
+        self._flat = FlatState(None)  # type: ignore[arg-type]  # the root is set when it is known
         self._above: set[int] = set()
         self._known: dict[Size, Whole] = {}
 
-    def run(self, state: Any, name: str, keys: Keys) -> Flat:
+    def run(self, state: Any, name: str, keys: Keys) -> FlatState:
         self._flat.root = self._visit(state, name, keys, 0)
         return self._flat
 
@@ -177,8 +177,8 @@ class _Walk:
             encoded = encode_value(value, name or "the state")
             if encoded is not None:
                 return ValueNode(encoded, value, name, keys)
-        if depth > _MOST_DEPTH:
-            raise StateError(f"{_brief(name)}: nested more than {_MOST_DEPTH} deep")
+        if depth > _MAX_DEPTH:
+            raise StateError(f"{_brief(name)}: nested more than {_MAX_DEPTH} deep")
         if id(value) in self._above:
             raise StateError(f"{_brief(name)}: the state contains itself: a {type(value).__name__} is within itself")
         self._above.add(id(value))
@@ -189,27 +189,29 @@ class _Walk:
 
     def _inside(self, value: Any, codec: Codec | None, name: str, keys: Keys, depth: int) -> Node:
         if codec is not None:
-            return Coded(codec, self._visit(self._given(value, name, keys), name, keys, depth + 1), value, name, keys)
+            return CodecNode(
+                codec, self._visit(self._given(value, name, keys), name, keys, depth + 1), value, name, keys
+            )
         if isinstance(value, PerRank):
             if self._of_one_rank:
                 raise StateError(f"{name}: a PerRank within a PerRank: what is within is this rank's own already")
             inner = _Walk(self._group, self._codecs, self._complete, self._asked, of_one_rank=True)
-            return OfRank(inner.run(value.value, name, keys), value, name, keys)
+            return PerRankNode(inner.run(value.value, name, keys), value, name, keys)
         if is_object(value):
             state = self._given(value, name, keys)
             if self._complete is not None:
                 state = self._complete(value, state, name, keys)
-            return Object(self._visit(state, name, keys, depth + 1), value, name)
+            return ObjectNode(self._visit(state, name, keys, depth + 1), value, name)
         begin = prefix(name)
         if isinstance(value, Mapping):
             within = [_plain_key(key, value, name) for key in value]
             children = [self._visit(value[key], f"{begin}{key}", (*keys, key), depth + 1) for key in within]
-            return Branch("d", within, children, value, name)
+            return ContainerNode("d", within, children, value, name)
         if isinstance(value, list | tuple):
             children = [
                 self._visit(item, f"{begin}{place}", (*keys, place), depth + 1) for place, item in enumerate(value)
             ]
-            return Branch("t" if isinstance(value, tuple) else "l", None, children, value, name)
+            return ContainerNode("t" if isinstance(value, tuple) else "l", None, children, value, name)
         raise StateError(
             f"{name or 'the state'}: a {type(value).__module__}.{type(value).__qualname__} is not stored: nothing is "
             "pickled. Give it state_dict and load_state_dict, or a codec for its type, or store its parts"
@@ -285,25 +287,25 @@ def _encode(node: Node) -> Any:
             return ["a", node.number] if node.is_array else node.number
         case ValueNode():
             return node.encoded
-        case Branch(kind="d", within=within, children=children) if within is not None:
+        case ContainerNode(kind="d", within=within, children=children) if within is not None:
             return ["d", *(item for pair in zip(within, map(_encode, children), strict=True) for item in pair)]
-        case Branch():
+        case ContainerNode():
             return [node.kind, *map(_encode, node.children)]
-        case Object():
+        case ObjectNode():
             return _encode(node.inner)
-        case Coded():
+        case CodecNode():
             return ["x", node.codec.name, _encode(node.inner)]
-        case OfRank():
+        case PerRankNode():
             return ["r"]  # filled in when all ranks have said theirs
 
 
-def of_ranks(node: Node) -> list[OfRank]:
+def per_rank_nodes(node: Node) -> list[PerRankNode]:
     """What is marked PerRank, in the order of the skeleton."""
     match node:
-        case OfRank():
+        case PerRankNode():
             return [node]
-        case Branch():
-            return [found for child in node.children for found in of_ranks(child)]
-        case Object() | Coded():
-            return of_ranks(node.inner)
+        case ContainerNode():
+            return [found for child in node.children for found in per_rank_nodes(child)]
+        case ObjectNode() | CodecNode():
+            return per_rank_nodes(node.inner)
     return []

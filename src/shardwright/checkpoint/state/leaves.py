@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwright import comm
-from shardwright.checkpoint.format.tensor_table import Pieces, Placing
+from shardwright.checkpoint.format.tensor_table import Pieces, Sharding
 from shardwright.checkpoint.format.values import DTYPES
 from shardwright.errors import StateError
 from shardwright.layout import Layout, Mesh, Region, Replicate
@@ -57,7 +57,7 @@ class Leaf:
 
     dtype: str
     itemsize: int
-    placing: Placing
+    sharding: Sharding
     parts: tuple[Part, ...]
     identity: tuple[Any, ...]
     is_held: bool
@@ -134,12 +134,12 @@ def _sharded(value: ShardedTensor, path: str) -> Leaf:
     return _leaf(value, pieces, parts)
 
 
-def _leaf(value: Tensor, placing: Placing, parts: tuple[Part, ...]) -> Leaf:
+def _leaf(value: Tensor, sharding: Sharding, parts: tuple[Part, ...]) -> Leaf:
     straight = [_is_straight(tensor) for _, tensor in parts]
     seen = [_seen(part.tensor, is_straight) for part, is_straight in zip(parts, straight, strict=True)]
     held = any(tensor.numel() > 0 for _, tensor in parts)
-    identity = (id(placing), *seen) if parts else (id(placing), id(value))
-    return Leaf(*_STORED[value.dtype], placing, parts, identity, held, all(straight))
+    identity = (id(sharding), *seen) if parts else (id(sharding), id(value))
+    return Leaf(*_STORED[value.dtype], sharding, parts, identity, held, all(straight))
 
 
 def _is_straight(tensor: Tensor) -> bool:

@@ -10,20 +10,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, final
 
-from shardwright.checkpoint.format.manifest import placing_from_json, placing_to_json
+from shardwright.checkpoint.format.manifest import sharding_from_json, sharding_to_json
 from shardwright.checkpoint.format.names import joined
-from shardwright.checkpoint.format.tensor_table import Placing, TensorTable
+from shardwright.checkpoint.format.tensor_table import Sharding, TensorTable
 from shardwright.errors import StateDiffersError
 from shardwright.layout import Layout, Mesh, Replicate
 
-__all__ = ["Merged", "OwnSaid", "Said", "merge", "placing_said"]
+__all__ = ["Merged", "PerRankDescription", "StateDescription", "describe_sharding", "merge"]
 
 Ranks: TypeAlias = tuple[int, ...]
 
-_MOST_TOLD = 20
+_MAX_LISTED = 20
 
 
-class Said(NamedTuple):
+class StateDescription(NamedTuple):
     """What a rank says of its state: the tree, and of each leaf its name, dtype, itemsize, placing, and memory.
 
     A placing is as a manifest has it, or `[None, shape]` for a plain tensor, which all that have it hold whole. `same`
@@ -35,16 +35,16 @@ class Said(NamedTuple):
     names: list[str]
     dtypes: list[str]
     itemsizes: list[int]
-    placings: list[Any]
+    shardings: list[Any]
     same: list[int]
     unsure: list[int] = []  # noqa: RUF012  never changed
 
 
-class OwnSaid(NamedTuple):
+class PerRankDescription(NamedTuple):
     """What a rank says of a value that is marked PerRank: the keys that lead to it, and what is in it."""
 
     keys: list[Any]
-    said: Said
+    said: StateDescription
 
 
 @final
@@ -58,17 +58,17 @@ class Merged:
     own_numbers: Mapping[int, list[list[int]]]  # by rank, of each of its PerRank values
 
 
-def placing_said(placing: Placing, ranks: Ranks) -> Any:
+def describe_sharding(sharding: Sharding, ranks: Ranks) -> Any:
     """A placing as it is said among these ranks.
 
-    >>> placing_said(Layout(Mesh((2,)), [Replicate()], (3,)), (0, 1))
+    >>> describe_sharding(Layout(Mesh((2,)), [Replicate()], (3,)), (0, 1))
     [None, [3]]
     """
-    plain = isinstance(placing, Layout) and placing.is_replicated and tuple(placing.mesh.ranks) == ranks
-    return [None, list(placing.shape)] if plain else placing_to_json(placing)
+    plain = isinstance(sharding, Layout) and sharding.is_replicated and tuple(sharding.mesh.ranks) == ranks
+    return [None, list(sharding.shape)] if plain else sharding_to_json(sharding)
 
 
-def joined_slices(placings: Sequence[Placing]) -> Layout | None:
+def joined_slices(shardings: Sequence[Sharding]) -> Layout | None:
     """Return the layout of one tensor on several slices of a mesh, as replicas; None if they are not such slices.
 
     Where a mesh has a dimension of tensor parallel and a parameter is not cut by it, FSDP holds that parameter on the
@@ -80,8 +80,8 @@ def joined_slices(placings: Sequence[Placing]) -> Layout | None:
     >>> print(joint, list(joint.mesh.ranks), joint.replicas(3))
     [4] (0: R, 1: S(0)) [0, 2, 1, 3] (2, 3)
     """
-    layouts = [placing for placing in dict.fromkeys(placings) if isinstance(placing, Layout)]
-    if len(layouts) < len(set(placings)):
+    layouts = [sharding for sharding in dict.fromkeys(shardings) if isinstance(sharding, Layout)]
+    if len(layouts) < len(set(shardings)):
         return None
     first = layouts[0]
     for layout in layouts[1:]:
@@ -106,7 +106,9 @@ def joined_slices(placings: Sequence[Placing]) -> Layout | None:
 
 
 def merge(
-    parts: Sequence[tuple[Ranks, Said]], ranks: Ranks, own: Mapping[int, Sequence[OwnSaid]] | None = None
+    parts: Sequence[tuple[Ranks, StateDescription]],
+    ranks: Ranks,
+    own: Mapping[int, Sequence[PerRankDescription]] | None = None,
 ) -> Merged:
     """One state of what ranks say; each part is said by several ranks alike, `own` by each rank for itself.
 
@@ -125,17 +127,17 @@ class _Slot:
 
 
 class _Merge:
-    def __init__(self, parts: Sequence[tuple[Ranks, Said]], ranks: Ranks) -> None:
+    def __init__(self, parts: Sequence[tuple[Ranks, StateDescription]], ranks: Ranks) -> None:
         self._parts, self._ranks = parts, ranks
         self._slots: list[_Slot] = []
-        self._rows: list[tuple[str, str, int, Placing]] = []
+        self._rows: list[tuple[str, str, int, Sharding]] = []
         self._taken: dict[str, int] = {"__metadata__": 1}  # the one name that a safetensors file keeps for itself
-        self._by_object: dict[tuple[int, tuple[int, ...]], tuple[Placing, list[int]]] = {}
-        self._by_text: dict[str, tuple[Placing, list[int]]] = {}
+        self._by_object: dict[tuple[int, tuple[int, ...]], tuple[Sharding, list[int]]] = {}
+        self._by_text: dict[str, tuple[Sharding, list[int]]] = {}
         self._differ: list[str] = []
         self._unsure = [frozenset(said.unsure) for _, said in parts]
 
-    def run(self, own: Mapping[int, Sequence[OwnSaid]]) -> Merged:
+    def run(self, own: Mapping[int, Sequence[PerRankDescription]]) -> Merged:
         if len(self._parts) == 1:
             tree, rows = self._parts[0][1].tree, self._rows_of_one()
             numbers = [rows]
@@ -151,20 +153,20 @@ class _Merge:
         own_numbers: dict[int, list[list[int]]] = {}
         if own or len(self._rows) < len(rows):
             tree = _finished(tree, rows, self._own_trees(own, own_numbers), ())
-        names, dtypes, itemsizes, placings = zip(*self._rows, strict=True) if self._rows else ((), (), (), ())
-        return Merged(tree, TensorTable.of(names, dtypes, itemsizes, placings), numbers, own_numbers)
+        names, dtypes, itemsizes, shardings = zip(*self._rows, strict=True) if self._rows else ((), (), (), ())
+        return Merged(tree, TensorTable.of(names, dtypes, itemsizes, shardings), numbers, own_numbers)
 
     def _rows_of_one(self) -> list[int]:
         """The rows of what all ranks say alike, which is nearly always: nothing is to be compared."""
         said = self._parts[0][1]
         rows: list[int] = []
-        for number, (name, dtype, itemsize, placing, same) in enumerate(
-            zip(said.names, said.dtypes, said.itemsizes, said.placings, said.same, strict=True)
+        for number, (name, dtype, itemsize, sharding, same) in enumerate(
+            zip(said.names, said.dtypes, said.itemsizes, said.shardings, said.same, strict=True)
         ):
             if same < number:
                 rows.append(rows[same])
                 continue
-            made, lacking = self._placing(placing, (0,))
+            made, lacking = self._sharding(sharding, (0,))
             if lacking:
                 self._lacks(name, made, lacking)
             rows.append(len(self._rows))
@@ -241,39 +243,39 @@ class _Merge:
         """Gives every slot its row in the table: one for all that are the same memory on all ranks."""
         known: dict[tuple[int, int], list[_Group]] = {}  # those that hold this memory of this part
         for slot in self._slots:
-            dtype, itemsize, placing = self._agreed(slot)
+            dtype, itemsize, sharding = self._agreed(slot)
             classes = {
                 part: self._parts[part][1].same[leaf]
                 for part, leaf in slot.leaves.items()
                 if leaf not in self._unsure[part]
             }
             for candidate in (one for pair in classes.items() for one in known.get(pair, ())):
-                if candidate.fits(classes, dtype, placing):
+                if candidate.fits(classes, dtype, sharding):
                     slot.row = candidate.row
                     candidate.classes.update(classes)
                     group = candidate
                     break
             else:
                 slot.row = len(self._rows)
-                self._rows.append((self._unique(slot.name or "state"), dtype, itemsize, placing))
-                group = _Group(slot.row, dtype, placing, dict(classes))
+                self._rows.append((self._unique(slot.name or "state"), dtype, itemsize, sharding))
+                group = _Group(slot.row, dtype, sharding, dict(classes))
             for pair in classes.items():
                 if group not in known.setdefault(pair, []):
                     known[pair].append(group)
 
-    def _agreed(self, slot: _Slot) -> tuple[str, int, Placing]:
+    def _agreed(self, slot: _Slot) -> tuple[str, int, Sharding]:
         """The dtype and the placing of a tensor, on which all that have it agree."""
         (first, leaf), *others = slot.leaves.items()
         said = self._parts[first][1]
-        dtype, placing = said.dtypes[leaf], said.placings[leaf]
-        made, lacking = self._placing(placing, tuple(slot.leaves))
+        dtype, sharding = said.dtypes[leaf], said.shardings[leaf]
+        made, lacking = self._sharding(sharding, tuple(slot.leaves))
         slices = {first: made}
         for part, other_leaf in others:
             other = self._parts[part][1]
             if other.dtypes[other_leaf] != dtype:
                 self._differs(slot.name, first, dtype, part, other.dtypes[other_leaf])
-            elif other.placings[other_leaf] != placing:
-                slices[part], lacking_too = self._placing(other.placings[other_leaf], tuple(slot.leaves))
+            elif other.shardings[other_leaf] != sharding:
+                slices[part], lacking_too = self._sharding(other.shardings[other_leaf], tuple(slot.leaves))
                 lacking = lacking or lacking_too
         if lacking:
             self._lacks(slot.name, made, lacking)
@@ -281,29 +283,29 @@ class _Merge:
             joint = joined_slices(list(slices.values()))
             if joint is not None:
                 return dtype, said.itemsizes[leaf], joint
-            for part, other_placing in list(slices.items())[1:]:
-                self._differs(slot.name, first, _shown(made), part, _shown(other_placing))
+            for part, other_sharding in list(slices.items())[1:]:
+                self._differs(slot.name, first, _shown(made), part, _shown(other_sharding))
         return dtype, said.itemsizes[leaf], made
 
-    def _placing(self, said: Any, parts: tuple[int, ...]) -> tuple[Placing, list[int]]:
+    def _sharding(self, said: Any, parts: tuple[int, ...]) -> tuple[Sharding, list[int]]:
         """A placing that these parts have, and the ranks that should have it and do not."""
         known = self._by_object.get((id(said), parts))  # a rank says equal placings by one object
         if known is None:
             key = repr((said, parts))
             known = self._by_text.get(key)
             if known is None:
-                known = self._by_text[key] = self._make_placing(said, parts)
+                known = self._by_text[key] = self._make_sharding(said, parts)
             self._by_object[id(said), parts] = known
         return known
 
-    def _make_placing(self, said: Any, parts: tuple[int, ...]) -> tuple[Placing, list[int]]:
+    def _make_sharding(self, said: Any, parts: tuple[int, ...]) -> tuple[Sharding, list[int]]:
         holders = {rank for part in parts for rank in self._parts[part][0]}
         if said[0] is None:
             whole = [rank for rank in self._ranks if rank in holders]
             return Layout(Mesh((len(whole),), ranks=whole), [Replicate()], said[1]), []
-        placing = placing_from_json(said)
-        members = placing.mesh.ranks if isinstance(placing, Layout) else placing.ranks
-        return placing, sorted(set(members) - holders)
+        sharding = sharding_from_json(said)
+        members = sharding.mesh.ranks if isinstance(sharding, Layout) else sharding.ranks
+        return sharding, sorted(set(members) - holders)
 
     def _unique(self, name: str) -> str:
         while (count := self._taken.get(name, 0)) > 0:
@@ -313,7 +315,7 @@ class _Merge:
         return name
 
     def _own_trees(
-        self, own: Mapping[int, Sequence[OwnSaid]], numbers: dict[int, list[list[int]]]
+        self, own: Mapping[int, Sequence[PerRankDescription]], numbers: dict[int, list[list[int]]]
     ) -> dict[tuple[Any, ...], list[Any]]:
         """Puts every rank's own tensors behind the others; gives its trees by the keys that lead to them."""
         found: dict[tuple[Any, ...], list[Any]] = {}
@@ -326,7 +328,7 @@ class _Merge:
                         rows.append(rows[first])
                         continue
                     rows.append(len(self._rows))
-                    alone = Layout(Mesh((1,), ranks=(rank,)), [Replicate()], said.placings[number][1])
+                    alone = Layout(Mesh((1,), ranks=(rank,)), [Replicate()], said.shardings[number][1])
                     name = self._unique(f"{said.names[number] or 'state'}.rank{rank}")
                     self._rows.append((name, said.dtypes[number], said.itemsizes[number], alone))
                 numbers[rank].append(rows)
@@ -339,14 +341,14 @@ class _Merge:
         who, whom = _listed(self._parts[first][0]), _listed(self._parts[second][0])
         self._differ.append(f"{name or 'the state'}: {one} on {who}, and {other} on {whom}")
 
-    def _lacks(self, name: str, placing: Placing, ranks: Sequence[int]) -> None:
+    def _lacks(self, name: str, sharding: Sharding, ranks: Sequence[int]) -> None:
         self._differ.append(
-            f"{name}: {_shown(placing)} is held by {_listed(ranks)}, too, and not in the state given there"
+            f"{name}: {_shown(sharding)} is held by {_listed(ranks)}, too, and not in the state given there"
         )
 
     def _raise(self) -> None:
         if self._differ:
-            told = self._differ[:_MOST_TOLD]
+            told = self._differ[:_MAX_LISTED]
             more = len(self._differ) - len(told)
             raise StateDiffersError(
                 f"ranks have different values under {len(self._differ)} "
@@ -362,14 +364,14 @@ class _Group:
 
     row: int
     dtype: str
-    placing: Placing
+    sharding: Sharding
     classes: dict[int, int]
 
-    def fits(self, classes: Mapping[int, int], dtype: str, placing: Placing) -> bool:
+    def fits(self, classes: Mapping[int, int], dtype: str, sharding: Sharding) -> bool:
         """Whether what is said of another slot contradicts this one nowhere."""
         return (
             dtype == self.dtype
-            and placing is self.placing
+            and sharding is self.sharding
             and all(self.classes.get(part, same) == same for part, same in classes.items())
         )
 
@@ -414,8 +416,10 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
 
 
-def _shown(placing: Placing) -> str:
-    return str(placing) if isinstance(placing, Layout) else f"{list(placing.shape)} in {len(placing.regions)} shards"
+def _shown(sharding: Sharding) -> str:
+    return (
+        str(sharding) if isinstance(sharding, Layout) else f"{list(sharding.shape)} in {len(sharding.regions)} shards"
+    )
 
 
 def _brief(node: Any) -> str:

@@ -15,17 +15,17 @@ import msgspec
 from shardwright import comm
 from shardwright.checkpoint.format.data_file import digest
 from shardwright.checkpoint.format.tensor_table import TensorTable
-from shardwright.checkpoint.state.flatten import Flat, of_ranks
+from shardwright.checkpoint.state.flatten import FlatState, per_rank_nodes
 from shardwright.checkpoint.state.leaves import Leaf, leaf_of
-from shardwright.checkpoint.state.merge import OwnSaid, Said, merge, placing_said
+from shardwright.checkpoint.state.merge import PerRankDescription, StateDescription, describe_sharding, merge
 from shardwright.sharded import flatten_sharded_tensors
 
-__all__ = ["United", "make_explicit", "say", "unite"]
+__all__ = ["GlobalState", "describe", "flatten_nested_shards", "merge_states"]
 
 
 @final
 @dataclass(frozen=True)
-class United:
+class GlobalState:
     """The state of all ranks: its tree, its tensors, and this rank's leaves by their numbers."""
 
     tree: Any
@@ -41,57 +41,60 @@ class _Head(NamedTuple):
     is_nested: bool
 
 
-def say(flat: Flat, ranks: tuple[int, ...]) -> Said:
+def describe(flat: FlatState, ranks: tuple[int, ...]) -> StateDescription:
     """What a rank says of its state among these ranks."""
     encoded: dict[int, Any] = {}
     first: dict[Any, int] = {}
-    placings, same = [], []
+    shardings, same = [], []
     leaves = flat.leaves
     for number, leaf in enumerate(leaves):
-        known = encoded.get(id(leaf.placing))
+        known = encoded.get(id(leaf.sharding))
         if known is None:
-            known = encoded[id(leaf.placing)] = placing_said(leaf.placing, ranks)
-        placings.append(known)
+            known = encoded[id(leaf.sharding)] = describe_sharding(leaf.sharding, ranks)
+        shardings.append(known)
         same.append(first.setdefault(leaf.identity, number))
-    return Said(
-        flat.tree(), flat.names, [leaf.dtype for leaf in leaves], [leaf.itemsize for leaf in leaves], placings, same
+    return StateDescription(
+        flat.tree(), flat.names, [leaf.dtype for leaf in leaves], [leaf.itemsize for leaf in leaves], shardings, same
     )
 
 
-def unite(flat: Flat, group: comm.Group) -> United:
+def merge_states(flat: FlatState, group: comm.Group) -> GlobalState:
     """The state of all ranks of the group. They talk; whatever is wrong is raised on all of them alike."""
     own, heads = _compare(flat, group)
     if any(head.is_nested for head in heads):
-        make_explicit(flat, group)
+        flatten_nested_shards(flat, group)
         own, heads = _compare(flat, group)
     parts, place = [(group.ranks, own)], 0
     if any(head.digest != heads[0].digest for head in heads):
         parts, place = _gather(own, flat, group)
-    mine = of_ranks(flat.root)
+    mine = per_rank_nodes(flat.root)
     rank = group.ranks[group.rank]
-    everyones: dict[int, list[OwnSaid]] = {}
+    everyones: dict[int, list[PerRankDescription]] = {}
     if any(head.has_own for head in heads):
-        words = msgspec.json.encode([OwnSaid(list(one.keys), say(one.flat, (rank,))) for one in mine])
+        words = msgspec.json.encode([PerRankDescription(list(one.keys), describe(one.flat, (rank,))) for one in mine])
         said = comm.gather_bytes(words, group, what="save: what each rank has for itself")
         everyones = {
-            each: msgspec.json.decode(one, type=list[OwnSaid]) for each, one in zip(group.ranks, said, strict=True)
+            each: msgspec.json.decode(one, type=list[PerRankDescription])
+            for each, one in zip(group.ranks, said, strict=True)
         }
     merged = merge(parts, group.ranks, everyones)
     leaves = _by_number(flat.leaves, merged.numbers[place])
     for one, numbers in zip(mine, merged.own_numbers.get(rank, []), strict=True):
         leaves |= _by_number(one.flat.leaves, numbers)
-    return United(merged.tree, merged.table, leaves)
+    return GlobalState(merged.tree, merged.table, leaves)
 
 
-def _compare(flat: Flat, group: comm.Group) -> tuple[Said, list[_Head]]:
+def _compare(flat: FlatState, group: comm.Group) -> tuple[StateDescription, list[_Head]]:
     """What this rank says, and the heads of all."""
-    own = say(flat, group.ranks)
-    head = _Head(digest(msgspec.json.encode(own)), bool(of_ranks(flat.root)), flat.is_nested)
+    own = describe(flat, group.ranks)
+    head = _Head(digest(msgspec.json.encode(own)), bool(per_rank_nodes(flat.root)), flat.is_nested)
     said = comm.gather_bytes(msgspec.json.encode(head), group, what="save: comparing states")
     return own, [msgspec.json.decode(one, type=_Head) for one in said]
 
 
-def _gather(own: Said, flat: Flat, group: comm.Group) -> tuple[list[tuple[tuple[int, ...], Said]], int]:
+def _gather(
+    own: StateDescription, flat: FlatState, group: comm.Group
+) -> tuple[list[tuple[tuple[int, ...], StateDescription]], int]:
     """What is said in the group, by whom, each once; and which of it this rank says.
 
     Only now that it may matter does a rank say what it is unsure of: ranks without elements would all be of kinds of
@@ -104,7 +107,7 @@ def _gather(own: Said, flat: Flat, group: comm.Group) -> tuple[list[tuple[tuple[
     mine = kinds[digest(text).encode()]
     texts = comm.gather_bytes(text if group.rank == mine[0] else b"", group, what="save: uniting states")
     parts = [
-        (tuple(group.ranks[place] for place in places), msgspec.json.decode(texts[places[0]], type=Said))
+        (tuple(group.ranks[place] for place in places), msgspec.json.decode(texts[places[0]], type=StateDescription))
         for places in kinds.values()
     ]
     return parts, list(kinds.values()).index(mine)
@@ -115,7 +118,7 @@ def _by_number(leaves: Sequence[Leaf], numbers: Sequence[int]) -> dict[int, Leaf
     return dict(zip(numbers, leaves, strict=True))
 
 
-def make_explicit(flat: Flat, group: comm.Group) -> None:
+def flatten_nested_shards(flat: FlatState, group: comm.Group) -> None:
     """Has ShardedTensors whose shards are sharded again hold their innermost boxes.
 
     All ranks of the group call it, once any of them knows of one: the others may hold nothing of it.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.format.data_file import BLOCK, DataFile, FileEntry, digest
-from shardwright.checkpoint.format.split import boxes_of_stretch
+from shardwright.checkpoint.format.split import boxes_of_range
 from shardwright.checkpoint.format.tensor_table import Integers
 from shardwright.checkpoint.runtime.address_space import memory_at
 from shardwright.checkpoint.runtime.parallel import Stop, in_threads, split
@@ -25,10 +25,10 @@ from shardwright.layout import Region
 from shardwright.storage import Writer
 from shardwright.tensor.redistribute.packing import bits
 
-__all__ = ["Blocks", "FileWriter", "addresses_of", "copy_stretch"]
+__all__ = ["Blocks", "FileWriter", "addresses_of", "copy_range"]
 
 _BATCH = 4 << 20  # bytes in one call
-_MOST = 1000  # buffers in one call
+_MAX_BUFFERS = 1000  # buffers in one call
 
 
 @final
@@ -80,7 +80,7 @@ class FileWriter:
         sums: list[int] = []
         start = after = waiting = 0
         for address, offset, nbytes in zip(*(column.tolist() for column in blocks[1:]), strict=True):
-            if batch and (offset != after or waiting >= _BATCH or len(batch) == _MOST):
+            if batch and (offset != after or waiting >= _BATCH or len(batch) == _MAX_BUFFERS):
                 if stop:
                     return
                 self._write(batch, start, waiting)
@@ -104,7 +104,7 @@ class FileWriter:
                 if stop:
                     return
                 here = min(self._window, nbytes - begin)
-                copy_stretch(window, chunks[chunk], begin, here)
+                copy_range(window, chunks[chunk], begin, here)
                 views = [memory_at(window.data_ptr() + at, min(BLOCK, here - at)) for at in range(0, here, BLOCK)]
                 first = number + begin // BLOCK
                 self._checksums[first : first + len(views)] = [crc32c.crc32c(view) for view in views]
@@ -159,19 +159,19 @@ class Blocks(NamedTuple):
         return Blocks(*(column[first:last] for column in self))
 
 
-def copy_stretch(window: Tensor, chunk: Tensor, begin: int, nbytes: int, *, wait: bool = True) -> None:
+def copy_range(window: Tensor, chunk: Tensor, begin: int, nbytes: int, *, wait: bool = True) -> None:
     """Copies a stretch of a chunk's bytes, in row-major order, to the start of a window of bytes.
 
     Where a GPU copies and nobody is to wait, it is done when the GPU's stream has come to it.
 
     >>> window = torch.zeros(4, dtype=torch.uint8)
-    >>> copy_stretch(window, torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).t(), 1, 2)
+    >>> copy_range(window, torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).t(), 1, 2)
     >>> window.tolist()
     [3, 2, 0, 0]
     """
     chunk = chunk.detach()
     position, first = 0, begin // chunk.itemsize
-    for box in boxes_of_stretch(Region.whole(chunk.shape), first, first + nbytes // chunk.itemsize):
+    for box in boxes_of_range(Region.whole(chunk.shape), first, first + nbytes // chunk.itemsize):
         data = bits(chunk[box.slices()].resolve_conj().resolve_neg())  # of the box alone: it may be a copy
         target = window[:nbytes].view(data.dtype)
         target[position : position + box.volume].view(box.size).copy_(data, non_blocking=not wait)

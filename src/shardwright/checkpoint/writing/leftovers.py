@@ -8,19 +8,19 @@ from shardwright.checkpoint.format.data_file import START
 from shardwright.errors import MissingKeyError
 from shardwright.storage import Storage
 
-__all__ = ["is_of_a_save", "may_be_removed"]
+__all__ = ["is_save_file", "may_be_removed"]
 
 _DATA = re.compile(r"[0-9a-f]{12}-[0-9]{5,6}-0\.safetensors")
 _TOKEN = re.compile(r"[0-9a-f]{12}\.begun")
 _TEMPORARY = re.compile(r"manifest\.json\.[0-9a-f]{12}\.tmp")
 
 
-def is_of_a_save(key: str) -> bool:
+def is_save_file(key: str) -> bool:
     """Whether a key has the form of what a save makes, besides the manifest.
 
     That is a data file, a manifest on its way, or what the first rank makes for the others to find.
 
-    >>> list(map(is_of_a_save, ["5f3a9c21b07e-00000-0.safetensors", "5f3a9c21b07e.begun", "model-00001-2.safetensors"]))
+    >>> list(map(is_save_file, ["5f3a9c21b07e-00000-0.safetensors", "5f3a9c21b07e.begun", "model-00001-2.safetensors"]))
     [True, True, False]
     """
     return bool(_DATA.fullmatch(key) or _TEMPORARY.fullmatch(key) or _TOKEN.fullmatch(key))
@@ -38,7 +38,7 @@ def may_be_removed(storage: Storage, key: str) -> bool:
     >>> may_be_removed(place, "5f3a9c21b07e-00000-0.safetensors")
     False
     """
-    if not is_of_a_save(key):
+    if not is_save_file(key):
         return False
     if not _DATA.fullmatch(key):
         return True

@@ -14,27 +14,27 @@ from shardwright import comm
 from shardwright.checkpoint.format.tensor_table import TensorTable
 from shardwright.checkpoint.runtime.address_space import memory_at
 from shardwright.checkpoint.runtime.parallel import Stop, in_threads, split
-from shardwright.checkpoint.state.merge_ranks import United
-from shardwright.checkpoint.writing.data_writer import addresses_of, copy_stretch
+from shardwright.checkpoint.state.merge_ranks import GlobalState
+from shardwright.checkpoint.writing.data_writer import addresses_of, copy_range
 from shardwright.errors import StateDiffersError
 from shardwright.layout import Layout
 
 __all__ = ["compare_replicas"]
 
 _WINDOW = 8 << 20
-_MOST_TOLD = 20
+_MAX_LISTED = 20
 
 
-def compare_replicas(united: United, group: comm.Group, threads: int = 2) -> None:
+def compare_replicas(state: GlobalState, group: comm.Group, threads: int = 2) -> None:
     """Raises on all ranks if any two of them hold different bytes for the same region of a tensor.
 
     Each computes the checksums of what others hold as well, and tells them to all.
     """
-    table, me = united.table, group.ranks[group.rank]
-    shared = [_shared(table, kind) for kind in range(len(table.placings))]
+    table, me = state.table, group.ranks[group.rank]
+    shared = [_shared(table, kind) for kind in range(len(table.shardings))]
     mine = _tensors_of(me, table, shared)
     own = comm.agree(
-        lambda: checksums([united.leaves[number].parts[0].tensor for number in mine], threads),
+        lambda: checksums([state.leaves[number].parts[0].tensor for number in mine], threads),
         what="save: checking replicas",
         group=group,
     )
@@ -53,11 +53,11 @@ def compare_replicas(united: United, group: comm.Group, threads: int = 2) -> Non
             if len(found) > 1:
                 differ.append(f"{table.names[tensor]}: {'; '.join(_told(*one) for one in found.items())}")
     if differ:
-        more = len(differ) - _MOST_TOLD
+        more = len(differ) - _MAX_LISTED
         raise StateDiffersError(
             f"replicas have different bytes under {len(differ)} {'name' if len(differ) == 1 else 'names'}; mark what "
             "belongs to one rank with PerRank\n  "
-            + "\n  ".join(differ[:_MOST_TOLD])
+            + "\n  ".join(differ[:_MAX_LISTED])
             + (f"\n  and {more} more" if more > 0 else "")
         )
 
@@ -85,7 +85,7 @@ def checksums(tensors: Sequence[Tensor], threads: int = 2) -> npt.NDArray[np.uin
             value = 0
             for begin in range(0, size, _WINDOW):
                 here = min(_WINDOW, size - begin)
-                copy_stretch(window, tensors[number], begin, here)
+                copy_range(window, tensors[number], begin, here)
                 value = crc32c.crc32c(memory_at(window.data_ptr(), here), value)
             found[number] = value
 
@@ -95,10 +95,10 @@ def checksums(tensors: Sequence[Tensor], threads: int = 2) -> npt.NDArray[np.uin
 
 def _shared(table: TensorTable, kind: int) -> list[tuple[int, ...]]:
     """The ranks that hold the same region, for each region that several hold."""
-    placing = table.placings[kind]
-    if not isinstance(placing, Layout):
+    sharding = table.shardings[kind]
+    if not isinstance(sharding, Layout):
         return []
-    return [ranks for _, ranks in placing.regions() if len(ranks) > 1]
+    return [ranks for _, ranks in sharding.regions() if len(ranks) > 1]
 
 
 def _tensors_of(rank: int, table: TensorTable, shared: Sequence[Sequence[tuple[int, ...]]]) -> list[int]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwright.checkpoint.format.data_file import PAGE, DataFile
 from shardwright.checkpoint.format.tensor_table import Integers
 from shardwright.checkpoint.runtime.parallel import Stop, in_threads, split
-from shardwright.checkpoint.writing.data_writer import Blocks, addresses_of, copy_stretch
+from shardwright.checkpoint.writing.data_writer import Blocks, addresses_of, copy_range
 from shardwright.tensor.redistribute.packing import bits
 
 __all__ = ["Buffer", "Buffers", "buffers", "release_buffers", "stage", "windows"]
@@ -200,7 +200,7 @@ def _copy_aside(
     file: DataFile, chunks: Sequence[Tensor], some: Integers, places: Blocks, first: int, last: int, buffer: Buffer
 ) -> None:
     """Copies what is strided, or lies on a device: there on a stream of its own, so that copies follow each other."""
-    by_device: dict[torch.device, list[_Stretch]] = {}
+    by_device: dict[torch.device, list[_Copy]] = {}
     for chunk in some.tolist():
         begin = max(int(file.first_blocks[chunk]), first) - first
         end = min(int(file.first_blocks[chunk] + file.blocks[chunk]), last) - first
@@ -208,18 +208,18 @@ def _copy_aside(
             at = int(places.addresses[begin]) - buffer.address
             nbytes = int(places.nbytes[begin:end].sum())
             within = int(places.offsets[begin]) - file.header_size - int(file.plan.starts[chunk])
-            by_device.setdefault(chunks[chunk].device, []).append(_Stretch(chunks[chunk], at, within, nbytes))
-    for device, stretches in by_device.items():
+            by_device.setdefault(chunks[chunk].device, []).append(_Copy(chunks[chunk], at, within, nbytes))
+    for device, copies in by_device.items():
         if device.type != "cuda":
-            for tensor, at, within, nbytes in stretches:
-                copy_stretch(buffer.tensor[at : at + nbytes], tensor, within, nbytes)
+            for tensor, at, within, nbytes in copies:
+                copy_range(buffer.tensor[at : at + nbytes], tensor, within, nbytes)
             continue
         with torch.cuda.stream(_stream(device)):
-            for group in _grouped(stretches):
+            for group in _grouped(copies):
                 _copy_from_gpu(group, buffer)
 
 
-class _Stretch(NamedTuple):
+class _Copy(NamedTuple):
     """Bytes of a chunk, from `within` on, and where in the buffer they go."""
 
     tensor: Tensor
@@ -232,36 +232,36 @@ class _Stretch(NamedTuple):
         return self.nbytes <= _SMALL and self.nbytes == self.tensor.numel() * self.tensor.itemsize
 
 
-def _grouped(stretches: Sequence[_Stretch]) -> list[list[_Stretch]]:
+def _grouped(copies: Sequence[_Copy]) -> list[list[_Copy]]:
     """Small chunks that follow each other in the buffer, in groups; every other stretch by itself."""
-    groups: list[list[_Stretch]] = []
+    groups: list[list[_Copy]] = []
     size = 0
-    for stretch in stretches:
+    for one in copies:
         before = groups[-1][-1] if groups else None
         if (
             before is not None
             and before.is_small
-            and stretch.is_small
-            and before.at + before.nbytes == stretch.at
-            and before.tensor.itemsize == stretch.tensor.itemsize
-            and size + stretch.nbytes <= _GROUP
+            and one.is_small
+            and before.at + before.nbytes == one.at
+            and before.tensor.itemsize == one.tensor.itemsize
+            and size + one.nbytes <= _GROUP
         ):
-            groups[-1].append(stretch)
-            size += stretch.nbytes
+            groups[-1].append(one)
+            size += one.nbytes
         else:
-            groups.append([stretch])
-            size = stretch.nbytes
+            groups.append([one])
+            size = one.nbytes
     return groups
 
 
-def _copy_from_gpu(group: Sequence[_Stretch], buffer: Buffer) -> None:
+def _copy_from_gpu(group: Sequence[_Copy], buffer: Buffer) -> None:
     """Begins a copy over the bus: of many small tensors at once, put together there, since each costs as much."""
-    at, nbytes = group[0].at, sum(stretch.nbytes for stretch in group)
+    at, nbytes = group[0].at, sum(one.nbytes for one in group)
     tensor, within = group[0].tensor, group[0].within
     if len(group) > 1:
         tensor = torch.cat([bits(each.tensor.detach().resolve_conj().resolve_neg()).reshape(-1) for each in group])
         within = 0
-    copy_stretch(buffer.tensor[at : at + nbytes], tensor, within, nbytes, wait=False)
+    copy_range(buffer.tensor[at : at + nbytes], tensor, within, nbytes, wait=False)
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
