@@ -59,7 +59,7 @@ class Beacon:
         self._wake, self._woken = socket.socketpair()
         for sock in (self._wake, self._woken):
             close_in_children(sock)
-        self._token = secrets.token_bytes(16)
+        self.token = secrets.token_hex(16)
         self._describe = describe
         bound, port = self._listener.getsockname()[:2]
         place = {
@@ -67,7 +67,7 @@ class Beacon:
             "bound": bound,
             "addresses": addresses(),
             "port": port,
-            "token": self._token.hex(),
+            "token": self.token,
         }
         store.set(key, json.dumps(place))
         self._thread = threading.Thread(target=self._serve, name="shardwright beacon", daemon=True)
@@ -101,7 +101,7 @@ class Beacon:
                 return
             request += part
         token, rank = _REQUEST.unpack(request)
-        if token == self._token:
+        if token.hex() == self.token:
             sock.sendall(json.dumps(self._describe(rank)).encode())
 
 

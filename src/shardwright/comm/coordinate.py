@@ -257,9 +257,10 @@ class Channel:
                 for frame in self._links[index].frames:
                     if frame.kind == Kind.LOST:
                         return self._spread(_heard_of(frame, what), index)
-        if self._parent in indices:
+        if self._parent is not None and self._parent in indices:
             # It may have closed its door on us before it could tell us why.
-            note = within(STORE_SECONDS, lambda: read_note(self._store, f"{self._prefix}/{self._parent}"))
+            key, owner = f"{self._prefix}/{self._parent}", self._group.ranks[self._parent]
+            note = within(STORE_SECONDS, lambda: read_note(self._store, key, owner))
             if note is not None:
                 return self._spread(_about(str(note), note.ranks, what), self._parent)
         if isinstance(why, RankLostError):

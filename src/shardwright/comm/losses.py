@@ -12,7 +12,7 @@ from typing import Protocol
 
 from shardwright.errors import RankLostError
 
-__all__ = ["Informant", "Inquiry", "inform", "lost_among", "watched"]
+__all__ = ["Informant", "Inquiry", "inform", "lost_among", "stamp", "still_stands", "watched"]
 
 _PAUSE = 0.5  # seconds before the first question, doubling to _PAUSE_MOST
 _PAUSE_MOST = 2.0
@@ -21,8 +21,14 @@ _PAUSE_MOST = 2.0
 class Informant(Protocol):
     """What knows of losses."""
 
+    stamp: str
+
     def lost_among(self, ranks: Iterable[int]) -> RankLostError | None:
         """Return an error that names those of the ranks (by global number) that are certainly lost, if any are."""
+        ...
+
+    def still_stands(self, rank: int, stamp: str) -> bool:
+        """Return whether what a rank wrote in the store with this stamp was written in the world it is in now."""
         ...
 
 
@@ -53,6 +59,24 @@ def lost_among(ranks: Iterable[int]) -> RankLostError | None:
     >>> lost_among([0])
     """
     return None if _informant is None else _informant.lost_among(ranks)
+
+
+def stamp() -> str:
+    """Return what marks notes of this rank in the store as written in this world: another may use the same store.
+
+    >>> stamp()
+    ''
+    """
+    return "" if _informant is None else _informant.stamp
+
+
+def still_stands(rank: int, written: str) -> bool:
+    """Return whether a rank's note with this stamp was written in the world it is in now, as far as can be known.
+
+    >>> still_stands(0, "")
+    True
+    """
+    return _informant is None or _informant.still_stands(rank, written)
 
 
 class Inquiry:

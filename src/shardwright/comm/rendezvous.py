@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch.distributed as dist
 
 from shardwright.comm.forked import close_in_children
-from shardwright.comm.losses import Inquiry, watched
+from shardwright.comm.losses import Inquiry, stamp, still_stands, watched
 from shardwright.comm.wire import Frame, Kind, Link, LinkError
 
 if TYPE_CHECKING:
@@ -102,8 +102,15 @@ def reach(store: Store, key: str, index: int, owner: int, deadline: float) -> Li
         whereabouts = json.loads(await_key(store, key, owner, deadline, inquiry))
         if whereabouts != tried:
             tried, since = whereabouts, time.monotonic()
-        if "lost" in whereabouts:
-            raise LostNoteError(whereabouts["why"], tuple(whereabouts["lost"]))
+        note = _as_note(whereabouts, owner)
+        if note is not None:
+            raise note
+        if "lost" in whereabouts:  # in an earlier world that had the same store: the owner has yet to open its door
+            loss = inquiry.lost([owner])
+            if loss is not None:
+                raise loss
+            time.sleep(0.2)
+            continue
         near = ["127.0.0.1"] if whereabouts["machine"] == machine() else []
         for address in [*near, *whereabouts["addresses"]]:
             left = deadline - time.monotonic()
@@ -125,16 +132,19 @@ def reach(store: Store, key: str, index: int, owner: int, deadline: float) -> Li
 
 
 def leave_note(store: Store, key: str, why: str, ranks: tuple[int, ...]) -> None:
-    """Tells those who come to the door later why it is closed."""
-    store.set(key, json.dumps({"lost": ranks, "why": why}))
+    """Tell those who come to the door later why it is closed."""
+    store.set(key, json.dumps({"lost": ranks, "why": why, "stamp": stamp()}))
 
 
-def read_note(store: Store, key: str) -> LostNoteError | None:
-    """Why the door under `key` was closed, if a note says so."""
-    if not store.check([key]):
+def read_note(store: Store, key: str, owner: int) -> LostNoteError | None:
+    """Return why global rank `owner` has closed the door under `key`, if a note of this world says so."""
+    return _as_note(json.loads(store.get(key)), owner) if store.check([key]) else None
+
+
+def _as_note(found: dict[str, Any], owner: int) -> LostNoteError | None:
+    if "lost" not in found or not still_stands(owner, found["stamp"]):
         return None
-    found = json.loads(store.get(key))
-    return LostNoteError(found["why"], tuple(found["lost"])) if "lost" in found else None
+    return LostNoteError(found["why"], tuple(found["lost"]))
 
 
 def await_key(store: Store, key: str, owner: int, deadline: float, inquiry: Inquiry) -> bytes:

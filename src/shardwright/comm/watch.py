@@ -42,6 +42,7 @@ _ANSWER = 3.0  # seconds for an answer
 _SIGN = 1.0  # seconds for a connection, which shows that a process is there
 _FORGOTTEN = 60.0  # seconds without a question after which an earlier failure to reach a rank no longer counts
 _TRIES = 3  # questions after a failure
+_VERDICT = "shardwright/verdict"  # in the store
 _MOST_ASKED = 32  # ranks asked at once, where it is not known for whom this rank waits
 
 
@@ -76,7 +77,11 @@ class Watch:
         self.rank = everyone.ranks[everyone.rank]
         self.verdict: CommError | None = None
         self._store = store
+        self._earlier_verdict = ""
+        self._process_group = everyone.process_group
+        self._earlier_verdict = self._read_verdict()  # of a world that had the same store: not about this one
         self._beacon = Beacon(self._store, self._key(self.rank), self._describe)
+        self.stamp = self._beacon.token
         self._places: dict[int, dict[str, Any]] = {}
         self._unreachable: dict[int, tuple[float, float]] = {}  # since when, and when it was last asked
         self._seen: dict[int, tuple[int, float, float, float]] = {}  # by thread: wait, since, next question, pause
@@ -87,7 +92,7 @@ class Watch:
     def close(self) -> None:
         """Stop watching and answering; others who ask are told whether the process ends."""
         self._stop.set()
-        note = {"ended": leaving.is_set(), "line": ""}
+        note = {"ended": leaving.is_set(), "token": self.stamp}
         within(STORE_SECONDS, lambda: self._store.set(self._key(self.rank), json.dumps(note)))
         self._beacon.close()
         if threading.current_thread() is not self._thread:
@@ -122,6 +127,13 @@ class Watch:
         lost = self._lost_for_long(found)
         return RankLostError(_unreachable_text(lost), lost) if lost else None
 
+    def still_stands(self, rank: int, stamp: str) -> bool:
+        """Return whether what a rank wrote in the store with this stamp was written in the world it is in now."""
+        reply = self._ask([rank], timeout=_SIGN)[rank]
+        if reply.state is State.ENDED:
+            return bool(self._places[rank].get("token") == stamp)
+        return reply.state is State.HERE and reply.body["stamp"] == stamp
+
     def where(self, group: Group) -> str:
         """Return a text that says where the other ranks of a group are."""
         others = [rank for rank in group.ranks if rank != self.rank][:_MOST_ASKED]
@@ -130,8 +142,10 @@ class Watch:
     # What other ranks are told
 
     def _describe(self, asker: int) -> dict[str, Any]:
+        # Where torch's process group was replaced, this watch does not know yet that its world has ended.
+        here = dist.is_initialized() and dist.group.WORLD is self._process_group
         groups = {}
-        for group in known_groups():
+        for group in known_groups() if here else ():
             if asker in group.ranks and group.process_group is not None:
                 index, ledger = group.ranks.index(asker), group.ledger
                 groups[_name(group)] = {
@@ -141,15 +155,13 @@ class Watch:
                     "received": ledger.received.get(index, 0),
                     "messages": [[nth, size] for peer, nth, size in list(ledger.messages) if peer == index],
                 }
-        verdict = None
-        if self.verdict is not None:
-            verdict = _as_note(self.verdict)
         return {
+            "stamp": self.stamp if here else "",
             "line": main_line(),
             "threads": len(threads),
             "groups": groups,
             "waits": [self._wait(thread, pending) for thread, pending in list(waiting.items())],
-            "verdict": verdict,
+            "verdict": _as_note(self.verdict) if here and self.verdict is not None else None,
         }
 
     def _wait(self, thread: int, pending: Pending[Any]) -> _Wait:
@@ -283,9 +295,8 @@ class Watch:
         """Take over what another rank has found out, if it has."""
         notes = [reply.body["verdict"] for reply in replies if reply.body.get("verdict")]
         if not notes:
-            key = "shardwright/verdict"
-            noted = within(STORE_SECONDS, lambda: self._store.get(key) if self._store.check([key]) else b"")
-            notes = [json.loads(noted)] if noted else []
+            noted = self._read_verdict()
+            notes = [json.loads(noted)] if noted != self._earlier_verdict else []
         if notes and self.verdict is None:
             self.verdict = _from_note(notes[0])
 
@@ -293,8 +304,14 @@ class Watch:
         """Remember why this world cannot go on, and tell the others."""
         if self.verdict is None:
             self.verdict = verdict
-            note = json.dumps(_as_note(verdict))
-            within(STORE_SECONDS, lambda: self._store.compare_set("shardwright/verdict", "", note))
+            note = json.dumps(_as_note(verdict) | {"stamp": self.stamp})  # never the same text in two worlds
+            within(STORE_SECONDS, lambda: self._store.compare_set(_VERDICT, self._earlier_verdict, note))
+
+    def _read_verdict(self) -> str:
+        noted: bytes | None = within(
+            STORE_SECONDS, lambda: self._store.get(_VERDICT) if self._store.check([_VERDICT]) else b""
+        )
+        return self._earlier_verdict if noted is None else noted.decode()
 
     def _lost_for_long(self, found: dict[int, Reply]) -> tuple[int, ...]:
         """Return those of the ranks just asked that could not be reached for the timeout, whenever they were asked."""

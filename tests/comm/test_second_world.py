@@ -1,0 +1,53 @@
+"""A second world in the store of the first inherits nothing of what went wrong there."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwright import comm
+from shardwright.errors import ProgramMismatchError, RankLostError
+from shardwright.testing import Raised, outcomes
+
+
+class FoundError(Exception):
+    """Carries what was found; the pool lets ranks that raise join a world of its own again."""
+
+
+def two_worlds(port: int) -> None:
+    rank = comm.world().rank
+    comm.leave()
+    store = comm.reach_store(port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    comm.all_gather(torch.zeros(1))
+    # Only the first rank comes: it closes its door, and leaves a note that says why.
+    if rank == 0:
+        with pytest.raises(RankLostError):
+            comm.gather_bytes(b"", what="alone", timeout=0.5)
+    # Both wait for a message of the other: the watch ends it, and leaves a verdict.
+    with pytest.raises(ProgramMismatchError):
+        comm.exchange({}, {1 - rank: torch.zeros(3)})
+    dist.destroy_process_group()  # which tells nobody but torch
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.barrier()
+    # The first rank is late: the other finds its note of the first world, and waits.
+    if rank == 0:
+        time.sleep(1)
+    heard = comm.gather_bytes(f"from {rank}".encode(), what="second world", timeout=60)
+    # And late again: the other asks where it is, and finds the verdict of the first world.
+    if rank == 0:
+        time.sleep(5)
+    total = comm.all_reduce(torch.ones(2)).tolist()
+    comm.leave()
+    raise FoundError(total, heard)
+
+
+def test_a_second_world_in_the_same_store_inherits_neither_losses_nor_verdicts():
+    store = comm.host_store()
+    for outcome in outcomes(2, two_worlds, store.port):
+        assert isinstance(outcome, Raised), outcome
+        assert outcome.exception is not None, outcome
+        assert outcome.exception.args == ([2.0, 2.0], [b"from 0", b"from 1"]), outcome
