@@ -473,7 +473,8 @@ class DTensor(DTensorBase):
                 torch._C._swap_tensor_impl(self, alias_of)
         self._layout = value._layout
         copy_strides(self, value)
-        count_writes_through(self)
+        del alias_of  # it holds the memory as well
+        count_writes_through(self, value)
         forget_entered()
 
     def backward(

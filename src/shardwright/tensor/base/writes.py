@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from shardwright.layout import Layout
 from shardwright.tensor.base.capture import is_recording
@@ -18,8 +20,10 @@ from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_func
 
 __all__ = ["Written", "count_writes_through", "data_of", "storage_of", "was_written", "writes_to"]
 
+_use_count = torch._C._storage_Use_Count
 _get_data = Tensor.data.__get__  # type: ignore[attr-defined]  # a getset descriptor
-_OF_DATA, _OF_OTHERS = "_shardwright_data_counter", "_shardwright_counters"  # attributes of a storage
+# Attributes of a storage: two counters, and the tensor whose `.data` was first asked for, as a weak reference.
+_OF_DATA, _OF_OTHERS, _OWNER = "_shardwright_data_counter", "_shardwright_counters", "_shardwright_owner"
 
 
 class Written(NamedTuple):
@@ -42,9 +46,9 @@ def writes_to(tensor: DTensorBase) -> Written:
         if tensor.is_inference():
             return Written(storage, tensor._layout, ())
         counters = storage.__dict__
-        data, others = counters.get(_OF_DATA), counters.get(_OF_OTHERS, {})
+        data, others = counters.get(_OF_DATA), counters.get(_OF_OTHERS, ())
         past = 0 if data is None else data._version
-        return Written(storage, tensor._layout, (tensor._version, past, *(other._version for other in others.values())))
+        return Written(storage, tensor._layout, (tensor._version, past, *(other.counter._version for other in others)))
 
 
 def was_written(tensor: DTensorBase, before: Written) -> bool:
@@ -62,19 +66,47 @@ def data_of(tensor: DTensorBase) -> Tensor:
         counters = storage_of(tensor).__dict__
         known = counters.get(_OF_DATA)
         if known is None:
-            counters[_OF_DATA] = _without_memory(plain)
+            counters[_OF_DATA], counters[_OWNER] = _without_memory(plain), TensorWeakRef(tensor)
             return plain
         counted: Tensor = known.detach()  # it shares the counter
         counted.data = plain
         return counted
 
 
-def count_writes_through(tensor: DTensorBase) -> None:
-    """Count writes through `tensor` as writes to the memory it has just been given."""
+def count_writes_through(tensor: DTensorBase, source: DTensorBase) -> None:
+    """Count writes through `tensor` as writes to the memory of `source`, which it has just been given.
+
+    Writes are counted as long as anything may write through that counter. That is not only `tensor`, but also what was
+    detached from it and outlives it. So the counter of a tensor that is gone, or has other memory now, is dropped only
+    if nothing but tensors that are known here holds the storage.
+    """
     with no_torch_function():
-        if not tensor.is_inference():
-            counters = storage_of(tensor).__dict__.setdefault(_OF_OTHERS, {})
-            counters[id(tensor)] = _without_memory(tensor)
+        if tensor.is_inference():
+            return
+        storage = storage_of(tensor)
+        counters: list[_Counter] = storage.__dict__.setdefault(_OF_OTHERS, [])
+        current = [counter for counter in counters if counter.is_of(storage)]
+        owner = storage.__dict__.get(_OWNER, lambda: None)()
+        holders = {id(counter.tensor()) for counter in current} | {id(tensor), id(source)}
+        if owner is not None and storage_of(owner) is storage:
+            holders.add(id(owner))
+        if _use_count(storage._cdata) <= len(holders) + 1:  # and the storage object itself
+            counters[:] = current
+        if not any(counter.tensor() is tensor for counter in current):
+            counters.append(_Counter(TensorWeakRef(tensor), tensor._cdata, _without_memory(tensor)))
+
+
+class _Counter(NamedTuple):
+    """The version counter of a tensor that was given memory after it was made."""
+
+    tensor: Any  # a weak reference
+    address: int  # of its C++ object, which `swap_tensors` replaces, and the counter with it
+    counter: Tensor
+
+    def is_of(self, storage: Any) -> bool:
+        """Return whether the tensor lives, counts its writes here and still has this storage."""
+        tensor = self.tensor()
+        return tensor is not None and tensor._cdata == self.address and storage_of(tensor) is storage
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

@@ -17,12 +17,13 @@ from shardwright.errors import InPlaceError
 from shardwright.tensor.base import trace
 from shardwright.tensor.base.registry import Op, canonical_name, operator
 from shardwright.tensor.base.tagging import DTensorBase, disabled, tag_replicated
-from shardwright.tensor.dispatch.arguments import admit, map_tensors
+from shardwright.tensor.dispatch.arguments import admit, map_tensors, tensors_in
 from shardwright.tensor.dispatch.autocast import call_as_cast
 from shardwright.tensor.dispatch.decompose import body_of, writes_on_the_way
 from shardwright.tensor.dispatch.execute import call_by_rule
 from shardwright.tensor.dispatch.fallback import call_replicated
 from shardwright.tensor.dispatch.foreach import LISTS, call_on_lists
+from shardwright.tensor.dispatch.numbers import read_numbers
 from shardwright.tensor.dispatch.refusals import refuse
 from shardwright.tensor.dispatch.reshape_in_place import RESHAPES, reshape_in_place
 from shardwright.tensor.dispatch.write_through import is_looked_up, overwrite, refuse_unwritable, written_with
@@ -99,18 +100,15 @@ def intercept(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     refuse(name, func)
     if ("axis" in kwargs or "keepdims" in kwargs) and name != "segment_reduce":  # numpy's names, which torch takes too
         kwargs = {{"axis": "dim", "keepdims": "keepdim"}.get(key, key): value for key, value in kwargs.items()}
-    args, kwargs = admit(full, args, _numbers(kwargs))
+    read, named = read_numbers(name, func, args, kwargs)
+    if read is not args and not any(isinstance(tensor, DTensorBase) for tensor in tensors_in((*read, *named.values()))):
+        return func(*read, **named)  # plain.view(n, 3): its numbers alone were DTensors
+    args, kwargs = admit(full, read, named)
     if "out" in kwargs:
         if kwargs["out"] is not None:
             return _into(func, args, kwargs)
         kwargs = {key: value for key, value in kwargs.items() if key != "out"}
     return _call(name, inplace, func, args, kwargs)
-
-
-def _numbers(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments that torch reads as numbers, where they are given as tensors without dimensions."""
-    found = [k for k in ("alpha", "beta", "value") if isinstance(v := kwargs.get(k), Tensor) and v.ndim == 0]
-    return {**kwargs, **{key: kwargs[key].item() for key in found}} if found else kwargs
 
 
 _listeners: list[Callable[[str, Any, Any, dict[str, Any]], None]] = []

@@ -1,21 +1,29 @@
-"""Paths that would silently see the shard alone, refused with the reason and what to do instead.
+"""Refuse what would silently see the shard alone, with the reason and the remedy.
 
-A DTensor *is* its local tensor, so whatever does not ask `__torch_function__` sees the shard. Where torch offers a
-hook, such a path is refused:
+A DTensor *is* its local tensor, so whatever does not ask `__torch_function__` sees the shard. Refused are:
 
 - through `__torch_function__`: collectives of `torch.distributed` (functional ones included; torch 2.11 asks for some
   of them only), forward-mode derivatives, sparse and mkldnn layouts, `as_subclass`;
-- attributes that give memory away (`data_ptr`, storages, dlpack, …), by methods of DTensor: see `memory`;
 - through torch's hook on the registration of submodules: `DistributedDataParallel` and `DataParallel`, which would
   write one rank's shard over the others';
-- `torch.func` offers no hook, and computes on shards without a word. So importing this package replaces the five
-  functions through which its transforms take hold of a tensor, and let go of it, by ones that look at it first.
-  Likewise functions that make tensors from data or numbers (see `constructors`), and TorchScript (see `scripts`).
+- by methods of DTensor, what gives memory away (`data_ptr`, storages, dlpack, …): see `storage_ops`.
 
-Where there is no hook, the shard is what you get, with its own shape: `torch.Tensor(d)`, `torch.FloatTensor(d)`,
-`plain.data = d`, `plain.set_(d)`, `torch.Tensor.as_subclass(d, kind)`, C++ extensions that take an `at::Tensor`,
-FSDP's own wrapping, modes of `__torch_dispatch__`. A number that an operator of
-plain tensors reads from a DTensor (`plain.add(plain, alpha=d)`) is this rank's. Use `d.full_tensor()` or `d.item()`.
+Where torch offers no hook, importing this package replaces a function of torch by one that looks at its arguments
+first. The functions replaced are:
+
+- here, the five through which the transforms of `torch.func` take hold of a tensor and let go of it;
+- in `constructors`, those that make tensors from data or numbers, sparse and nested tensors, and `to_dlpack`;
+- in `scripts`, calls of TorchScript functions, and scripting, tracing and export of modules;
+- in `gradients`, `Function.apply` and `ctx.save_for_backward` of autograd Functions (`functions`), the method that
+  hangs backward hooks of modules on tensors (`module_hooks`), `saved_tensors_hooks.__enter__` and the inputs that an
+  activation checkpoint saves (`saved_tensors`), and the function that starts a backward pass (`below_autograd`);
+- in `random.events`, `manual_seed`, `get_rng_state` and `set_rng_state`;
+- in `api.torch_hooks`, `nn.RNNBase.flatten_parameters`.
+
+Elsewhere the shard is what you get, with its own shape: `torch.Tensor(d)`, `torch.FloatTensor(d)`, `plain.data = d`,
+`plain.set_(d)`, `torch.Tensor.as_subclass(d, kind)`, C++ extensions that take an `at::Tensor`, FSDP's own wrapping. A
+number that an operator of plain tensors reads from a DTensor (`plain.add(plain, alpha=d)`) is this rank's partial
+value. Use `d.full_tensor()` or `d.item()`.
 """
 
 from __future__ import annotations

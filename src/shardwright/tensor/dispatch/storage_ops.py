@@ -122,20 +122,25 @@ def set_(target: DTensorBase, source: Any = None, *where: Any, **named: Any) -> 
     disabled(Tensor.set_, (), (target, source), {})
     target._layout = source._layout
     copy_strides(target, source)
-    count_writes_through(target)
+    count_writes_through(target, source)
     forget_entered()
     return target
 
 
 def detach_(target: DTensorBase) -> DTensorBase:
-    """Detach in place. Raise InPlaceError where the local tensor is a view: torch does not detach views in place."""
-    try:
+    """Detach in place.
+
+    Torch does not detach views in place. Whether the local tensor is a view may differ from rank to rank (a shard that
+    was sliced, or was whole already), so a view is detached as well: the object takes the place of its detached alias.
+    """
+    if not disabled(Tensor._is_view, (), (target,), {}):
         disabled(Tensor.detach_, (), (target,), {})
-    except RuntimeError as error:
-        raise InPlaceError(
-            f"detach_ of {target._layout}: its local tensor is a view, which torch does not detach in place. Use "
-            "detach()"
-        ) from error
+        return target
+    detached: Any = disabled(Tensor.detach, (), (target,), {})
+    detached.__class__ = type(target)  # what autograd still holds of the old tensor is a DTensor
+    detached.__dict__.update(target.__dict__)
+    torch._C._swap_tensor_impl(target, detached)
+    forget_entered()
     return target
 
 

@@ -1,0 +1,97 @@
+"""Writes through tensors that were given another's memory are counted as long as they can happen, and no longer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import shardwright as sw
+from shardwright.tensor.base.writes import count_writes_through, storage_of, was_written, writes_to
+from shardwright.testing import on_ranks
+
+
+def tensor() -> Any:
+    return sw.ones(4, mesh=sw.init_device_mesh("cpu", (1,)), placements=[sw.Shard(0)])
+
+
+def give(target: Any, source: Any) -> None:
+    target.data = source
+
+
+def give_data(target: Any, source: Any) -> None:
+    target.data = source.data
+
+
+GIVE: list[Callable[[Any, Any], Any]] = [give, give_data, lambda target, source: target.set_(source)]
+
+
+def counted(source: Any) -> int:
+    return len(writes_to(source).counts)
+
+
+@pytest.mark.parametrize("given", GIVE)
+def test_counters_of_tensors_that_are_gone_are_dropped(given: Any) -> None:
+    source = tensor()
+    for _ in range(20):
+        given(tensor(), source)
+    target = tensor()
+    for _ in range(20):
+        given(target, source)
+        given(target, tensor())
+    assert counted(source) <= 4
+
+
+@pytest.mark.parametrize("given", GIVE)
+def test_what_was_detached_from_a_tensor_that_is_gone_is_still_counted(given: Any) -> None:
+    source, aliases = tensor(), []
+    for _ in range(20):  # objects that are gone give their ids to others
+        target = tensor()
+        given(target, source)
+        aliases.append(target.detach())
+        del target
+    for alias in aliases:
+        before = writes_to(source)
+        alias.add_(1)
+        assert was_written(source, before)
+    assert storage_of(alias) is storage_of(source)
+
+
+def test_a_tensor_that_was_swapped_is_counted_anew() -> None:
+    source, target, other = tensor(), tensor(), tensor()
+    target.data = source
+    torch._C._swap_tensor_impl(target, other)  # type: ignore[attr-defined]  # as `.data =` does between devices
+    target.data = source
+    before = writes_to(source)
+    target.add_(1)
+    assert was_written(source, before)
+    count_writes_through(target, source)
+
+
+@on_ranks(2)
+def test_detach_in_place_of_what_is_a_view_on_some_ranks_detaches_on_all() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    for rows in (1, 2, 3):
+        leaf = sw.ones(rows, 2, mesh=mesh).requires_grad_()
+        for made in (
+            leaf.redistribute(placements=[sw.Shard(0)]),
+            (leaf * 2).redistribute(placements=[sw.Shard(1)]),
+            (leaf * 2)[:1],
+            (leaf * 2).view(-1),
+            leaf * 2,
+        ):
+            kept = made.sum()
+            same = made.detach_()
+            assert same is made
+            assert not made.requires_grad
+            assert made.grad_fn is None
+            assert made.is_leaf
+            kept.backward()
+            made.add_(1)
+            assert torch.equal((made + 0).full_tensor(), made.full_tensor())
+        assert leaf.grad is not None
+        expected = torch.ones(rows, 2, requires_grad=True)
+        (expected.sum() + (expected * 2).sum() + (expected * 2)[:1].sum() + 2 * (expected * 2).sum()).backward()
+        torch.testing.assert_close(leaf.grad.full_tensor(), expected.grad)
