@@ -115,7 +115,7 @@ def test_an_asynchronous_movement_waits_when_it_is_used() -> None:
         ok = torch.equal((second * 2).to_local(), whole * 2), torch.equal(first.full_tensor(), whole)
         return *before, *ok, type(first).__name__, type(second).__name__
 
-    assert run_ranks(4, work) == [("Waiting", "[10, 4] (0: S(1))", True, True, "DTensor", "DTensor")] * 4
+    assert run_ranks(4, work) == [("AsyncDTensor", "[10, 4] (0: S(1))", True, True, "DTensor", "DTensor")] * 4
 
 
 def test_distribute_module_runs_its_functions_and_replicates_the_rest() -> None:

@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 
 import shardwright as sw
 from shardwright.errors import TensorError, UnsupportedError
-from shardwright.tensor.api.distribute import rebuild
-from shardwright.tensor.api.torch_hooks import introduce
+from shardwright.tensor.api.convert import rebuild
+from shardwright.tensor.api.torch_hooks import register_with_torch
 from shardwright.tensor.dispatch import refusals
 from shardwright.testing import on_ranks, run_ranks
 
@@ -75,7 +75,7 @@ def test_transforms_of_plain_tensors_are_untouched() -> None:
     assert torch.equal(torch.func.functionalize(lambda y: y.add_(1))(x.clone()), x + 1)
     before = torch._functorch.eager_transforms._wrap_tensor_for_grad
     refusals.install()  # a second time changes nothing
-    introduce(sw.DTensor, rebuild)
+    register_with_torch(sw.DTensor, rebuild)
     assert torch._functorch.eager_transforms._wrap_tensor_for_grad is before
 
 

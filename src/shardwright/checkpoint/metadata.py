@@ -30,6 +30,7 @@ from shardwright.errors import LayoutError, MissingNameError
 from shardwright.layout import Region
 from shardwright.sharded import TensorProperties
 from shardwright.tensor import DTensor
+from shardwright.tensor.base.checkpoint_protocol import CheckpointProtocol, provide
 
 __all__ = [
     "STATE_DICT_TYPE",
@@ -412,3 +413,6 @@ def _own_region(tensor: DTensor) -> Region | None:
     rank = comm.rank()
     region = layout.region(rank) if rank in layout.mesh else None
     return None if region is None or region.is_empty else region
+
+
+provide(CheckpointProtocol(chunk_list, local_tensor_for, write_items))

@@ -1,7 +1,7 @@
 """The distributed tensor: op → rule → redistribution → collective."""
 
 from shardwright.tensor import rules
-from shardwright.tensor.api import tracked_copy
+from shardwright.tensor.api import async_dtensor, tracked_copy
 from shardwright.tensor.api.distribute import distribute_tensor
 from shardwright.tensor.api.dtensor import DTensor
 from shardwright.tensor.api.factories import Making, empty, full, normal, ones, rand, randint, randn, randperm, zeros
@@ -29,6 +29,7 @@ __all__ = [
     "Registration",
     "TensorMeta",
     "Trace",
+    "async_dtensor",
     "communication",
     "compile",
     "defer_gradient_reduction",

@@ -6,20 +6,18 @@ from typing import Any
 
 import torch
 
-from shardwright.layout import Layout
 from shardwright.tensor.api.dtensor import DTensor
-from shardwright.tensor.base import trace
-from shardwright.tensor.base.tagging import no_torch_function, tag
+from shardwright.tensor.base.tagging import DTensorBase, no_torch_function
 from shardwright.tensor.dispatch.arguments import tensors_in
-from shardwright.tensor.redistribute import Moving, plan, start
+from shardwright.tensor.redistribute import Moving
 
-__all__ = ["Waiting", "start_moving"]
+__all__ = ["AsyncDTensor"]
 
 # What is known before the values are. Torch asks for __torch_function__ while it decides whom to call: no time to wait.
 _KNOWN = frozenset("__class__ __dict__ __torch_function__ _layout _moving sharding placements device_mesh wait".split())
 
 
-class Waiting(DTensor):
+class AsyncDTensor(DTensor):
     """A DTensor whose values are still being received. Any use of it waits, and it is an ordinary one from then on."""
 
     _moving: Moving
@@ -40,20 +38,9 @@ class Waiting(DTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in (*tensors_in(args), *tensors_in((kwargs or {}).values())):
-            if type(tensor) is Waiting:
+            if type(tensor) is AsyncDTensor:
                 tensor.wait()
         return DTensor.__torch_function__(func, types, args, kwargs)
 
 
-def start_moving(tensor: DTensor, source: Layout, target: Layout) -> DTensor:
-    """The tensor under `target`, whose values are on their way."""
-    with no_torch_function(), torch.no_grad():
-        steps = plan(source, target, tensor.element_size())
-        if trace.current() is not None:
-            with trace.asked():
-                trace.note_movement(source, target, 0, backward=False)
-        moving = start(steps, tensor.clone())  # a copy: the tensor may be written to before all of it is sent
-        result = tag(torch.empty(0, dtype=tensor.dtype, device=tensor.device), target)
-    result.__class__ = Waiting
-    result._moving = moving
-    return result  # type: ignore[no-any-return]  # tag gives a DTensor
+DTensorBase.pending = AsyncDTensor  # `redistribute` lies below DTensor

@@ -1,4 +1,4 @@
-"""Between plain tensors and DTensors: distributing, wrapping, unwrapping, redistributing, rebuilding."""
+"""`distribute_tensor`: a plain tensor, spread over a mesh."""
 
 from __future__ import annotations
 
@@ -11,23 +11,14 @@ from torch import Tensor, nn
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, TensorError
 from shardwright.layout import Layout, Mesh
-from shardwright.tensor.api.async_dtensor import start_moving
+from shardwright.tensor.api.convert import rebuild
 from shardwright.tensor.api.dtensor import DTensor
-from shardwright.tensor.api.from_local import bound_mesh, for_gradient, verify_local
-from shardwright.tensor.api.torch_hooks import introduce
-from shardwright.tensor.base import trace
+from shardwright.tensor.api.from_local import bound_mesh
+from shardwright.tensor.api.torch_hooks import register_with_torch
 from shardwright.tensor.base.gradient_types import REPLICATE
-from shardwright.tensor.base.tagging import alias, local_region, no_torch_function, nothing_of, tag
-from shardwright.tensor.gradients.below_autograd import expect_plain_roots
-from shardwright.tensor.redistribute.autograd import move
-from shardwright.tensor.redistribute.cast import cast_before_sending, check_dtypes, move_as
+from shardwright.tensor.base.tagging import local_region, nothing_of, tag
 
-__all__ = [
-    "distribute_tensor",
-    "rebuild",
-    "redistribute",
-    "to_local",
-]
+__all__ = ["distribute_tensor"]
 
 
 def distribute_tensor(
@@ -113,72 +104,4 @@ def _refuse_partial(layout: Layout, what: str) -> None:
         )
 
 
-def to_local(tensor: DTensor, grad_placements: Sequence[object] | None) -> Tensor:
-    """See `DTensor.to_local`."""
-    layout = tensor.sharding
-    expect_plain_roots()
-    with no_torch_function():
-        if grad_placements is None:
-            return tensor.view_as(tensor)
-        target = for_gradient(layout, grad_placements)
-        moved = move(tensor, layout, target)
-        return tensor.view_as(tensor) if moved is tensor else moved
-
-
-def redistribute(
-    tensor: DTensor,
-    device_mesh: Any,
-    placements: Sequence[object] | None,
-    order: Sequence[int | str] | None,
-    async_op: bool,
-    forward_dtype: torch.dtype | None = None,
-    backward_dtype: torch.dtype | None = None,
-) -> DTensor:
-    """See `DTensor.redistribute`."""
-    source = tensor.sharding
-    check_dtypes(forward_dtype, backward_dtype)
-    mesh = source.mesh if device_mesh is None else comm.bind(device_mesh)
-    if placements is None:
-        if mesh.ndim != source.mesh.ndim:
-            raise TensorError(f"redistribute to {mesh!r}: give placements, one for each of its {mesh.ndim} dimensions")
-        placements, order = source.placements, order or source.order
-    target = Layout(mesh, placements, source.shape, order)
-    before = tensor.dtype
-    forward, backward = forward_dtype or before, backward_dtype or before
-    if target is source and forward == before:
-        return tensor
-    differentiable = tensor.requires_grad and torch.is_grad_enabled()
-    if async_op and target is not source and not differentiable and cast_before_sending(source, before, forward):
-        cast: Any = tensor.to(forward)
-        return start_moving(cast, source, target)
-    with no_torch_function(), trace.asked(), comm.moving_tensor(tensor.__dict__.get("_number", 0)):
-        if forward == backward == before:
-            moved = move(tensor, source, target)
-        else:
-            moved = move_as(tensor, source, target, forward, backward)
-        return tag(tensor.view_as(tensor) if moved is tensor else moved, target)  # type: ignore[no-any-return]  # likewise
-
-
-def rebuild(local: Tensor, layout: dict[str, Any], saved_by: int, requires_grad: bool, is_parameter: bool) -> DTensor:
-    """A DTensor from what pickle holds of it: its local tensor, its abstract layout, and whose part it is."""
-    known = Layout.from_json(layout)
-    rank = comm.rank()
-    if rank not in known.mesh or known.mesh.size > comm.world().size:
-        raise TensorError(
-            f"a DTensor {known} was saved on {known.mesh!r}; this is rank {rank} of {comm.world().size}: load it on "
-            "as many ranks, or save it with shardwright.checkpoint, which reshards"
-        )
-    if saved_by not in known.replicas(rank):
-        raise TensorError(
-            f"this part of a DTensor {known} was saved by rank {saved_by}, and is not that of rank {rank}: let every "
-            "rank save and load its own, or use shardwright.checkpoint"
-        )
-    verify_local(local, known)
-    result: DTensor = tag(alias(local.detach()).detach(), known)
-    result.requires_grad_(requires_grad)
-    if is_parameter:
-        result._is_param = True  # what makes isinstance(x, nn.Parameter) true
-    return result
-
-
-introduce(DTensor, rebuild)
+register_with_torch(DTensor, rebuild)

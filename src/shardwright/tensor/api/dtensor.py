@@ -12,6 +12,9 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import MixedTensorsError, TensorError
 from shardwright.layout import Layout, Placement
+from shardwright.tensor.api.convert import rebuild, redistribute, to_local
+from shardwright.tensor.api.from_local import from_local
+from shardwright.tensor.base.checkpoint_protocol import provided
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import UNIFORM
 from shardwright.tensor.base.strides import copy_strides, global_stride
@@ -146,8 +149,6 @@ class DTensor(DTensorBase):
         >>> sw.DTensor.from_local(torch.ones(2, 3), mesh, [sw.Shard(0)]).shape
         torch.Size([2, 3])
         """
-        from shardwright.tensor.api.from_local import from_local
-
         return from_local(
             local_tensor,
             device_mesh,
@@ -168,8 +169,6 @@ class DTensor(DTensorBase):
         >>> sw.ones(2, mesh=sw.init_device_mesh("cpu", (1,))).to_local()
         tensor([1., 1.])
         """
-        from shardwright.tensor.api.distribute import to_local
-
         return to_local(self, grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[object] | None = None) -> Tensor:
@@ -206,31 +205,21 @@ class DTensor(DTensorBase):
         >>> print(x.redistribute(placements=[sw.Shard(1)]).sharding)
         [4, 2] (tp: S(1))
         """
-        from shardwright.tensor.api.distribute import redistribute
-
         return redistribute(self, device_mesh, placements, order, async_op, forward_dtype, backward_dtype)
 
     # --- what torch.distributed.checkpoint asks a tensor, by these names --------------------------------------------
 
     def __create_chunk_list__(self) -> list[Any]:
         """The chunks that this rank holds; see `checkpoint.chunk_list`."""
-        from shardwright.checkpoint.metadata import (
-            chunk_list,  # above this layer, and only asked for by checkpoints
-        )
-
-        return chunk_list(self)
+        return provided().chunk_list(self)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """The local memory of a chunk; see `checkpoint.local_tensor_for`."""
-        from shardwright.checkpoint.metadata import local_tensor_for  # likewise
-
-        return local_tensor_for(self, index)
+        return provided().local_tensor_for(self, index)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         """What this rank has to write of `object`, which is this tensor; see `checkpoint.write_items`."""
-        from shardwright.checkpoint.metadata import write_items  # likewise
-
-        return write_items(object, fqn)
+        return provided().write_items(object, fqn)
 
     # --- what it is -------------------------------------------------------------------------------------------------
 
@@ -524,8 +513,6 @@ class DTensor(DTensorBase):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from shardwright.tensor.api.distribute import rebuild
-
         with no_torch_function():
             local = self.detach().view_as(self)
             is_parameter = getattr(self, "_is_param", False)

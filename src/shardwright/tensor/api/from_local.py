@@ -20,10 +20,9 @@ from shardwright import comm
 from shardwright.errors import ArgumentTypeError, LocalTensorError, PlacementError, TensorError
 from shardwright.layout import Layout, Mesh, Placement, Ragged, Shard, as_placement
 from shardwright.layout.placement import StridedShard
-from shardwright.tensor.api.dtensor import DTensor
 from shardwright.tensor.base.capture import refuse_to_record
 from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE
-from shardwright.tensor.base.tagging import alias, no_torch_function, nothing_of, tag
+from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, nothing_of, tag
 from shardwright.tensor.redistribute.autograd import move
 from shardwright.tensor.redistribute.steps import line
 
@@ -44,9 +43,9 @@ def from_local(
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
     grad_placements: Sequence[object] | None = None,
-) -> DTensor:
+) -> Any:
     """See `DTensor.from_local`."""
-    if isinstance(local_tensor, DTensor) or not isinstance(local_tensor, Tensor):
+    if isinstance(local_tensor, DTensorBase) or not isinstance(local_tensor, Tensor):
         raise ArgumentTypeError(f"from_local: {type(local_tensor).__name__} is not a plain tensor")
     if stride is not None and shape is None:
         raise TensorError("from_local: stride without shape says nothing: give both")
@@ -64,7 +63,7 @@ def from_local(
         with no_torch_function():
             moved = move(local, for_gradient(layout, grad_placements), layout)
             local = local if moved is local else moved
-    return tag(local, layout)  # type: ignore[no-any-return]  # tag gives a DTensor
+    return tag(local, layout)
 
 
 def for_gradient(layout: Layout, grad_placements: Sequence[object]) -> Layout:

@@ -1,4 +1,4 @@
-"""What torch is told of DTensor when `boundary` is imported: it keeps lists of the tensor types it knows.
+"""Register DTensor with torch, which keeps lists of the tensor types it knows; done when `distribute` is imported.
 
 - `foreach` optimizers and gradient clipping take lists of tensors only of types they know. Without this they go
   through parameters one by one, with a collective for each norm.
@@ -23,10 +23,10 @@ from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.dispatch import refusals, scripts
 from shardwright.tensor.gradients import below_autograd, functions, module_hooks, saved_tensors
 
-__all__ = ["functions_of", "introduce", "leave_eager"]
+__all__ = ["functions_of", "leave_eager", "register_with_torch"]
 
 
-def introduce(kind: type[DTensorBase], rebuild: Callable[..., Any]) -> None:
+def register_with_torch(kind: type[DTensorBase], rebuild: Callable[..., Any]) -> None:
     """Tell torch of DTensor and of what rebuilds one from a file, and replace methods of torch. Call it once."""
     for known in (optimized, clipped):
         if kind not in known:

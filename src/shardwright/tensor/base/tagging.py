@@ -53,10 +53,11 @@ class DTensorBase(Tensor):
     concrete: ClassVar[type[DTensorBase]]
     copies: ClassVar[type[DTensorBase]]  # of what looks like a view and is none
     strided: ClassVar[type[DTensorBase]]  # of what has its global strides noted
+    pending: ClassVar[type[DTensorBase]]  # of what is still being received
 
     def __init_subclass__(cls) -> None:
         if cls.__base__ is DTensorBase:
-            DTensorBase.concrete = DTensorBase.copies = DTensorBase.strided = cls
+            DTensorBase.concrete = DTensorBase.copies = DTensorBase.strided = DTensorBase.pending = cls
 
 
 def layout_of(tensor: DTensorBase) -> Layout:

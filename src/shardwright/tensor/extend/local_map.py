@@ -284,5 +284,5 @@ def _asked(value: Any, mesh: Mesh, placements: list[Placement] | None) -> Layout
     if placements is None or not isinstance(value, Tensor):
         return None
     with torch.no_grad():
-        found = from_local(value.detach(), mesh, placements, run_check=None, shape=None, stride=None)
+        found: DTensorBase = from_local(value.detach(), mesh, placements, run_check=None, shape=None, stride=None)
     return found._layout
