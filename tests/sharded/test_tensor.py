@@ -28,7 +28,7 @@ def chunks(dim: int, *ranks: int) -> ChunkShardingSpec:
 
 
 def specs() -> list[ShardingSpec]:
-    """Ways to cut 9 x 5 elements for four ranks."""
+    """Strategies to cut 9 x 5 elements for four ranks."""
     boxes = [((0, 0), (4, 5), 2), ((4, 0), (5, 2), 0), ((4, 2), (3, 3), 2), ((7, 2), (2, 3), 1)]
     return [
         chunks(0, 0, 1, 2, 3),

@@ -12,7 +12,7 @@ from torch import Tensor
 import shardwright as sw
 from shardwright import comm
 from shardwright.errors import RuleError
-from shardwright.rules import Decided, Operand, Way, Ways, either, index_ways, indexed, pointwise
+from shardwright.rules import MeshStrategy, Operand, Strategies, Strategy, either, index_strategies, indexed, pointwise
 from shardwright.tensor.base.registry import canonical_name
 from shardwright.testing import prove, run_ranks
 
@@ -140,35 +140,39 @@ def test_a_rule_as_a_function_of_the_operators_signature() -> None:
     op = define("decorated")
 
     @sw.register_rule(op)
-    def rule(a: Operand, b: Operand, scale: float) -> Ways | None:
-        return Ways(index_ways([a, b], ["mk", "kn"], ["mn"]), shapes=((a.shape[0], b.shape[1]),)) if scale else None
+    def rule(a: Operand, b: Operand, scale: float) -> Strategies | None:
+        return (
+            Strategies(index_strategies([a, b], ["mk", "kn"], ["mn"]), shapes=((a.shape[0], b.shape[1]),))
+            if scale
+            else None
+        )
 
     w = on_one_rank(sw.Replicate(), shape=(3, 2))
     assert op(on_one_rank(), w, 1.0).placements == (sw.Shard(0),)
     assert op(on_one_rank(), w, 0.0).placements == (sw.Replicate(),)
 
 
-def columns(mesh_dim: int) -> list[Way]:
-    return [Way((sw.Replicate(), sw.Shard(1)), (sw.Shard(1),))]
+def columns(mesh_dim: int) -> list[Strategy]:
+    return [Strategy((sw.Replicate(), sw.Shard(1)), (sw.Shard(1),))]
 
 
 @pytest.mark.parametrize(
     ("rule", "why"),
     [
-        (either(Way((sw.Shard(0),), (sw.Shard(0),))), r"the rule has 1 inputs \(R\), the call 2"),
-        (either(Way((sw.Shard(0), sw.Replicate()), ())), r"the rule has 0 outputs \(\), the call 1"),
-        (either(Way(("S(0)", "R"), (sw.Shard(0),))), "for its inputs: each is a Placement"),
-        (lambda a, b, scale: "mk,kn->mn", "the rule returned a str: return Ways, Decided, or None"),
-        (lambda a, b, scale: Decided((a.layout,), (a.layout,)), "the rule has 1 inputs"),
+        (either(Strategy((sw.Shard(0),), (sw.Shard(0),))), r"the rule has 1 inputs \(R\), the call 2"),
+        (either(Strategy((sw.Shard(0), sw.Replicate()), ())), r"the rule has 0 outputs \(\), the call 1"),
+        (either(Strategy(("S(0)", "R"), (sw.Shard(0),))), "for its inputs: each is a Placement"),
+        (lambda a, b, scale: "mk,kn->mn", "the rule returned a str: return Strategies, MeshStrategy, or None"),
+        (lambda a, b, scale: MeshStrategy((a.layout,), (a.layout,)), "the rule has 1 inputs"),
         ("m,n->mn", r"'m,n->mn': 'm' stands for a tensor of 2 dimensions, \(4, 3\)"),
         ("mk->mk", "'mk->mk' has 1 inputs, the call 2 tensors"),
         (pointwise([[3]]), r"pointwise\(\[\[3\]\]\): linear=\[\[3\]\] has 3: it names inputs by place, 0 to 1"),
         (
-            lambda a, b, scale: Ways(lambda mesh_dim: []),
-            "the rule <lambda> has no ways on mesh dimension 0: list at least",
+            lambda a, b, scale: Strategies(lambda mesh_dim: []),
+            "the rule <lambda> has no strategies on mesh dimension 0: list at least",
         ),
-        (lambda a, b, scale: Ways(columns, shapes=()), r"gives 0 shapes, \(\), and the call has 1 outputs"),
-        (lambda a, b, scale: Ways(columns, shapes=((4,),)), r"S\(1\) for output 0, of shape \(4,\): cut a dim"),
+        (lambda a, b, scale: Strategies(columns, shapes=()), r"gives 0 shapes, \(\), and the call has 1 outputs"),
+        (lambda a, b, scale: Strategies(columns, shapes=((4,),)), r"S\(1\) for output 0, of shape \(4,\): cut a dim"),
     ],
 )
 def test_answers_that_make_no_sense_are_refused(rule: Any, why: str) -> None:
@@ -177,14 +181,16 @@ def test_answers_that_make_no_sense_are_refused(rule: Any, why: str) -> None:
         op(on_one_rank(), on_one_rank(shape=(3, 2)), 1.0)
 
 
-def test_ways_that_cut_what_inputs_lack_are_left_out() -> None:
+def test_strategies_that_shard_a_dimension_the_inputs_lack_are_left_out() -> None:
     op = define_twice("twice_of_any", fake=True)
-    rows, number = Way((sw.Shard(0),), (sw.Shard(0),)), on_one_rank(sw.Replicate(), shape=())
-    with sw.register_rule(op, either(rows, Way((sw.Shard(1),), (sw.Shard(1),)))):
+    rows, number = Strategy((sw.Shard(0),), (sw.Shard(0),)), on_one_rank(sw.Replicate(), shape=())
+    with sw.register_rule(op, either(rows, Strategy((sw.Shard(1),), (sw.Shard(1),)))):
         assert op(number).placements == (sw.Replicate(),)
         assert op(on_one_rank(shape=(4,))).placements == (sw.Shard(0),)
-    why = r"swtests::twice_of_any: the rule <lambda> has no way for inputs of the shapes \(\).* \(S\(0\) -> S\(0\)\)"
-    with sw.register_rule(op, lambda x: Ways(lambda mesh_dim: [rows])):
+    why = (
+        r"swtests::twice_of_any: the rule <lambda> has no strategy for inputs of the shapes \(\).* \(S\(0\) -> S\(0\)\)"
+    )
+    with sw.register_rule(op, lambda x: Strategies(lambda mesh_dim: [rows])):
         assert op(on_one_rank(shape=(4,))).placements == (sw.Shard(0),)
         with pytest.raises(RuleError, match=why):
             op(number)
@@ -207,7 +213,7 @@ def test_other_registrations_that_are_refused() -> None:
         sw.register_rule(define, pointwise())
     with pytest.raises(RuleError, match="3 is no rule"):
         sw.register_rule(define("numbered"), 3)
-    with pytest.raises(RuleError, match="at least one way"):
+    with pytest.raises(RuleError, match="at least one strategy"):
         either()
     with pytest.raises(RuleError, match=r"linear=\[\[2\]\] has 2: it names inputs by place, 0 to 1"):
         indexed("m,m->m", linear=[[2]])
@@ -239,16 +245,16 @@ def define_twice(name: str, fake: bool) -> Any:
     return twice
 
 
-def wider(x: Operand) -> Ways:
-    return Ways(index_ways([x], ["mn"], ["mn"]), shapes=((8, 7),))
+def wider(x: Operand) -> Strategies:
+    return Strategies(index_strategies([x], ["mn"], ["mn"]), shapes=((8, 7),))
 
 
-def false_replicate(x: Operand) -> Ways:
-    return Ways(lambda mesh_dim: [Way((sw.Shard(0),), (sw.Replicate(),))], shapes=(x.shape,))
+def false_replicate(x: Operand) -> Strategies:
+    return Strategies(lambda mesh_dim: [Strategy((sw.Shard(0),), (sw.Replicate(),))], shapes=(x.shape,))
 
 
-def decided(x: Operand) -> Decided:
-    return Decided((x.layout,), (x.layout.replace(placements=[sw.Replicate()]),))
+def mesh_strategy(x: Operand) -> MeshStrategy:
+    return MeshStrategy((x.layout,), (x.layout.replace(placements=[sw.Replicate()]),))
 
 
 def refused_everywhere(fake: bool, rule: Any, layout: str, claimed: str) -> str:
@@ -273,7 +279,7 @@ def refused_everywhere(fake: bool, rule: Any, layout: str, claimed: str) -> str:
         ("mn->m", "[8] (0: S(0))", "(2,)"),
         (wider, "[8, 7] (0: S(0))", "(2, 7)"),
         (false_replicate, "[8, 6] (0: R)", "(8, 6)"),
-        (decided, "[8, 6] (0: R)", "(8, 6)"),
+        (mesh_strategy, "[8, 6] (0: R)", "(8, 6)"),
     ],
 )
 def test_a_result_that_is_not_what_the_rule_claims_is_refused(fake: bool, rule: Any, layout: str, claimed: str) -> None:
@@ -363,13 +369,15 @@ def test_a_wrong_rule_of_a_user_is_found() -> None:
         assert prove(op, torch.randn(5, 4), torch.randn(4, 2), 0.5).wrong
 
 
-def test_ways_of_which_no_two_go_together_are_refused() -> None:
+def test_strategies_of_which_no_two_go_together_are_refused() -> None:
     op = define("apart")
     rows = sw.Ragged(0, (4,))
     mesh = sw.init_device_mesh("cpu", (1, 1))
     a, b = sw.ones(4, 3, mesh=mesh), sw.ones(3, 2, mesh=mesh)
     with (
-        sw.register_rule(op, lambda *_: Ways(lambda _: [Way((rows, sw.Replicate()), (rows,))], shapes=((4, 2),))),
-        pytest.raises(RuleError, match="no way of the rule for mesh dimension 1 goes together"),
+        sw.register_rule(
+            op, lambda *_: Strategies(lambda _: [Strategy((rows, sw.Replicate()), (rows,))], shapes=((4, 2),))
+        ),
+        pytest.raises(RuleError, match="no strategy of the rule for mesh dimension 1 goes together"),
     ):
         op(a, b, 1.0)

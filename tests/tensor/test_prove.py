@@ -11,7 +11,15 @@ from torch import Tensor
 
 from shardwright.errors import TensorError
 from shardwright.layout import Layout, Partial, Placement, Replicate, Shard
-from shardwright.tensor.base.strategy import Decided, Local, Operand, Situation, Way, Ways, index_ways
+from shardwright.tensor.base.strategy import (
+    Local,
+    LocalContext,
+    MeshStrategy,
+    Operand,
+    Strategies,
+    Strategy,
+    index_strategies,
+)
 from shardwright.testing import prove
 
 R, P = Replicate(), Partial()
@@ -21,83 +29,137 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def ways(*listed: Way) -> Ways:
-    return Ways(lambda mesh_dim: list(listed))
+def strategies(*listed: Strategy) -> Strategies:
+    return Strategies(lambda mesh_dim: list(listed))
 
 
-def way(ins: Placement | tuple[Placement, ...], outs: Placement) -> Way:
-    return Way(ins if isinstance(ins, tuple) else (ins,), (outs,))
+def strategy(ins: Placement | tuple[Placement, ...], outs: Placement) -> Strategy:
+    return Strategy(ins if isinstance(ins, tuple) else (ins,), (outs,))
 
 
-def decided(operands: list[Operand], placements: list[Placement], out: Placement, shape: tuple[int, ...]) -> Decided:
+def mesh_strategy(
+    operands: list[Operand], placements: list[Placement], out: Placement, shape: tuple[int, ...]
+) -> MeshStrategy:
     mesh = operands[0].layout.mesh
     layouts = [Layout(mesh, [p], operand.shape) for p, operand in zip(placements, operands, strict=True)]
-    return Decided(tuple(layouts), (Layout(mesh, [out], shape),))
+    return MeshStrategy(tuple(layouts), (Layout(mesh, [out], shape),))
 
 
-def own_shard(situation: Situation) -> Local:
+def own_shard(context: LocalContext) -> Local:
     """What a rule might do that cuts a replicate locally."""
-    region = situation.outs[0].region(situation.rank)
+    region = context.outs[0].region(context.rank)
     return lambda func, args, kwargs: func(args[0])[region.slices()]
 
 
-def mean_of_asker(x: Operand) -> Ways:
+def mean_of_asker(x: Operand) -> Strategies:
     """It looks at where the input is when asked, not at where it is when run."""
     count = 4 if x.layout.placements[0].is_shard() else 1
-    local = lambda situation: lambda func, args, kwargs: args[0].sum(0) / count  # noqa: E731  # as short as it is wrong
-    return Ways(lambda _: [way(R, R), way(Shard(0), P)], run=lambda s: local(s) if s.ins[0].cut_by(0) else None)
+    local = lambda context: lambda func, args, kwargs: args[0].sum(0) / count  # noqa: E731  # as short as it is wrong
+    return Strategies(
+        lambda _: [strategy(R, R), strategy(Shard(0), P)], run=lambda s: local(s) if s.ins[0].cut_by(0) else None
+    )
 
 
 PLANTED: dict[str, tuple[Any, tuple[Any, ...], Any, str]] = {
-    "a non-linear operator on addends": (torch.relu, (randn(5),), lambda x: ways(way(P, P)), "output 0"),
-    "an addend plus a whole": (torch.add, (randn(4), randn(4)), lambda x, y: ways(way((P, R), P)), "output 0"),
-    "a constant added to addends": (torch.add, (randn(4), 1.0), lambda x, n: ways(way(P, P)), "output 0"),
-    "a product of two partial sums": (torch.mul, (randn(4), randn(4)), lambda x, y: ways(way((P, P), P)), "output 0"),
+    "a non-linear operator on addends": (torch.relu, (randn(5),), lambda x: strategies(strategy(P, P)), "output 0"),
+    "an addend plus a whole": (
+        torch.add,
+        (randn(4), randn(4)),
+        lambda x, y: strategies(strategy((P, R), P)),
+        "output 0",
+    ),
+    "a constant added to addends": (torch.add, (randn(4), 1.0), lambda x, n: strategies(strategy(P, P)), "output 0"),
+    "a product of two partial sums": (
+        torch.mul,
+        (randn(4), randn(4)),
+        lambda x, y: strategies(strategy((P, P), P)),
+        "output 0",
+    ),
     "softmax cut along its dimension": (
-        torch.softmax, (randn(4, 2), 0), lambda x, d: ways(way(Shard(0), Shard(0))), "output 0",
+        torch.softmax,
+        (randn(4, 2), 0),
+        lambda x, d: strategies(strategy(Shard(0), Shard(0))),
+        "output 0",
     ),
     "a mean of means of uneven shards": (
-        torch.mean, (randn(4, 2), 0), lambda x, d: ways(way(Shard(0), Partial("avg"))), "output 0",
+        torch.mean,
+        (randn(4, 2), 0),
+        lambda x, d: strategies(strategy(Shard(0), Partial("avg"))),
+        "output 0",
     ),
     "a contracted dimension, cut, called whole": (
-        torch.mm, (
-            randn(2, 4), randn(4, 2),
-        ), lambda x, y: ways(way((Shard(1), Shard(0)), R)), "output 0 is R, but on rank",
+        torch.mm,
+        (
+            randn(2, 4),
+            randn(4, 2),
+        ),
+        lambda x, y: strategies(strategy((Shard(1), Shard(0)), R)),
+        "output 0 is R, but on rank",
     ),
     "the wrong dimension of the output": (
-        torch.t, (randn(4, 4),), lambda x: replace(ways(way(Shard(0), Shard(0))), fresh=False), "has shape",
+        torch.t,
+        (randn(4, 4),),
+        lambda x: replace(strategies(strategy(Shard(0), Shard(0))), fresh=False),
+        "has shape",
     ),
-    "a dimension that is not there": (torch.sum, (randn(4),), lambda x: ways(way(R, Shard(1))), "cannot be"),
-    "too few outputs": (torch.sum, (randn(4),), lambda x: Ways(lambda _: [Way((R,), ())]), "1 inputs and 0 outputs"),
+    "a dimension that is not there": (torch.sum, (randn(4),), lambda x: strategies(strategy(R, Shard(1))), "cannot be"),
+    "too few outputs": (
+        torch.sum,
+        (randn(4),),
+        lambda x: Strategies(lambda _: [Strategy((R,), ())]),
+        "1 inputs and 0 outputs",
+    ),
     "a maximum whose gradient nobody can give": (
-        torch.amax, (randn(6), 0), lambda x, d: ways(way(Shard(0), Partial("max"))), "no gradient",
+        torch.amax,
+        (randn(6), 0),
+        lambda x, d: strategies(strategy(Shard(0), Partial("max"))),
+        "no gradient",
     ),
-    "a way that hides behind the chooser's first": (
-        torch.abs, (randn(4),), lambda x: ways(way(R, R), way(Shard(0), Shard(0)), way(Shard(0), P)), "has shape",
+    "a strategy that hides behind the chooser's first": (
+        torch.abs,
+        (randn(4),),
+        lambda x: strategies(strategy(R, R), strategy(Shard(0), Shard(0)), strategy(Shard(0), P)),
+        "has shape",
     ),
     "a rule that raises": (torch.abs, (randn(4),), lambda x: {}["no"], "raised KeyError"),
     "a local call that depends on who asked": (torch.mean, (randn(4), 0), lambda x, d: mean_of_asker(x), "output 0"),
-    "a view said to be new": (torch.t, (randn(4, 2),), lambda x: Ways(index_ways([x], ["ab"], ["ba"])), "is a view"),
-}  # fmt: skip
+    "a view said to be new": (
+        torch.t,
+        (randn(4, 2),),
+        lambda x: Strategies(index_strategies([x], ["ab"], ["ba"])),
+        "is a view",
+    ),
+}
 GRADIENTS: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
     "a replicate beside a shard that does not enter": (
-        torch.mm, (randn(4, 2), randn(2, 4)), lambda x, y: decided([x, y], [Shard(0), R], Shard(0), (4, 4)),
+        torch.mm,
+        (randn(4, 2), randn(2, 4)),
+        lambda x, y: mesh_strategy([x, y], [Shard(0), R], Shard(0), (4, 4)),
     ),
     "a replicate beside a partial sum that does not enter": (
-        torch.mul, (randn(4), randn(4)), lambda x, y: decided([x, y], [P, R], P, (4,)),
+        torch.mul,
+        (randn(4), randn(4)),
+        lambda x, y: mesh_strategy([x, y], [P, R], P, (4,)),
     ),
-    "a replicate that is sliced": (torch.sin, (randn(4),), lambda x: Ways(lambda _: [way(R, Shard(0))], run=own_shard)),
+    "a replicate that is sliced": (
+        torch.sin,
+        (randn(4),),
+        lambda x: Strategies(lambda _: [strategy(R, Shard(0))], run=own_shard),
+    ),
     "a local call that cuts the graph": (
-        torch.sin, (randn(4),), lambda x: Ways(lambda _: [way(R, R)], run=lambda _: lambda f, a, k: f(a[0].detach())),
+        torch.sin,
+        (randn(4),),
+        lambda x: Strategies(lambda _: [strategy(R, R)], run=lambda _: lambda f, a, k: f(a[0].detach())),
     ),
     "a local call whose gradient is another's": (
-        torch.relu, (
-            randn(4),
-        ), lambda x: Ways(
-            lambda _: [way(Shard(0), Shard(0))], run=lambda _: lambda f, a, k: a[0] + (f(a[0]) - a[0]).detach(),
+        torch.relu,
+        (randn(4),),
+        lambda x: Strategies(
+            lambda _: [strategy(Shard(0), Shard(0))],
+            run=lambda _: lambda f, a, k: a[0] + (f(a[0]) - a[0]).detach(),
         ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("func", "args", "rule", "said"), PLANTED.values(), ids=PLANTED.keys())
@@ -115,7 +177,7 @@ def test_a_rule_with_right_values_and_wrong_gradients_is_found(func: Any, args: 
     assert all(verdict.gradient and "gradient of input" in (verdict.fault or "") for verdict in proof.wrong), proof
 
 
-def test_a_right_rule_is_proved_way_by_way() -> None:
+def test_a_right_rule_is_proved_strategy_by_strategy() -> None:
     proof = prove(torch.mm, randn(4, 2), randn(2, 5))
     said = {(verdict.ins, verdict.outs) for verdict in proof.proved}
     assert not proof.wrong, proof
@@ -132,8 +194,8 @@ def test_a_write_that_would_change_its_targets_layout_is_declined() -> None:
 
 
 def test_what_cannot_be_tried_for_many_inputs_is_counted() -> None:
-    def rule(tensors: list[Operand]) -> Ways:
-        return ways(way((R,) * 4, R))
+    def rule(tensors: list[Operand]) -> Strategies:
+        return strategies(strategy((R,) * 4, R))
 
     proof = prove(torch.cat, [randn(2) for _ in range(4)], rule=rule)
     assert not proof.wrong, proof
@@ -147,13 +209,13 @@ def test_an_operator_without_gradient_is_proved_by_its_values() -> None:
     assert not any(verdict.gradient for verdict in proof.verdicts)
 
 
-def unattached_where_empty(situation: Situation) -> Local:
+def unattached_where_empty(context: LocalContext) -> Local:
     """What torch's own kernels do of nothing: a result that hangs on no input."""
     return lambda func, args, kwargs: func(*args) if args[0].numel() else torch.empty(0, dtype=args[0].dtype)
 
 
 def test_a_rank_that_would_not_take_part_in_the_backward_pass_is_found() -> None:
-    rule = lambda x: replace(ways(way(Shard(0), Shard(0))), run=unattached_where_empty)  # noqa: E731  # short
+    rule = lambda x: replace(strategies(strategy(Shard(0), Shard(0))), run=unattached_where_empty)  # noqa: E731  # short
     (fault,) = {verdict.fault for verdict in prove(torch.exp, randn(2), rule=rule).wrong}
     assert fault == "output 0 hangs on the inputs on some ranks, and not on others"
 

@@ -1,4 +1,4 @@
-"""Ways in which prototypes had wrong values or gradients, from ../shared/traps.md: each by its number."""
+"""Strategies in which prototypes had wrong values or gradients, from ../shared/traps.md: each by its number."""
 
 from __future__ import annotations
 

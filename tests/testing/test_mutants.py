@@ -14,7 +14,7 @@ import pytest
 
 from shardwright.layout import Partial, Replicate, Shard
 from shardwright.tensor.base.registry import OPERATORS, canonical_name
-from shardwright.tensor.base.strategy import Decided, Way, Ways
+from shardwright.tensor.base.strategy import MeshStrategy, Strategies, Strategy
 from shardwright.testing import prove
 
 FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"
@@ -32,38 +32,38 @@ def proofs() -> Any:
 
 
 PROOFS = proofs()
-Change = Callable[[Way], Iterator[Way]]
+Change = Callable[[Strategy], Iterator[Strategy]]
 
 
-def cut_outputs_are_said_to_be_whole(way: Way) -> Iterator[Way]:
-    if any(type(p) is Shard for p in way.outs):
-        yield Way(way.ins, tuple(Replicate() if type(p) is Shard else p for p in way.outs))
+def cut_outputs_are_said_to_be_whole(strategy: Strategy) -> Iterator[Strategy]:
+    if any(type(p) is Shard for p in strategy.outs):
+        yield Strategy(strategy.ins, tuple(Replicate() if type(p) is Shard else p for p in strategy.outs))
 
 
-def addends_are_said_to_be_whole(way: Way) -> Iterator[Way]:
-    if any(p.is_partial("sum") for p in way.outs):
-        yield Way(way.ins, tuple(Replicate() if p.is_partial("sum") else p for p in way.outs))
+def addends_are_said_to_be_whole(strategy: Strategy) -> Iterator[Strategy]:
+    if any(p.is_partial("sum") for p in strategy.outs):
+        yield Strategy(strategy.ins, tuple(Replicate() if p.is_partial("sum") else p for p in strategy.outs))
 
 
-def whole_outputs_are_said_to_be_addends(way: Way) -> Iterator[Way]:
-    if all(p == Replicate() for p in (*way.ins, *way.outs)):
-        yield Way(way.ins, tuple(Partial("sum") for _ in way.outs))
+def whole_outputs_are_said_to_be_addends(strategy: Strategy) -> Iterator[Strategy]:
+    if all(p == Replicate() for p in (*strategy.ins, *strategy.outs)):
+        yield Strategy(strategy.ins, tuple(Partial("sum") for _ in strategy.outs))
 
 
-def addends_are_said_to_be_maxima(way: Way) -> Iterator[Way]:
-    if any(p.is_partial("sum") for p in way.outs):
-        yield Way(way.ins, tuple(Partial("max") if p.is_partial("sum") else p for p in way.outs))
+def addends_are_said_to_be_maxima(strategy: Strategy) -> Iterator[Strategy]:
+    if any(p.is_partial("sum") for p in strategy.outs):
+        yield Strategy(strategy.ins, tuple(Partial("max") if p.is_partial("sum") else p for p in strategy.outs))
 
 
-def cut_inputs_are_said_to_be_whole(way: Way) -> Iterator[Way]:
+def cut_inputs_are_said_to_be_whole(strategy: Strategy) -> Iterator[Strategy]:
     """What was computed from pieces is computed from the whole, and the result is said to be what it was."""
-    if any(type(p) is Shard for p in way.ins) and all(type(p) is Shard for p in way.outs):
-        yield Way(tuple(Replicate() if type(p) is Shard else p for p in way.ins), way.outs)
+    if any(type(p) is Shard for p in strategy.ins) and all(type(p) is Shard for p in strategy.outs):
+        yield Strategy(tuple(Replicate() if type(p) is Shard else p for p in strategy.ins), strategy.outs)
 
 
-def outputs_are_cut_along_another_dimension(way: Way) -> Iterator[Way]:
-    if any(type(p) is Shard for p in way.outs):
-        yield Way(way.ins, tuple(Shard(p.dim + 1) if type(p) is Shard else p for p in way.outs))
+def outputs_are_cut_along_another_dimension(strategy: Strategy) -> Iterator[Strategy]:
+    if any(type(p) is Shard for p in strategy.outs):
+        yield Strategy(strategy.ins, tuple(Shard(p.dim + 1) if type(p) is Shard else p for p in strategy.outs))
 
 
 CHANGES: list[Change] = [
@@ -76,19 +76,19 @@ CHANGES: list[Change] = [
 ]
 
 
-def mutant(rule: Any, change: Change) -> tuple[Any, list[Way]]:
-    """The rule with only the ways that the change makes, and what these were, once it has been asked."""
-    made: list[Way] = []
+def mutant(rule: Any, change: Change) -> tuple[Any, list[Strategy]]:
+    """The rule with only the strategies that the change makes, and what these were, once it has been asked."""
+    made: list[Strategy] = []
 
-    def changed(*args: Any, **kwargs: Any) -> Ways | None:
+    def changed(*args: Any, **kwargs: Any) -> Strategies | None:
         answer = rule(*args, **kwargs)
-        if answer is None or isinstance(answer, Decided):
+        if answer is None or isinstance(answer, MeshStrategy):
             return None
 
-        def at(mesh_dim: int) -> list[Way]:
-            ways = [other for way in answer.at(mesh_dim) for other in change(way)]
-            made.extend(ways)
-            return ways
+        def at(mesh_dim: int) -> list[Strategy]:
+            strategies = [other for strategy in answer.at(mesh_dim) for other in change(strategy)]
+            made.extend(strategies)
+            return strategies
 
         return replace(answer, at=at)
 

@@ -4,7 +4,18 @@ from shardwright.tensor import rules
 from shardwright.tensor.api import async_dtensor, tracked_copy
 from shardwright.tensor.api.distribute import distribute_tensor
 from shardwright.tensor.api.dtensor import DTensor
-from shardwright.tensor.api.factories import Making, empty, full, normal, ones, rand, randint, randn, randperm, zeros
+from shardwright.tensor.api.factories import (
+    FactoryOptions,
+    empty,
+    full,
+    normal,
+    ones,
+    rand,
+    randint,
+    randn,
+    randperm,
+    zeros,
+)
 from shardwright.tensor.api.modules import distribute_module
 from shardwright.tensor.api.tensor_meta import TensorMeta
 from shardwright.tensor.base.divergence import verify_ranks
@@ -22,7 +33,7 @@ __all__ = [
     "CommunicationWarning",
     "Compiled",
     "DTensor",
-    "Making",
+    "FactoryOptions",
     "Movement",
     "OffsetBasedRNGTracker",
     "Operation",

@@ -49,9 +49,9 @@ def main(arguments: list[str]) -> int:
     missing = sum(bool(proof.missing) for proof in found)
     falling = sum(proof.falls_back for proof in found)
     console.print(
-        f"{len(found)} operators: {sum(proof.proved for proof in found):,} ways proved, {wrong} wrong; {missing} have "
-        f"ways that are possible and missing, {falling} always fall back; {sum(p.left_out for p in found):,} "
-        f"combinations left out; {time.monotonic() - began:.0f} s",
+        f"{len(found)} operators: {sum(proof.proved for proof in found):,} strategies proved, {wrong} wrong; {missing} "
+        f"have strategies that are possible and missing, {falling} always fall back; "
+        f"{sum(p.left_out for p in found):,} combinations left out; {time.monotonic() - began:.0f} s",
         highlight=False,
     )
     if given.page is not None:
@@ -66,7 +66,7 @@ def _tell(console: Console, proof: EntryProof, everything: bool) -> None:
         return
     courses = ", ".join(f"{count} {course}" for course, count in sorted(proof.courses.items()))
     console.print(
-        f"{proof.name}: {proof.proved} ways proved in {proof.samples} samples; placements: {courses or 'none'}",
+        f"{proof.name}: {proof.proved} strategies proved in {proof.samples} samples; placements: {courses or 'none'}",
         highlight=False,
         markup=False,
     )

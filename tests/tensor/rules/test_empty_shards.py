@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import shardwright as sw
 from shardwright.tensor.base.registry import Op
-from shardwright.tensor.base.strategy import Ways, index_ways
+from shardwright.tensor.base.strategy import Strategies, index_strategies
 from shardwright.tensor.dispatch.execute import call_by_rule
 from shardwright.testing import on_ranks
 from shardwright.testing.operators import entries
@@ -179,12 +179,12 @@ def test_a_rule_whose_empty_part_has_another_dtype_is_set_right() -> None:
     """By dispatch, whatever a rule's own local call makes of nothing."""
     mesh = sw.init_device_mesh("cpu", (2,))
 
-    def nothing_in_float64(situation: Any) -> Any:
-        shape = situation.outs[0].local_shape(situation.rank)
+    def nothing_in_float64(context: Any) -> Any:
+        shape = context.outs[0].local_shape(context.rank)
         return (lambda *_: torch.empty(shape, dtype=torch.float64)) if 0 in shape else None
 
-    def rule(input: Any) -> Ways:
-        return Ways(index_ways([input], [[0]], [[0]]), run=nothing_in_float64)
+    def rule(input: Any) -> Strategies:
+        return Strategies(index_strategies([input], [[0]], [[0]]), run=nothing_in_float64)
 
     x = sw.distribute_tensor(torch.ones(1, dtype=torch.float16), mesh, [S(0)])
     op = Op("erf", rule)

@@ -33,7 +33,7 @@ from shardwright.checkpoint.state.flatten import (
 )
 from shardwright.checkpoint.state.leaves import Leaf, Part
 from shardwright.errors import ArgumentTypeError
-from shardwright.tensor.api.tracked_copy import Picked
+from shardwright.tensor.api.tracked_copy import TrackedCopy
 
 __all__ = [
     "Cast",
@@ -342,7 +342,7 @@ class _Fit:
             and leaf.is_straight
             and isinstance(node, TensorNode)
             and not node.is_array
-            and type(node.original) is not Picked
+            and type(node.original) is not TrackedCopy
         )
 
     def faults(self, node: TensorNode | ValueNode, leaf: Leaf, number: int) -> Iterator[str]:
@@ -360,7 +360,7 @@ class _Fit:
                 yield f"{both}: a cast would lose its imaginary part"
         if isinstance(node, TensorNode) and node.is_array and not node.original.flags.writeable:
             yield f"memory: {name!r} is a read-only array: give a copy of it"
-        if type(node.original) is Picked:
+        if type(node.original) is TrackedCopy:
             yield (
                 f"memory: {name!r} looks like a view of a DTensor but is a copy, which needed communication: what is "
                 "loaded into it would not reach the original; give that, or a clone() of it"

@@ -9,7 +9,7 @@ import torch
 from shardwright.tensor.api.dtensor import DTensor
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function
 from shardwright.tensor.dispatch.arguments import tensors_in
-from shardwright.tensor.redistribute import Moving
+from shardwright.tensor.redistribute import PendingRedistribution
 
 __all__ = ["AsyncDTensor"]
 
@@ -20,7 +20,7 @@ _KNOWN = frozenset("__class__ __dict__ __torch_function__ _layout _moving shardi
 class AsyncDTensor(DTensor):
     """A DTensor whose values are still being received. Any use of it waits, and it is an ordinary one from then on."""
 
-    _moving: Moving
+    _moving: PendingRedistribution
 
     def wait(self) -> DTensor:
         """The tensor, once its values are there."""

@@ -17,10 +17,10 @@ from shardwright.tensor.base.tagging import local_region, local_size, tag
 from shardwright.tensor.random import permutation
 from shardwright.tensor.random.local import next_key
 
-__all__ = ["Making", "empty", "full", "normal", "ones", "rand", "randint", "randn", "randperm", "zeros"]
+__all__ = ["FactoryOptions", "empty", "full", "normal", "ones", "rand", "randint", "randn", "randperm", "zeros"]
 
 
-class Making(TypedDict, total=False):
+class FactoryOptions(TypedDict, total=False):
     """How a DTensor is to be made: what every factory takes by keyword.
 
     `mesh` (or `device_mesh`, as torch calls it) is all ranks in a row unless given, `placements` replicate unless
@@ -28,7 +28,7 @@ class Making(TypedDict, total=False):
     torch's too, and `torch.strided` the only one there is. Within `with mesh:`, that mesh is meant unless one is given.
 
     >>> import shardwright as sw
-    >>> rows: sw.tensor.Making = {"device_mesh": sw.init_device_mesh("cpu", (1,)), "placements": [sw.Shard(0)]}
+    >>> rows: sw.tensor.FactoryOptions = {"device_mesh": sw.init_device_mesh("cpu", (1,)), "placements": [sw.Shard(0)]}
     >>> print(sw.zeros(2, 3, **rows).sharding)
     [2, 3] (0: S(0))
     """
@@ -42,10 +42,10 @@ class Making(TypedDict, total=False):
     requires_grad: bool
 
 
-_KNOWN = frozenset(Making.__annotations__)
+_KNOWN = frozenset(FactoryOptions.__annotations__)
 
 
-def _make(fill: Callable[..., Tensor], size: Sequence[Any], how: Making) -> DTensor:
+def _make(fill: Callable[..., Tensor], size: Sequence[Any], how: FactoryOptions) -> DTensor:
     unknown = how.keys() - _KNOWN
     if unknown:
         raise ArgumentTypeError(
@@ -64,8 +64,8 @@ def _make(fill: Callable[..., Tensor], size: Sequence[Any], how: Making) -> DTen
     return made
 
 
-def zeros(*size: Any, **how: Unpack[Making]) -> DTensor:
-    """A DTensor of zeros; see `Making` for the keywords.
+def zeros(*size: Any, **how: Unpack[FactoryOptions]) -> DTensor:
+    """A DTensor of zeros; see `FactoryOptions` for the keywords.
 
     >>> import shardwright as sw
     >>> sw.zeros(2, 3, mesh=sw.init_device_mesh("cpu", (1,)), placements=[sw.Shard(0)]).sum().item()
@@ -74,7 +74,7 @@ def zeros(*size: Any, **how: Unpack[Making]) -> DTensor:
     return _make(torch.zeros, size, how)
 
 
-def ones(*size: Any, **how: Unpack[Making]) -> DTensor:
+def ones(*size: Any, **how: Unpack[FactoryOptions]) -> DTensor:
     """A DTensor of ones; under `Partial`, of addends that are one.
 
     >>> import shardwright as sw
@@ -84,7 +84,7 @@ def ones(*size: Any, **how: Unpack[Making]) -> DTensor:
     return _make(torch.ones, size, how)
 
 
-def empty(*size: Any, **how: Unpack[Making]) -> DTensor:
+def empty(*size: Any, **how: Unpack[FactoryOptions]) -> DTensor:
     """A DTensor whose values are not set.
 
     >>> import shardwright as sw
@@ -94,7 +94,7 @@ def empty(*size: Any, **how: Unpack[Making]) -> DTensor:
     return _make(torch.empty, size, how)
 
 
-def full(size: Sequence[int], fill_value: Any, **how: Unpack[Making]) -> DTensor:
+def full(size: Sequence[int], fill_value: Any, **how: Unpack[FactoryOptions]) -> DTensor:
     """A DTensor of one value; under `Partial`, of addends that have it.
 
     >>> import shardwright as sw
@@ -108,7 +108,7 @@ def full(size: Sequence[int], fill_value: Any, **how: Unpack[Making]) -> DTensor
     return _make(fill, (size,), how)
 
 
-def _draw(name: str, size: Sequence[Any], how: Making, fill: Callable[[DTensor], object]) -> DTensor:
+def _draw(name: str, size: Sequence[Any], how: FactoryOptions, fill: Callable[[DTensor], object]) -> DTensor:
     """A tensor filled with random numbers: whole ones, not addends, which would add up to something else."""
     made = _make(torch.empty, size, {**how, "requires_grad": False})
     if made.sharding.is_partial:
@@ -121,7 +121,7 @@ def _draw(name: str, size: Sequence[Any], how: Making, fill: Callable[[DTensor],
     return made
 
 
-def rand(*size: Any, **how: Unpack[Making]) -> DTensor:
+def rand(*size: Any, **how: Unpack[FactoryOptions]) -> DTensor:
     """Uniform numbers of [0, 1): the same for every layout and number of ranks.
 
     >>> import shardwright as sw
@@ -132,7 +132,7 @@ def rand(*size: Any, **how: Unpack[Making]) -> DTensor:
     return _draw("rand", size, how, lambda made: made.uniform_())
 
 
-def randn(*size: Any, **how: Unpack[Making]) -> DTensor:
+def randn(*size: Any, **how: Unpack[FactoryOptions]) -> DTensor:
     """Normal numbers of mean 0 and standard deviation 1: the same for every layout and number of ranks.
 
     >>> import shardwright as sw
@@ -143,7 +143,7 @@ def randn(*size: Any, **how: Unpack[Making]) -> DTensor:
     return _draw("randn", size, how, lambda made: made.normal_())
 
 
-def normal(mean: float, std: float, size: Sequence[int], **how: Unpack[Making]) -> DTensor:
+def normal(mean: float, std: float, size: Sequence[int], **how: Unpack[FactoryOptions]) -> DTensor:
     """Normal numbers of this mean and standard deviation: the same for every layout and number of ranks.
 
     >>> import shardwright as sw
@@ -153,7 +153,7 @@ def normal(mean: float, std: float, size: Sequence[int], **how: Unpack[Making]) 
     return _draw("normal", (size,), how, lambda made: made.normal_(mean, std))
 
 
-def randint(low: int, high: int, size: Sequence[int], **how: Unpack[Making]) -> DTensor:
+def randint(low: int, high: int, size: Sequence[int], **how: Unpack[FactoryOptions]) -> DTensor:
     """Integers of [low, high), int64 unless told otherwise: the same for every layout and number of ranks.
 
     >>> import shardwright as sw
@@ -164,7 +164,7 @@ def randint(low: int, high: int, size: Sequence[int], **how: Unpack[Making]) -> 
     return _draw("randint", (size,), how, lambda made: made.random_(low, high))
 
 
-def randperm(n: int, **how: Unpack[Making]) -> DTensor:
+def randperm(n: int, **how: Unpack[FactoryOptions]) -> DTensor:
     """The numbers 0 to n - 1 in random order: the same for every layout and number of ranks.
 
     >>> import shardwright as sw

@@ -1,4 +1,4 @@
-"""`Picked`, the class of copies that look like views: using one that is out of date is refused.
+"""`TrackedCopy`, the class of copies that look like views: using one that is out of date is refused.
 
 A pick is a copy. Reading it after its original was written to raises, because torch's view would show what was written.
 Writing to it writes to the original as well, where that can be done exactly, and raises before anything is written
@@ -23,7 +23,7 @@ from shardwright.tensor.dispatch.reshape_in_place import RESHAPES
 from shardwright.tensor.dispatch.storage_ops import EXPOSING
 from shardwright.tensor.dispatch.write_through import write_through
 
-__all__ = ["Picked"]
+__all__ = ["TrackedCopy"]
 
 _READING = """to_local full_tensor redistribute item tolist numpy backward register_hook __array__ __bool__ __float__
 __int__ __index__ __complex__ __contains__ __iter__ __format__ __repr__ __copy__ __deepcopy__ __reduce_ex__""".split()
@@ -32,7 +32,7 @@ _OF_THE_OBJECT = frozenset(("__get__", "__set__"))  # attributes: shapes and gra
 _OF_ITS_DIMENSIONS = RESHAPES | {"detach", "as_strided"}  # in place: torch changes the view, not its values
 
 
-class Picked(Strided):
+class TrackedCopy(Strided):
     """A copy that looks like a view: `x[i]` along a sharded dimension."""
 
     @classmethod
@@ -42,7 +42,7 @@ class Picked(Strided):
         if func not in PASS_FUNCTIONS and name not in _OF_THE_OBJECT:
             for tensor in tensors_in((*args, *kwargs.values())):
                 refuse_stale(name, tensor)
-            if args and type(args[0]) is Picked and (inplace or name == "__setitem__"):
+            if args and type(args[0]) is TrackedCopy and (inplace or name == "__setitem__"):
                 if name in _OF_ITS_DIMENSIONS:
                     _refuse_change(name + "_", args[0])
                 with trace.operation(name):
@@ -86,9 +86,9 @@ def _refusing(name: str) -> Any:
 
 
 for _name in (*_READING, *EXPOSING):
-    setattr(Picked, _name, _reading(_name))
+    setattr(TrackedCopy, _name, _reading(_name))
 for _name in _REPLACING:
-    setattr(Picked, _name, _refusing(_name))
-for _function in functions_of(Picked):
+    setattr(TrackedCopy, _name, _refusing(_name))
+for _function in functions_of(TrackedCopy):
     leave_eager(_function)
-DTensorBase.copies = Picked  # `mark_copied` lies below DTensor
+DTensorBase.copies = TrackedCopy  # `mark_copied` lies below DTensor

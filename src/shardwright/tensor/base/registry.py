@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 if TYPE_CHECKING:  # the rules register themselves here: this module comes before them
-    from shardwright.tensor.base.strategy import Decided, Ways
+    from shardwright.tensor.base.strategy import MeshStrategy, Strategies
 
 __all__ = [
     "FAST",
@@ -29,7 +29,7 @@ __all__ = [
     "takes_numbers_by_type",
 ]
 
-Rule: TypeAlias = "Callable[..., Ways | Decided | None]"
+Rule: TypeAlias = "Callable[..., Strategies | MeshStrategy | None]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def forget_types() -> None:
 def rule(*names: str, numbers_by_type: bool = False) -> Callable[[Rule], Rule]:
     """Registers a rule: a function with the operator's own signature, called with `Operand`s for tensors.
 
-    It returns `Ways`, or `Decided`, or None where it has no answer (the operator then falls back).
+    It returns `Strategies`, or `MeshStrategy`, or None where it has no answer (the operator then falls back).
     """
 
     def register(function: Rule) -> Rule:

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from shardwright.tensor.base.strategy import Operand, Way, Ways
+from shardwright.tensor.base.strategy import Operand, Strategies, Strategy
 
 __all__ = ["completing_first", "keeps_every_value", "never_partial"]
 
@@ -35,13 +35,13 @@ def keeps_every_value(source: torch.dtype, target: torch.dtype) -> bool:
     return wanted.eps <= have.eps and wanted.max >= have.max and wanted.smallest_normal <= have.smallest_normal
 
 
-def completing_first(ways: Ways, operands: Sequence[Operand], dtypes: Sequence[torch.dtype]) -> Ways:
-    """Return the ways that cast no partial values, given the dtypes of the results: all where there is no such cast.
+def completing_first(strategies: Strategies, operands: Sequence[Operand], dtypes: Sequence[torch.dtype]) -> Strategies:
+    """Return the strategies that cast no partial values, given the dtypes of the results.
 
     A value that is whole may still be made partial: one rank casts it, the others cast zeros.
     """
     rounded = [place for place in never_partial(operands, dtypes) if operands[place].layout.is_partial]
-    return replace(ways, at=_without_partial(ways.at, rounded)) if rounded else ways
+    return replace(strategies, at=_without_partial(strategies.at, rounded)) if rounded else strategies
 
 
 def never_partial(operands: Sequence[Operand], dtypes: Sequence[torch.dtype]) -> list[int]:
@@ -53,5 +53,7 @@ def never_partial(operands: Sequence[Operand], dtypes: Sequence[torch.dtype]) ->
     ]
 
 
-def _without_partial(at: Callable[[int], list[Way]], rounded: Sequence[int]) -> Callable[[int], list[Way]]:
-    return lambda mesh_dim: [way for way in at(mesh_dim) if not any(way.ins[place].is_partial() for place in rounded)]
+def _without_partial(at: Callable[[int], list[Strategy]], rounded: Sequence[int]) -> Callable[[int], list[Strategy]]:
+    return lambda mesh_dim: [
+        strategy for strategy in at(mesh_dim) if not any(strategy.ins[place].is_partial() for place in rounded)
+    ]

@@ -1,7 +1,7 @@
 """How rules are written: for one mesh dimension, which placements of the inputs give which of the outputs.
 
 Most operators are an index notation. Every dimension of every input and output gets a label; what carries the same
-label is cut together. From that alone follow the ways to run it on one mesh dimension:
+label is cut together. From that alone follow the strategies to run it on one mesh dimension:
 
 - everything replicated;
 - for each label: inputs that carry it are cut there, the others are whole; outputs that carry it are cut, outputs
@@ -20,7 +20,7 @@ import torch
 from shardwright.layout import Layout, Partial, Placement, Ragged, Shard
 from shardwright.tensor.base.gradient_types import REPLICATE, SUM
 
-__all__ = ["Decided", "Labels", "Operand", "Run", "Way", "Ways", "index_ways", "spell"]
+__all__ = ["Labels", "MeshStrategy", "Operand", "Run", "Strategies", "Strategy", "index_strategies", "spell"]
 
 Label: TypeAlias = Hashable  # None: this dimension is never cut (it is broadcast, or used whole)
 Labels: TypeAlias = Sequence[Label]
@@ -50,14 +50,14 @@ class Operand:
         return dim % max(self.ndim, 1)
 
 
-class Way(NamedTuple):
-    """One way to run an operator on one mesh dimension: the inputs' placements, and the outputs' that follow."""
+class Strategy(NamedTuple):
+    """One strategy to run an operator on one mesh dimension: the inputs' placements, and the outputs' that follow."""
 
     ins: tuple[Placement, ...]
     outs: tuple[Placement, ...]
 
 
-class Situation(NamedTuple):
+class LocalContext(NamedTuple):
     """What a local call is made for: layouts of the inputs (as moved) and outputs, and this process's rank."""
 
     ins: tuple[Layout, ...]
@@ -66,25 +66,25 @@ class Situation(NamedTuple):
 
 
 Local: TypeAlias = Callable[..., Any]  # (func, args, kwargs) -> result, on local tensors
-Run: TypeAlias = Callable[[Situation], Local | None]  # None: the same call on local tensors
+Run: TypeAlias = Callable[[LocalContext], Local | None]  # None: the same call on local tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
-    """A rule's answer, mesh dimension by mesh dimension: `at(mesh_dim)` lists the ways there."""
+class Strategies:
+    """A rule's answer, mesh dimension by mesh dimension: `at(mesh_dim)` lists the strategies there."""
 
-    at: Callable[[int], list[Way]]
+    at: Callable[[int], list[Strategy]]
     run: Run | None = None  # None: the same call on local tensors
     fresh: bool = True  # whether the result is always a new tensor object
     shapes: tuple[tuple[int, ...], ...] | None = None  # of the outputs, where running on meta tensors cannot tell
     unmoved: int | None = None  # an input that must stay where it is, because it is written to: the first, if any
-    written_back: bool = False  # in place, where no way keeps the target's layout: computed whole and written back
+    written_back: bool = False  # in place, where no strategy keeps the target's layout: computed whole and written back
     copied: bool = False  # the result looks like a view, but is none
     draws: bool = False  # whether a call takes a key of the random number generator
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class MeshStrategy:
     """A rule's answer for the mesh as a whole, where its dimensions cannot be decided one by one."""
 
     ins: tuple[Layout, ...]
@@ -122,7 +122,7 @@ def spell(*terms: str) -> list[list[str]]:
     return [list(term) for term in terms]
 
 
-def index_ways(
+def index_strategies(
     operands: Sequence[Operand],
     ins: Sequence[Labels],
     outs: Sequence[Labels],
@@ -130,8 +130,8 @@ def index_ways(
     terms: Sequence[Sequence[int]] | None = None,
     reduction: str | None = "sum",
     whole: frozenset[Label] | set[Label] = frozenset(),
-) -> Callable[[int], list[Way]]:
-    """The ways of an operator in index notation, for `Ways(at=...)`.
+) -> Callable[[int], list[Strategy]]:
+    """The strategies of an operator in index notation, for `Strategies(at=...)`.
 
     `terms` says in what the operator is linear: a sum of products of inputs, given by their places
     (`[[0], [1]]` for an addition, `[[0, 1]]` for a product). Inputs in no term enter non-linearly. `reduction` is
@@ -139,19 +139,19 @@ def index_ways(
     """
     labels = [label for term in ins for label in term if label is not None and label not in whole]
     unique = list(dict.fromkeys(labels))
-    replicated = Way((REPLICATE,) * len(ins), (REPLICATE,) * len(outs))
-    linear = _linear_ways(len(ins), len(outs), terms) if terms is not None else []
+    replicated = Strategy((REPLICATE,) * len(ins), (REPLICATE,) * len(outs))
+    linear = _linear_strategies(len(ins), len(outs), terms) if terms is not None else []
 
-    def at(mesh_dim: int) -> list[Way]:
-        ways = [replicated]
+    def at(mesh_dim: int) -> list[Strategy]:
+        strategies = [replicated]
         for label in unique:
             for cut in _cuts(label, operands, ins, mesh_dim):
-                way = _cut_way(cut, ins, outs, terms, reduction)
-                if way is not None:
-                    ways.append(way)
+                strategy = _cut_strategy(cut, ins, outs, terms, reduction)
+                if strategy is not None:
+                    strategies.append(strategy)
         # A cut is never made a partial sum for nothing: every rank would hold the whole.
         partial = any(operand.layout.placements[mesh_dim].is_partial() for operand in operands)
-        return ways + linear if partial else ways
+        return strategies + linear if partial else strategies
 
     return at
 
@@ -166,17 +166,17 @@ def _cuts(label: Label, operands: Sequence[Operand], ins: Sequence[Labels], mesh
     return [_Cut(label, size) for size in sizes]
 
 
-def _cut_way(
+def _cut_strategy(
     cut: _Cut,
     ins: Sequence[Labels],
     outs: Sequence[Labels],
     terms: Sequence[Sequence[int]] | None,
     reduction: str | None,
-) -> Way | None:
+) -> Strategy | None:
     placed = [cut.place(labels) for labels in ins]
     out = [cut.place(labels) for labels in outs]
     if all(placement is not None for placement in out):
-        return Way(tuple(p or REPLICATE for p in placed), tuple(p or REPLICATE for p in out))
+        return Strategy(tuple(p or REPLICATE for p in placed), tuple(p or REPLICATE for p in out))
     if reduction is None:
         return None
     if reduction == "sum" and terms is not None:
@@ -184,18 +184,18 @@ def _cut_way(
         for term in terms:
             if all(placed[i] is None for i in term):
                 placed[term[0]] = SUM
-    return Way(tuple(p or REPLICATE for p in placed), tuple(p or Partial(reduction) for p in out))
+    return Strategy(tuple(p or REPLICATE for p in placed), tuple(p or Partial(reduction) for p in out))
 
 
-def _linear_ways(inputs: int, outputs: int, terms: Sequence[Sequence[int]]) -> list[Way]:
+def _linear_strategies(inputs: int, outputs: int, terms: Sequence[Sequence[int]]) -> list[Strategy]:
     """Partial sums in, partial sums out: one factor of every term is partial."""
     choices: list[list[int]] = [[]]
     for term in terms:
         choices = [[*chosen, factor] for chosen in choices for factor in term]
-    ways = []
+    strategies = []
     for chosen in choices:
         ins: list[Placement] = [REPLICATE] * inputs
         for factor in chosen:
             ins[factor] = SUM
-        ways.append(Way(tuple(ins), (SUM,) * outputs))
-    return ways
+        strategies.append(Strategy(tuple(ins), (SUM,) * outputs))
+    return strategies

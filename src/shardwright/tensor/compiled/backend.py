@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from shardwright.tensor.api.torch_hooks import leave_eager
 from shardwright.tensor.base.capture import step_of
 from shardwright.tensor.base.tagging import DTensorBase
-from shardwright.tensor.gradients.enter import move_operand
+from shardwright.tensor.gradients.enter import prepare_operand
 
 __all__ = ["with_backend"]
 
@@ -43,7 +43,7 @@ def _without_entering(source: fx.Graph, target: fx.Graph) -> list[tuple[Callable
     known: dict[fx.Node, fx.Node] = {node: target.node_copy(node) for node in inputs}
     early: list[tuple[Any, int]] = []
     for node in source.nodes:
-        if step_of(node.target) is move_operand and node.args[0] in inputs:
+        if step_of(node.target) is prepare_operand and node.args[0] in inputs:
             known[node] = target.placeholder(f"entered_{len(early)}")
             early.append((node.target, inputs.index(node.args[0])))
     for node in source.nodes:

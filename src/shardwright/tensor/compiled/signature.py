@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwright.errors import CaptureError
-from shardwright.tensor.api.tracked_copy import Picked
+from shardwright.tensor.api.tracked_copy import TrackedCopy
 from shardwright.tensor.base import policy
 from shardwright.tensor.base.copied import refuse_stale
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function
@@ -67,7 +67,7 @@ class _Inputs:
 
     def add_tensor(self, tensor: Tensor) -> None:
         """A tensor: by layout or shape, dtype, strides, and whether a gradient is asked for."""
-        if type(tensor) is Picked:
+        if type(tensor) is TrackedCopy:
             refuse_stale("sw.compile", tensor)
         place = self._places.setdefault(id(tensor), len(self.tensors))
         if place < len(self.tensors):
@@ -78,7 +78,7 @@ class _Inputs:
         if isinstance(tensor, DTensorBase):
             if type(tensor) is not DTensorBase.concrete:
                 tensor.dtype  # noqa: B018  # one whose values are under way waits for them
-            which = (tensor._layout, "copied") if type(tensor) is Picked else tensor._layout
+            which = (tensor._layout, "copied") if type(tensor) is TrackedCopy else tensor._layout
         else:
             which = (_shape(tensor), _device(tensor))
         self.key.append((which, _dtype(tensor), _stride(tensor), _requires_grad(tensor), _is_leaf(tensor)))

@@ -49,7 +49,7 @@ def _walk(values: Sequence[Any], tensors: list[DTensorBase], key: list[Any], num
         kind = type(value)
         if isinstance(value, DTensorBase):
             tensors.append(value)
-            # Whether a gradient is asked for decides between ways that have one and ways that do not.
+            # Whether a gradient is asked for decides between strategies that have one and strategies that do not.
             grad = disabled(_requires_grad, (), (value,), {})
             key += (value._layout, disabled(_dtype, (), (value,), {}), grad, "_is_param" in value.__dict__)
         elif kind in (list, tuple, torch.Size):

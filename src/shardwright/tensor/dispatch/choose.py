@@ -1,4 +1,4 @@
-"""Choosing, mesh dimension by mesh dimension, the cheapest way to run an operator. Pure."""
+"""Choosing, mesh dimension by mesh dimension, the cheapest strategy to run an operator. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from math import prod
 from shardwright.errors import RuleError
 from shardwright.layout import Layout, Partial, Placement, Ragged, Shard
 from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE, Entered
-from shardwright.tensor.base.strategy import Operand, Way, Ways
+from shardwright.tensor.base.strategy import Operand, Strategies, Strategy
 
 __all__ = ["Impossible", "choose"]
 
 
 class Impossible(Exception):  # noqa: N818  # a signal between choose and its callers, never shown
-    """No way keeps the input that must stay where it is; `mesh_dim` is where."""
+    """No strategy keeps the input that must stay where it is; `mesh_dim` is where."""
 
     def __init__(self, mesh_dim: int) -> None:
         self.mesh_dim = mesh_dim
@@ -22,95 +22,105 @@ class Impossible(Exception):  # noqa: N818  # a signal between choose and its ca
 
 
 def choose(
-    operands: Sequence[Operand], ways: Ways, out_shapes: Sequence[tuple[int, ...]]
+    operands: Sequence[Operand], strategies: Strategies, out_shapes: Sequence[tuple[int, ...]]
 ) -> tuple[list[Layout], list[Layout]]:
     """The layouts to bring the inputs to, and those of the outputs that follow."""
     mesh = operands[0].layout.mesh
-    chosen: list[Way] = []
+    chosen: list[Strategy] = []
     usual = tuple(range(mesh.ndim))
-    leading = operands if ways.unmoved is None else [operands[ways.unmoved]]
+    leading = operands if strategies.unmoved is None else [operands[strategies.unmoved]]
     order = next((operand.layout.order for operand in leading if operand.layout.order != usual), None)
     for mesh_dim in range(mesh.ndim):
-        candidates = [way for way in ways.at(mesh_dim) if _nests(way, chosen, order is None)]
-        if ways.unmoved is not None:
-            here = operands[ways.unmoved].layout.placements[mesh_dim]
-            candidates = [way for way in candidates if way.ins[ways.unmoved] == here == way.outs[0]]
+        candidates = [strategy for strategy in strategies.at(mesh_dim) if _nests(strategy, chosen, order is None)]
+        if strategies.unmoved is not None:
+            here = operands[strategies.unmoved].layout.placements[mesh_dim]
+            candidates = [
+                strategy for strategy in candidates if strategy.ins[strategies.unmoved] == here == strategy.outs[0]
+            ]
             if not candidates:
                 raise Impossible(mesh_dim)
         if not candidates:
             raise RuleError(
-                f"no way of the rule for mesh dimension {mesh.label(mesh_dim)} goes together with those that were "
-                "chosen before: a dimension is cut by given sizes first, and once. Add the way of replicates"
+                f"no strategy of the rule for mesh dimension {mesh.label(mesh_dim)} goes together with those that were "
+                "chosen before: a dimension is cut by given sizes first, and once. Add the strategy of replicates"
             )
         chosen.append(_cheapest(candidates, operands, chosen, out_shapes))
     ins = []
     for place, operand in enumerate(operands):
-        placements = [_entering(way, place, mesh.shape[m]) for m, way in enumerate(chosen)]
+        placements = [_entering(strategy, place, mesh.shape[m]) for m, strategy in enumerate(chosen)]
         ins.append(Layout(mesh, placements, operand.shape, order))
-    outs = [Layout(mesh, [way.outs[place] for way in chosen], shape, order) for place, shape in enumerate(out_shapes)]
+    outs = [
+        Layout(mesh, [strategy.outs[place] for strategy in chosen], shape, order)
+        for place, shape in enumerate(out_shapes)
+    ]
     return ins, outs
 
 
-def _nests(way: Way, before: Sequence[Way], in_order: bool) -> bool:
-    """Whether a way goes together with those of earlier mesh dimensions: given sizes cut a dimension first."""
+def _nests(strategy: Strategy, before: Sequence[Strategy], in_order: bool) -> bool:
+    """Whether a strategy goes together with those of earlier mesh dimensions: given sizes cut a dimension first."""
     for earlier in before:
-        for first, then in zip((*earlier.ins, *earlier.outs), (*way.ins, *way.outs), strict=True):
+        for first, then in zip((*earlier.ins, *earlier.outs), (*strategy.ins, *strategy.outs), strict=True):
             both = isinstance(first, Shard | Ragged) and isinstance(then, Shard | Ragged) and first.dim == then.dim
             if both and (isinstance(then, Ragged) or (isinstance(first, Ragged) and not in_order)):
                 return False
     return True
 
 
-def _entering(way: Way, place: int, ranks: int) -> Placement:
+def _entering(strategy: Strategy, place: int, ranks: int) -> Placement:
     """A replicate used beside inputs that differ from rank to rank has a gradient that does, too: it enters."""
-    placement = way.ins[place]
-    if placement != REPLICATE or ranks == 1 or all(other == REPLICATE for other in way.ins):
+    placement = strategy.ins[place]
+    if placement != REPLICATE or ranks == 1 or all(other == REPLICATE for other in strategy.ins):
         return placement
     return ENTERED
 
 
 def _cheapest(
-    candidates: list[Way], operands: Sequence[Operand], chosen: Sequence[Way], out_shapes: Sequence[tuple[int, ...]]
-) -> Way:
-    """The cheapest way for the next mesh dimension, given those chosen for the ones before it."""
+    candidates: list[Strategy],
+    operands: Sequence[Operand],
+    chosen: Sequence[Strategy],
+    out_shapes: Sequence[tuple[int, ...]],
+) -> Strategy:
+    """The cheapest strategy for the next mesh dimension, given those chosen for the ones before it."""
     mesh_dim, mesh = len(chosen), operands[0].layout.mesh
     ranks = mesh.shape[mesh_dim]
     current = [operand.layout.placements[mesh_dim] for operand in operands]
-    for way in candidates:
-        if list(way.ins) == current:
-            return way
+    for strategy in candidates:
+        if list(strategy.ins) == current:
+            return strategy
     if all(isinstance(placement, Partial) or placement == REPLICATE for placement in current):
         # Nothing is cut yet: a sum is completed where it is, rather than cut in a manner nobody asked for.
-        uncut = [way for way in candidates if not any(p.is_shard() for p in way.ins)]
+        uncut = [strategy for strategy in candidates if not any(p.is_shard() for p in strategy.ins)]
         candidates = uncut or candidates
 
-    def cost(way: Way) -> tuple[bool, float, int, bool]:
+    def cost(strategy: Strategy) -> tuple[bool, float, int, bool]:
         moved, changed = 0.0, 0
-        for operand, now, then in zip(operands, current, way.ins, strict=True):
+        for operand, now, then in zip(operands, current, strategy.ins, strict=True):
             # Activations stay where they are and parameters come to them, unless that is dearer by far.
             weight = 1 if operand.parameter else 4
             moved += weight * _move_cost(now, then, ranks) * prod(operand.shape) * operand.dtype.itemsize
             changed += prod(operand.shape) if now != then else 0
         due = 0.0  # a partial result will have to be summed up
-        for placement, shape in zip(way.outs, out_shapes, strict=True):
+        for placement, shape in zip(strategy.outs, out_shapes, strict=True):
             if isinstance(placement, Partial):
                 due += 6 * prod(shape) * operands[0].dtype.itemsize * (ranks - 1) / ranks
         # What needs no communication now is never passed over; at equal cost, most is left where it is, and pieces are
         # equal: backends reduce and scatter only those natively, and no rank goes without work.
         uneven = any(
             now != then and not _divides(place, then, operand, chosen, mesh.shape)
-            for place, (operand, now, then) in enumerate(zip(operands, current, way.ins, strict=True))
+            for place, (operand, now, then) in enumerate(zip(operands, current, strategy.ins, strict=True))
         )
         return moved > 0, moved + due, changed, uneven
 
     return min(candidates, key=cost)
 
 
-def _divides(place: int, placement: Placement, operand: Operand, before: Sequence[Way], mesh: tuple[int, ...]) -> bool:
+def _divides(
+    place: int, placement: Placement, operand: Operand, before: Sequence[Strategy], mesh: tuple[int, ...]
+) -> bool:
     """Whether a placement, after those of earlier mesh dimensions, cuts an operand into equal pieces; or not at all."""
     if not isinstance(placement, Shard):
         return True
-    nested = [m for m, way in enumerate(before) if way.ins[place].is_shard(placement.dim)]
+    nested = [m for m, strategy in enumerate(before) if strategy.ins[place].is_shard(placement.dim)]
     return not operand.shape[placement.dim] % prod(mesh[m] for m in (*nested, len(before)))
 
 

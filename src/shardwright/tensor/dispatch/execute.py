@@ -25,7 +25,7 @@ from shardwright.tensor.base.copied import mark_copied, refuse_copied, remember_
 from shardwright.tensor.base.gradient_types import settled
 from shardwright.tensor.base.registry import FAST, Op
 from shardwright.tensor.base.rounding import completing_first
-from shardwright.tensor.base.strategy import Decided, Local, Operand, Situation, Ways
+from shardwright.tensor.base.strategy import Local, LocalContext, MeshStrategy, Operand, Strategies
 from shardwright.tensor.base.strides import is_thin
 from shardwright.tensor.base.tagging import (
     DTensorBase,
@@ -42,7 +42,7 @@ from shardwright.tensor.dispatch.outside import is_outside, run_outside
 from shardwright.tensor.dispatch.shapes import Outputs, outputs_of
 from shardwright.tensor.dispatch.shown import NOTHING, Shown, note_shown, what_torch_shows
 from shardwright.tensor.dispatch.write_through import is_looked_up
-from shardwright.tensor.gradients.enter import move_operand
+from shardwright.tensor.gradients.enter import prepare_operand
 from shardwright.tensor.redistribute.autograd import differs
 
 __all__ = ["CallPlan", "call_by_rule", "call_known", "call_uniform"]
@@ -177,7 +177,7 @@ def _moved(plan: CallPlan, args: Any, kwargs: dict[str, Any], call: Call) -> tup
     policy.check(plan.name, plan.moves)
     with no_torch_function():
         moved = [
-            tensor if step is None else move_operand(tensor, *step)
+            tensor if step is None else prepare_operand(tensor, *step)
             for tensor, step in zip(call.tensors, plan.moves, strict=True)
         ]
     each = iter(moved)
@@ -192,7 +192,7 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
     answer = op.rule(*(spec := map_tensors(args, kwargs, lambda _: next(stand_ins)))[0], **spec[1])
     if answer is None:
         return None
-    if isinstance(answer, Decided):
+    if isinstance(answer, MeshStrategy):
         if inplace and answer.ins[0] is not operands[0].layout:
             raise _cannot_keep(op, operands[0], None)
         ins, outs = list(answer.ins), list(answer.outs)
@@ -220,7 +220,7 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
         run: Local | None = run_outside(outs, inplace=inplace, view=not answer.fresh and not copied, draws=answer.draws)
         moves = (None,) * len(moves)
     else:
-        run = answer.run(Situation(tuple(ins), tuple(outs), comm.rank())) if answer.run is not None else None
+        run = answer.run(LocalContext(tuple(ins), tuple(outs), comm.rank())) if answer.run is not None else None
     known = dtypes if run is not None and not torch._C._is_any_autocast_enabled() and _is_empty(*ins, *outs) else None
     return CallPlan(
         op.name,
@@ -244,7 +244,7 @@ def _is_empty(*layouts: Layout) -> bool:
 
 
 def _outputs(
-    answer: Ways, operands: list[Operand], inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]
+    answer: Strategies, operands: list[Operand], inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Outputs:
     """What torch says that the results will be; what is written to keeps its dtype."""
     if answer.shapes is None:

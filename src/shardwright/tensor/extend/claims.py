@@ -15,7 +15,7 @@ from shardwright.errors import RuleError
 from shardwright.layout import Layout, Placement, Ragged, Shard
 from shardwright.tensor.base.capture import unrecorded
 from shardwright.tensor.base.registry import Rule
-from shardwright.tensor.base.strategy import Decided, Local, Run, Situation, Way, Ways
+from shardwright.tensor.base.strategy import Local, LocalContext, MeshStrategy, Run, Strategies, Strategy
 from shardwright.tensor.base.tagging import alias
 from shardwright.tensor.dispatch.arguments import map_tensors
 from shardwright.tensor.rules.elementwise.pointwise import operands_in
@@ -30,7 +30,7 @@ def checked(name: str, rule: Rule, results: int | None) -> Rule:
     who = f"{name}: the rule {getattr(rule, '__name__', type(rule).__name__)}"
 
     @wraps(rule)
-    def answer(*args: Any, **kwargs: Any) -> Ways | Decided | None:
+    def answer(*args: Any, **kwargs: Any) -> Strategies | MeshStrategy | None:
         try:
             given = rule(*args, **kwargs)
         except RuleError as error:
@@ -38,11 +38,13 @@ def checked(name: str, rule: Rule, results: int | None) -> Rule:
         operands = operands_in(*args, *kwargs.values())
         if given is None:
             return None
-        if isinstance(given, Decided):
+        if isinstance(given, MeshStrategy):
             _check_arity(name, given.ins, given.outs, Layout, len(operands), results)
             return replace(given, run=_held_to_claim(who, given.run))
-        if not isinstance(given, Ways):
-            raise RuleError(f"{name}: the rule returned a {type(given).__name__}: return Ways, Decided, or None")
+        if not isinstance(given, Strategies):
+            raise RuleError(
+                f"{name}: the rule returned a {type(given).__name__}: return Strategies, MeshStrategy, or None"
+            )
         shapes, outputs = given.shapes, results
         if shapes is not None:
             if outputs not in (None, len(shapes)):
@@ -50,16 +52,16 @@ def checked(name: str, rule: Rule, results: int | None) -> Rule:
             outputs = len(shapes)
         at = given.at
 
-        def checked_at(mesh_dim: int) -> list[Way]:
-            ways = [Way(*way) for way in at(mesh_dim)]
-            if not ways:
+        def checked_at(mesh_dim: int) -> list[Strategy]:
+            strategies = [Strategy(*strategy) for strategy in at(mesh_dim)]
+            if not strategies:
                 raise RuleError(
-                    f"{who} has no ways on mesh dimension {mesh_dim}: list at least one, such as that of replicates, "
+                    f"{who} has no strategies on mesh dimension {mesh_dim}: list at least one, such as all replicates, "
                     "or return None where it has no answer"
                 )
-            for way in ways:
-                _check_arity(name, way.ins, way.outs, Placement, len(operands), outputs)
-            return _fitting(who, ways, [operand.shape for operand in operands], shapes)
+            for strategy in strategies:
+                _check_arity(name, strategy.ins, strategy.outs, Placement, len(operands), outputs)
+            return _fitting(who, strategies, [operand.shape for operand in operands], shapes)
 
         if operands:
             checked_at(0)  # before anything is computed from them
@@ -68,22 +70,25 @@ def checked(name: str, rule: Rule, results: int | None) -> Rule:
     return answer
 
 
-def _fitting(who: str, ways: list[Way], ins: Sequence[Shape], outs: Sequence[Shape] | None) -> list[Way]:
-    """The ways that cut no dimension which an input lacks. One that cuts what an output lacks is wrong."""
-    found = [way for way in ways if not any(map(_lacks, way.ins, ins))]
+def _fitting(
+    who: str, strategies: list[Strategy], ins: Sequence[Shape], outs: Sequence[Shape] | None
+) -> list[Strategy]:
+    """The strategies that cut no dimension which an input lacks. One that cuts what an output lacks is wrong."""
+    found = [strategy for strategy in strategies if not any(map(_lacks, strategy.ins, ins))]
     if not found:
         raise RuleError(
-            f"{who} has no way for inputs of the shapes {', '.join(map(str, ins))}: each cuts a dimension that they "
-            f"lack ({'; '.join(map(spelled, ways))}). Add the way of replicates, or return None for such inputs"
+            f"{who} has no strategy for inputs of the shapes {', '.join(map(str, ins))}: each cuts a dimension "
+            f"that they lack ({'; '.join(map(spelled, strategies))}). Add the strategy of replicates, or return None "
+            "for such inputs"
         )
     if outs is None:
         return found
-    for way in found:
-        for place, (placement, shape) in enumerate(zip(way.outs, outs, strict=True)):
+    for strategy in found:
+        for place, (placement, shape) in enumerate(zip(strategy.outs, outs, strict=True)):
             if _lacks(placement, shape):
                 raise RuleError(
-                    f"{who}: the way {spelled(way)} has {placement} for output {place}, of shape {shape}: cut a "
-                    "dimension that it has"
+                    f"{who}: the strategy {spelled(strategy)} has {placement} for output {place}, of shape {shape}: "
+                    "cut a dimension that it has"
                 )
     return found
 
@@ -93,9 +98,9 @@ def _lacks(placement: Placement, shape: Shape) -> bool:
     return isinstance(placement, Shard | Ragged) and not -len(shape) <= placement.dim < len(shape)
 
 
-def spelled(way: Way) -> str:
-    """A way, in words."""
-    return f"{', '.join(map(str, way.ins))} -> {', '.join(map(str, way.outs))}"
+def spelled(strategy: Strategy) -> str:
+    """A strategy, in words."""
+    return f"{', '.join(map(str, strategy.ins))} -> {', '.join(map(str, strategy.outs))}"
 
 
 def _held_to_claim(who: str, run: Run | None) -> Run:
@@ -104,20 +109,20 @@ def _held_to_claim(who: str, run: Run | None) -> Run:
     Plain tensors, for what an operator of a user saves for its backward is what it was given.
     """
 
-    def held(situation: Situation) -> Local:
-        inner = run(situation) if run is not None else None
+    def held(context: LocalContext) -> Local:
+        inner = run(context) if run is not None else None
         asked = inner is not None  # what a call of the rule's own does on other ranks is not known here
-        here = _local_shapes(situation.outs, situation.rank)
+        here = _local_shapes(context.outs, context.rank)
 
         def local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             nonlocal asked
             args, kwargs = map_tensors(args, kwargs, alias)
             if not asked:
-                _check_all_ranks(who, situation, func, args, kwargs)
+                _check_all_ranks(who, context, func, args, kwargs)
                 asked = True
             result = func(*args, **kwargs) if inner is None else inner(func, args, kwargs)
             if here is not None:
-                _check_sizes(who, situation, situation.rank, here, _shapes_in(result))
+                _check_sizes(who, context, context.rank, here, _shapes_in(result))
             return result
 
         return local
@@ -125,15 +130,15 @@ def _held_to_claim(who: str, run: Run | None) -> Run:
     return held
 
 
-def _check_all_ranks(who: str, situation: Situation, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def _check_all_ranks(who: str, context: LocalContext, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Refuses a claim that is wrong on any rank, alike on all of them, where the operator can run on meta tensors."""
     flat, spec = pytree.tree_flatten((args, kwargs))
     places = [place for place, value in enumerate(flat) if isinstance(value, Tensor)]
-    if len(places) != len(situation.ins):
+    if len(places) != len(context.ins):
         return
     sizes: dict[tuple[Any, Any], int] = {}
-    for rank in situation.ins[0].mesh.ranks:
-        sizes.setdefault((_local_shapes(situation.ins, rank), _local_shapes(situation.outs, rank)), rank)
+    for rank in context.ins[0].mesh.ranks:
+        sizes.setdefault((_local_shapes(context.ins, rank), _local_shapes(context.outs, rank)), rank)
     for (ins, outs), rank in sizes.items():
         if ins is None or outs is None:
             continue
@@ -145,13 +150,13 @@ def _check_all_ranks(who: str, situation: Situation, func: Any, args: Any, kwarg
                 found = _shapes_in(func(*meta_args, **meta_kwargs))
         except Exception:  # noqa: BLE001  # it has no kernel for meta tensors, or none for these: nothing is known
             continue
-        _check_sizes(who, situation, rank, outs, found)
+        _check_sizes(who, context, rank, outs, found)
 
 
-def _check_sizes(who: str, situation: Situation, rank: int, claimed: Sequence[Shape], found: Sequence[Shape]) -> None:
+def _check_sizes(who: str, context: LocalContext, rank: int, claimed: Sequence[Shape], found: Sequence[Shape]) -> None:
     if claimed == found:
         return
-    ins = "; ".join(map(str, situation.ins))
+    ins = "; ".join(map(str, context.ins))
     remedy = "mend it, and prove it with shardwright.testing.prove"
     if len(claimed) != len(found):
         raise RuleError(
@@ -159,7 +164,7 @@ def _check_sizes(who: str, situation: Situation, rank: int, claimed: Sequence[Sh
         )
     place = next(place for place, (claim, shape) in enumerate(zip(claimed, found, strict=True)) if claim != shape)
     raise RuleError(
-        f"{who} claims {situation.outs[place]} for output {place} of inputs {ins}. On rank {rank} its local tensor "
+        f"{who} claims {context.outs[place]} for output {place} of inputs {ins}. On rank {rank} its local tensor "
         f"would have shape {claimed[place]}, and it has {found[place]}: {remedy}"
     )
 

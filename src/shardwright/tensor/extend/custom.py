@@ -72,8 +72,9 @@ def register_rule(
 
     - an index notation, `"mk,kn->mn"`: see `shardwright.rules.indexed`, which has more to say;
     - `shardwright.rules.pointwise(...)` or `either(...)`;
-    - a function with the operator's own signature, called with `Operand`s in place of tensors, that returns `Ways`,
-      `Decided`, or None where it has no answer: the operator then runs on whole tensors, as it does without a rule.
+    - a function with the operator's own signature, called with `Operand`s in place of tensors, that returns
+      `Strategies`, `MeshStrategy`, or None where it has no answer: the operator then runs on whole tensors, as it does
+      without a rule.
 
     Without `rule`, it is a decorator for such a function. What it returns otherwise can take the rule back.
     `numbers_by_type` says that plain numbers do not change the rule's answer. Local results whose sizes are not those

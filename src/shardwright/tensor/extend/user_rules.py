@@ -1,4 +1,4 @@
-"""How users write rules: element by element, by ways, or in index notation."""
+"""How users write rules: element by element, by strategies, or in index notation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwright.errors import RuleError
 from shardwright.layout import Partial
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import Rule
-from shardwright.tensor.base.strategy import Labels, Operand, Way, Ways, index_ways
+from shardwright.tensor.base.strategy import Labels, Operand, Strategies, Strategy, index_strategies
 from shardwright.tensor.extend.claims import spelled
 from shardwright.tensor.rules.elementwise.pointwise import broadcast_labels, operands_in
 
@@ -50,36 +50,36 @@ def pointwise(linear: Terms | None = None) -> Rule:
     what = "pointwise()" if linear is None else f"pointwise({linear})"
     _check_linear(what, linear, None)
 
-    def answer(*args: Any, **kwargs: Any) -> Ways:
+    def answer(*args: Any, **kwargs: Any) -> Strategies:
         operands = operands_in(*args, *kwargs.values())
         _check_linear(what, linear, len(operands))
         ins, out = broadcast_labels(operands)
         shape = torch.broadcast_shapes(*(operand.shape for operand in operands))  # type: ignore[no-untyped-call]  # torch's stubs lack it
-        return Ways(index_ways(operands, ins, [out], terms=linear), shapes=(tuple(shape),))
+        return Strategies(index_strategies(operands, ins, [out], terms=linear), shapes=(tuple(shape),))
 
     answer.__name__ = what
     return answer
 
 
-def either(*ways: Way) -> Rule:
-    """A rule that is a list of ways, beside that of having everything replicated.
+def either(*strategies: Strategy) -> Rule:
+    """A rule that is a list of strategies, beside that of having everything replicated.
 
-    Ways that cut a dimension which an input lacks are left out for that call. The sizes of the outputs are asked of the
+    Strategies that cut a dimension an input lacks are left out for that call. The sizes of the outputs are asked of the
     operator's kernel for meta tensors: an operator of your own needs one, see torch's `register_fake`.
 
     >>> import torch, shardwright as sw
     >>> from shardwright.testing import prove
-    >>> rows = sw.rules.either(sw.rules.Way((sw.Shard(0),), (sw.Shard(0),)))
+    >>> rows = sw.rules.either(sw.rules.Strategy((sw.Shard(0),), (sw.Shard(0),)))
     >>> assert not prove(torch.fliplr, torch.randn(5, 2), rule=rows).wrong
     """
-    if not ways:
-        raise RuleError("either: give at least one way")
-    whole = Way((REPLICATE,) * len(ways[0].ins), (REPLICATE,) * len(ways[0].outs))
+    if not strategies:
+        raise RuleError("either: give at least one strategy")
+    whole = Strategy((REPLICATE,) * len(strategies[0].ins), (REPLICATE,) * len(strategies[0].outs))
 
-    def answer(*_: Any, **__: Any) -> Ways:
-        return Ways(lambda mesh_dim: [whole, *ways])  # noqa: ARG005  # the same on all of them
+    def answer(*_: Any, **__: Any) -> Strategies:
+        return Strategies(lambda mesh_dim: [whole, *strategies])  # noqa: ARG005  # the same on all of them
 
-    answer.__name__ = f"either({'; '.join(map(spelled, ways))})"
+    answer.__name__ = f"either({'; '.join(map(spelled, strategies))})"
     return answer
 
 
@@ -110,7 +110,7 @@ def indexed(notation: str, *, linear: Terms | None = None, reduces: str | None =
     if unknown:
         raise RuleError(f"{notation!r}: whole={whole!r} has {unknown[0]!r}: give letters of its inputs")
 
-    def answer(*args: Any, **kwargs: Any) -> Ways:
+    def answer(*args: Any, **kwargs: Any) -> Strategies:
         operands = operands_in(*args, *kwargs.values())
         if len(operands) != len(terms):
             raise RuleError(f"{notation!r} has {len(terms)} inputs, the call {len(operands)} tensors")
@@ -126,8 +126,8 @@ def indexed(notation: str, *, linear: Terms | None = None, reduces: str | None =
             for labels, operand in zip(ins, operands, strict=True)
         ]
         shapes = tuple(tuple(sizes[label] for label in out) for out in outs)
-        at = index_ways(operands, cut, outs, terms=linear, reduction=reduces, whole=set(whole))
-        return Ways(at, shapes=shapes)
+        at = index_strategies(operands, cut, outs, terms=linear, reduction=reduces, whole=set(whole))
+        return Strategies(at, shapes=shapes)
 
     answer.__name__ = f"indexed({notation!r})"
     return answer

@@ -24,7 +24,7 @@ from shardwright.tensor.base.gradient_types import ENTERED, dual, settled
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.redistribute.autograd import differs, move
 
-__all__ = ["defer_gradient_reduction", "forget_entered", "move_operand", "reducing_now"]
+__all__ = ["defer_gradient_reduction", "forget_entered", "prepare_operand", "reducing_now"]
 
 MAX_ENTERED = 8192
 
@@ -46,12 +46,12 @@ class _Deferral(NamedTuple):
     gradient: list[Tensor]  # one tensor, replaced as it grows
 
 
-def move_operand(tensor: DTensorBase, source: Layout, target: Layout) -> Tensor:
+def prepare_operand(tensor: DTensorBase, source: Layout, target: Layout) -> Tensor:
     """An operand brought to where its operator wants it; shared where it is a parameter that enters."""
     if not (tensor.requires_grad and torch.is_grad_enabled() and tensor.is_leaf and ENTERED in target.placements):
         return move(tensor, source, target)
     if is_recording():
-        return as_step(move_operand, tensor, source, target)  # type: ignore[no-any-return]  # it is this function's
+        return as_step(prepare_operand, tensor, source, target)  # type: ignore[no-any-return]  # it is this function's
     if is_traced() and _saving_is_hooked():
         # Selective checkpointing counts the operators of a forward, and of the one that is computed again.
         return EnterParameter.apply(tensor, source, target)  # type: ignore[no-untyped-call, no-any-return]  # as below

@@ -1,6 +1,6 @@
 """Redistribution: a plan from one layout to another, pure, and its execution on the ranks."""
 
-from shardwright.tensor.redistribute.execute import Moving, execute, local_shape, start
+from shardwright.tensor.redistribute.execute import PendingRedistribution, execute, local_shape, start
 from shardwright.tensor.redistribute.groups import Groups, WorldGroups
 from shardwright.tensor.redistribute.plan import Plan
 from shardwright.tensor.redistribute.planner import plan
@@ -22,7 +22,7 @@ __all__ = [
     "AllToAll",
     "Exchange",
     "Groups",
-    "Moving",
+    "PendingRedistribution",
     "Plan",
     "ReduceScatter",
     "Scale",

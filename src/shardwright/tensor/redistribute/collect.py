@@ -15,14 +15,14 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.layout import Layout, Ragged, Region, Shard
 from shardwright.tensor.redistribute.chunking import cut
-from shardwright.tensor.redistribute.context import Finish, Seat, in_rounds
+from shardwright.tensor.redistribute.context import ExecutionContext, Finish, in_rounds
 from shardwright.tensor.redistribute.packing import pack, unpack
 from shardwright.tensor.redistribute.steps import AllGather, AllReduce, ReduceScatter, piece
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
 
-def all_gather(step: AllGather, local: Tensor, seat: Seat) -> Finish:
+def all_gather(step: AllGather, local: Tensor, seat: ExecutionContext) -> Finish:
     """Begins to make shards whole."""
     group = seat.group(step.before.mesh, step.mesh_dims)
     whole = step.after.region(seat.rank)
@@ -44,7 +44,7 @@ def all_gather(step: AllGather, local: Tensor, seat: Seat) -> Finish:
     return in_rounds(max(map(len, parts)), begin, out)
 
 
-def reduce_scatter(step: ReduceScatter, local: Tensor, seat: Seat) -> Finish:
+def reduce_scatter(step: ReduceScatter, local: Tensor, seat: ExecutionContext) -> Finish:
     """Begins to reduce addends to shards."""
     group = seat.group(step.before.mesh, (step.mesh_dim,))
     whole = step.before.region(seat.rank)
@@ -66,7 +66,7 @@ def reduce_scatter(step: ReduceScatter, local: Tensor, seat: Seat) -> Finish:
     return in_rounds(max(map(len, parts)), begin, out)
 
 
-def all_reduce(step: AllReduce, local: Tensor, seat: Seat, *, owned: bool) -> Finish:
+def all_reduce(step: AllReduce, local: Tensor, seat: ExecutionContext, *, owned: bool) -> Finish:
     """Begins to reduce addends on every rank; `owned` says that the input may be written over.
 
     On a CPU as a reduce-scatter and an all-gather of equal pieces of the flattened tensor, for every dtype.

@@ -14,14 +14,14 @@ from shardwright.tensor.redistribute.groups import Groups
 from shardwright.tensor.redistribute.plan import Plan
 from shardwright.tensor.redistribute.steps import Step, line
 
-__all__ = ["Finish", "Seat", "in_rounds"]
+__all__ = ["ExecutionContext", "Finish", "in_rounds"]
 
 Finish: TypeAlias = Callable[[], Tensor]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ExecutionContext:
     """One rank's place at a plan."""
 
     plan: Plan

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.layout import Region
 from shardwright.tensor.redistribute.chunking import cut
-from shardwright.tensor.redistribute.context import Finish, Seat, in_rounds
+from shardwright.tensor.redistribute.context import ExecutionContext, Finish, in_rounds
 from shardwright.tensor.redistribute.packing import bits, pack, unpack
 from shardwright.tensor.redistribute.schedule import Message, Schedule, held, schedule
 from shardwright.tensor.redistribute.steps import AllToAll, Exchange
@@ -23,7 +23,7 @@ from shardwright.tensor.redistribute.steps import AllToAll, Exchange
 __all__ = ["exchange"]
 
 
-def exchange(step: Exchange | AllToAll, local: Tensor, seat: Seat) -> Finish:
+def exchange(step: Exchange | AllToAll, local: Tensor, seat: ExecutionContext) -> Finish:
     """Begins to move exactly the missing regions."""
     mine = schedule(step.before, step.after, seat.rank)
     count = seat.rounds(step)

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwright.errors import ArgumentTypeError, LayoutError
 from shardwright.layout import Layout, Ragged, Shard
 from shardwright.tensor.redistribute.collect import all_gather, all_reduce, reduce_scatter
-from shardwright.tensor.redistribute.context import Finish, Seat
+from shardwright.tensor.redistribute.context import ExecutionContext, Finish
 from shardwright.tensor.redistribute.exchange import exchange
 from shardwright.tensor.redistribute.groups import Groups, WorldGroups
 from shardwright.tensor.redistribute.identity import IDEMPOTENT, neutral
@@ -32,13 +32,13 @@ from shardwright.tensor.redistribute.steps import (
     ToPartial,
 )
 
-__all__ = ["Moving", "execute", "local_shape", "start"]
+__all__ = ["PendingRedistribution", "execute", "local_shape", "start"]
 
 _WORLD = WorldGroups()
 
 
 @final
-class Moving:
+class PendingRedistribution:
     """A redistribution under way: `wait()` gives the local tensor, the same one each time.
 
     Until then the tensor that was given belongs to it.
@@ -84,7 +84,7 @@ def execute(plan: Plan, local: Tensor, groups: Groups = _WORLD) -> Tensor:
     return start(plan, local, groups).wait()
 
 
-def start(plan: Plan, local: Tensor, groups: Groups = _WORLD) -> Moving:
+def start(plan: Plan, local: Tensor, groups: Groups = _WORLD) -> PendingRedistribution:
     """`execute`, under way: the plan's last collective runs while you do something else.
 
     >>> from shardwright.layout import Mesh
@@ -93,14 +93,14 @@ def start(plan: Plan, local: Tensor, groups: Groups = _WORLD) -> Moving:
     >>> start(plan(rows, rows, itemsize=4), torch.ones(2)).wait()
     tensor([1., 1.])
     """
-    seat = Seat(plan, groups.rank, groups)
+    seat = ExecutionContext(plan, groups.rank, groups)
     if seat.rank not in plan.source.mesh:
         # Outside the mesh there is nothing to give. A tensor without dimensions has an element even there.
         local = local.new_empty(local_shape(plan.source, seat.rank))
     _check(plan, local, seat.rank)
     steps = [step for step in plan.steps if seat.rank in step.before.mesh or seat.rank in step.after.mesh]
     if not steps:
-        return Moving(lambda: local)
+        return PendingRedistribution(lambda: local)
     given = now = local.detach().resolve_conj().resolve_neg()
     last = max((number for number, step in enumerate(steps) if step.communicates), default=-1)
     for step in steps[:last]:
@@ -115,7 +115,7 @@ def start(plan: Plan, local: Tensor, groups: Groups = _WORLD) -> Moving:
             return local
         return result.clone(memory_format=torch.contiguous_format) if _shares(result, local) else result.contiguous()
 
-    return Moving(finish)
+    return PendingRedistribution(finish)
 
 
 def local_shape(layout: Layout, rank: int) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ def _check(plan: Plan, local: Tensor, rank: int) -> None:
         )
 
 
-def _begin(step: Step, local: Tensor, seat: Seat, *, owned: bool) -> Finish:
+def _begin(step: Step, local: Tensor, seat: ExecutionContext, *, owned: bool) -> Finish:
     """Begins a step; `owned` says that its input is not the caller's, and may be written over."""
     match step:
         case AllGather():

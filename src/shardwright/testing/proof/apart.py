@@ -1,6 +1,6 @@
 """Work in processes of its own: a call with nonsense in it may end the process, and must not end the proof.
 
-Some of torch's kernels trust their arguments. A rule that is wrong, or a way that is only tried, can hand them an
+Some of torch's kernels trust their arguments. A rule that is wrong, or a strategy that is only tried, can hand them an
 index beyond the end; what is left is a process that died, and that is a finding like any other.
 """
 

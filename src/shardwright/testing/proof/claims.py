@@ -11,7 +11,7 @@ from shardwright.layout import Layout, Mesh, Placement
 from shardwright.tensor.base.gradient_types import settled
 from shardwright.tensor.base.registry import Rule
 from shardwright.tensor.base.rounding import completing_first, never_partial
-from shardwright.tensor.base.strategy import Decided, Operand, Run, Way, Ways
+from shardwright.tensor.base.strategy import MeshStrategy, Operand, Run, Strategies, Strategy
 from shardwright.tensor.dispatch.choose import Impossible, choose
 from shardwright.testing.proof.sample import Reference, Sample
 from shardwright.testing.proof.splitting import Mismatch
@@ -36,11 +36,11 @@ class Answer(NamedTuple):
 
 
 def ask(
-    rule: Rule, sample: Sample, reference: Reference, placements: Sequence[Placement], ranks: int, known: set[Way]
+    rule: Rule, sample: Sample, reference: Reference, placements: Sequence[Placement], ranks: int, known: set[Strategy]
 ) -> Answer:
     """What the rule claims for inputs placed so; `Mismatch` where the answer makes no sense.
 
-    Ways in `known`, which it adds to, are not claimed again, unless one takes the inputs as they are.
+    Strategies in `known`, which it adds to, are not claimed again, unless one takes the inputs as they are.
     """
     mesh = Mesh((ranks,))
     operands = [
@@ -57,7 +57,7 @@ def ask(
     if answer is None:
         return Answer((), None)
     dtypes = [out.dtype for out in reference.outs]
-    if isinstance(answer, Ways):
+    if isinstance(answer, Strategies):
         answer = completing_first(answer, operands, dtypes)
     try:
         # Partial values that the operator would round are made by dispatch of whole ones only: one, and zeros.
@@ -72,55 +72,66 @@ def ask(
     except ShardwrightError as error:
         raise Mismatch(f"the rule's layouts cannot be: {error}") from error
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
-        raise Mismatch(f"the rule's ways raised {type(error).__name__}: {error}") from error
+        raise Mismatch(f"the rule's strategies raised {type(error).__name__}: {error}") from error
 
 
 def _claims(
-    answer: Ways | Decided, operands: list[Operand], sample: Sample, reference: Reference, known: set[Way]
+    answer: Strategies | MeshStrategy,
+    operands: list[Operand],
+    sample: Sample,
+    reference: Reference,
+    known: set[Strategy],
 ) -> Iterator[Claim]:
-    if isinstance(answer, Decided):
+    if isinstance(answer, MeshStrategy):
         found = [_claim(answer, answer.ins, answer.outs, operands)]
     else:
-        ways = [way for way in dict.fromkeys(answer.at(0)) if way not in known]
-        known.update(ways)
-        found = [_claim(answer, *_choose(answer, [way], operands, reference), operands) for way in ways]
+        strategies = [strategy for strategy in dict.fromkeys(answer.at(0)) if strategy not in known]
+        known.update(strategies)
+        found = [_claim(answer, *_choose(answer, [strategy], operands, reference), operands) for strategy in strategies]
     # In place, the target keeps its layout, or the dispatcher refuses.
     yield from (claim for claim in found if not sample.inplace or settled(claim.ins[0]) is claim.outs[0])
 
 
 def _choose(
-    answer: Ways, ways: list[Way], operands: list[Operand], reference: Reference, unmoved: int | None = None
+    answer: Strategies,
+    strategies: list[Strategy],
+    operands: list[Operand],
+    reference: Reference,
+    unmoved: int | None = None,
 ) -> tuple[Sequence[Layout], Sequence[Layout]]:
     shapes = tuple(tuple(out.shape) for out in reference.outs)
     if answer.shapes is not None and answer.shapes != shapes:
         raise Mismatch(f"the rule gives its outputs the shapes {answer.shapes}: they have {shapes}")
-    for way in ways:
-        if len(way.ins) != len(operands) or len(way.outs) != len(shapes):
+    for strategy in strategies:
+        if len(strategy.ins) != len(operands) or len(strategy.outs) != len(shapes):
             raise Mismatch(
-                f"the way {way.ins} -> {way.outs} is for {len(way.ins)} inputs and {len(way.outs)} outputs: "
+                f"the strategy {strategy.ins} -> {strategy.outs} is for {len(strategy.ins)} inputs and "
+                f"{len(strategy.outs)} outputs: "
                 f"there are {len(operands)} and {len(shapes)}"
             )
-    return choose(operands, replace(answer, at=lambda _: ways, unmoved=unmoved), shapes)
+    return choose(operands, replace(answer, at=lambda _: strategies, unmoved=unmoved), shapes)
 
 
-def _claim(answer: Ways | Decided, ins: Sequence[Layout], outs: Sequence[Layout], operands: Sequence[Operand]) -> Claim:
+def _claim(
+    answer: Strategies | MeshStrategy, ins: Sequence[Layout], outs: Sequence[Layout], operands: Sequence[Operand]
+) -> Claim:
     # As dispatch does: without a gradient, entering is nothing.
     needed = [layout if operand.grad else settled(layout) for operand, layout in zip(operands, ins, strict=True)]
     return Claim(tuple(needed), tuple(outs), answer.run, answer.fresh)
 
 
 def _taken(
-    answer: Ways | Decided,
+    answer: Strategies | MeshStrategy,
     operands: list[Operand],
     sample: Sample,
     reference: Reference,
     given: tuple[Layout, ...],
 ) -> Claim | None:
-    if isinstance(answer, Decided):
+    if isinstance(answer, MeshStrategy):
         claim = _claim(answer, answer.ins, answer.outs, operands)
     else:
         current = tuple(operand.layout.placements[0] for operand in operands)
-        if all(way.ins != current for way in answer.at(0)):
+        if all(strategy.ins != current for strategy in answer.at(0)):
             return None
         try:
             chosen = _choose(answer, answer.at(0), operands, reference, 0 if sample.inplace else None)

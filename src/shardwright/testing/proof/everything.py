@@ -51,7 +51,7 @@ class EntryProof:
 
     name: str
     samples: int = 0
-    proved: int = 0  # ways of rules
+    proved: int = 0  # strategies of rules
     wrong: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # possible without communication, and no rule has it
     courses: Counter[str] = field(default_factory=Counter)
@@ -86,7 +86,7 @@ class Prover:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._ranks, self._most_samples, self._most_placements = ranks, most_samples, most_placements
-        self._search = search  # for ways that no rule has
+        self._search = search  # for strategies that no rule has
         self._dtype = dtype  # of the samples; None: float64 where there are such
         self._known: dict[Any, _Judged] = {}
 
@@ -170,7 +170,8 @@ class Prover:
 def prove_all(names: Iterable[str], *, workers: int = 2, timeout: float = 120.0) -> Iterator[EntryProof]:
     """What is found of each of these entries, by processes of their own, as they are done.
 
-    A process that dies while ways are tried that no rule has is no fault of a rule: the entry is proved again without.
+    A process that dies while trying strategies that no rule has is not a rule's fault: the entry is proved again
+    without them.
     """
     again: list[str] = []
     for name, found in apart(_prove_and_search, names, workers=workers, timeout=timeout):

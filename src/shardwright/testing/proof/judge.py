@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwright.layout import Layout, Partial
 from shardwright.tensor.base.gradient_types import dual
-from shardwright.tensor.base.strategy import Situation
+from shardwright.tensor.base.strategy import LocalContext
 from shardwright.testing.proof.claims import Claim
 from shardwright.testing.proof.sample import Reference, Sample, reaching_gradients
 from shardwright.testing.proof.splitting import Mismatch, assemble, check_shapes, compare, split
@@ -45,7 +45,7 @@ def judge(sample: Sample, reference: Reference, claim: Claim, values: bool) -> N
 
 def _run(sample: Sample, claim: Claim, leaves: Sequence[Tensor], rank: int) -> list[Tensor]:
     try:
-        local = claim.run(Situation(claim.ins, claim.outs, rank)) if claim.run is not None else None
+        local = claim.run(LocalContext(claim.ins, claim.outs, rank)) if claim.run is not None else None
         # Leaves that require grad may not be written to, and views of them are told from results by their memory.
         given = [leaf.clone() for leaf in leaves]
         outs = sample.call(given, local)

@@ -28,8 +28,8 @@ looked at (all of them up to three tensors, every pair beyond; at most 60 for a 
 - **refused**: placements that raise an error with the reason, or could not be looked at without values;
 - **possible**: placements that torch's own call on the pieces gets right, and that are moved all the same: no rule has
   them yet, or they are accidents of small samples;
-- **proved**: ways of rules that it comes to (its own, or those of the operators it is made of), each compared with the
-  operator on whole tensors, values and gradients, uneven and empty shards included.
+- **proved**: strategies of rules that it comes to (its own, or those of the operators it is made of), each compared
+  with the operator on whole tensors, values and gradients, uneven and empty shards included.
 
 {summary}
 
@@ -73,11 +73,11 @@ def _summary(found: list[EntryProof]) -> str:
     tried = [proof for proof in found if not proof.unproved]
     falling = sum(proof.falls_back for proof in tried)
     free = sum(bool(proof.courses["free"]) for proof in tried)
-    ways = sum(proof.proved for proof in tried)
+    strategies = sum(proof.proved for proof in tried)
     return (
         f"Of {len(found)} operators {free} can be computed where the pieces lie, for some placement in which something "
         f"is cut; {falling} ({100 * falling / max(1, len(found)):.0f}%) are computed on whole tensors however they are "
-        f"cut; {len(found) - len(tried)} have nothing to cut. {ways:,} ways were proved, "
+        f"cut; {len(found) - len(tried)} have nothing to cut. {strategies:,} strategies were proved, "
         f"{sum(len(proof.wrong) for proof in found)} are wrong."
     )
 

@@ -1,6 +1,6 @@
-"""Ways that no rule has, and that would be right: found by trying the call as it is on every rank's part.
+"""Strategies that no rule has, and that would be right: found by trying the call as it is on every rank's part.
 
-A way is possible where the parts of the result make up the whole under some placement of it. Small samples can be
+A strategy is possible where the parts of the result make up the whole under some placement of it. Small samples can be
 right by accident, so inputs are tried with two sets of values, dimensions that give no rank an empty part are cut, and
 results that are all one number tell nothing.
 """

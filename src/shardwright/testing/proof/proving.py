@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwright.errors import TensorError
 from shardwright.layout import Layout, Placement
 from shardwright.tensor.base.registry import Rule, canonical_name, operator
-from shardwright.tensor.base.strategy import Way
+from shardwright.tensor.base.strategy import Strategy
 from shardwright.testing.proof.claims import Claim, ask
 from shardwright.testing.proof.judge import DIFFERENTIABLE, judge
 from shardwright.testing.proof.placing import combinations_of, placements_of
@@ -39,14 +39,14 @@ def prove(func: Any, *args: Any, ranks: int = 3, rule: Rule | None = None, value
 
     >>> import torch
     >>> from shardwright.layout import Partial, Replicate, Shard
-    >>> from shardwright.tensor.base.strategy import Way, Ways
+    >>> from shardwright.tensor.base.strategy import Strategy, Strategies
     >>> proof = prove(torch.mm, torch.randn(4, 2), torch.randn(2, 5))
     >>> assert not proof.wrong, proof
 
     A rule of your own that is wrong, and what is said of it:
 
     >>> def careless(input):
-    ...     return Ways(lambda mesh_dim: [Way((Partial(),), (Partial(),))])
+    ...     return Strategies(lambda mesh_dim: [Strategy((Partial(),), (Partial(),))])
     >>> print(prove(torch.relu, torch.tensor([1.0, -2.0]), rule=careless).wrong[0])
     P(sum) -> P(sum): WRONG, output 0: ... elements differ
     """
@@ -71,7 +71,7 @@ def prove(func: Any, *args: Any, ranks: int = 3, rule: Rule | None = None, value
     trial = _Trial(asked, sample, ranks, values)
     for reference in modes:
         if reference is not None:
-            known: set[Way] = set()
+            known: set[Strategy] = set()
             for placements in combinations:
                 trial.ask(reference, placements, known)
     return Proof(name, ranks, tuple(trial.verdicts()), tuple(trial.declined), left_out, modes[-1] is not None)
@@ -94,7 +94,7 @@ class _Trial:
         self._judged: set[tuple[Key, bool]] = set()
         self._senseless: list[Verdict] = []
 
-    def ask(self, reference: Reference, placements: tuple[Placement, ...], known: set[Way]) -> None:
+    def ask(self, reference: Reference, placements: tuple[Placement, ...], known: set[Strategy]) -> None:
         try:
             answer = ask(self.rule, self.sample, reference, placements, self.ranks, known)
         except Mismatch as fault:

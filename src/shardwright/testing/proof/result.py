@@ -1,4 +1,4 @@
-"""What a proof found: one verdict for every way a rule has, and what was not tried."""
+"""What a proof found: one verdict for every strategy a rule has, and what was not tried."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINES = 40  # shown of each kind
 @final
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One way to run an operator on one mesh dimension, and what is wrong with it, if anything.
+    """One strategy to run an operator on one mesh dimension, and what is wrong with it, if anything.
 
     `ins` are the placements of the inputs as the local call sees them: `Entered` where a replicate's gradient
     differs from rank to rank.
@@ -32,15 +32,15 @@ class Verdict:
     fault: str | None
 
     def __str__(self) -> str:
-        way = f"{', '.join(map(str, self.ins))} -> {', '.join(map(str, self.outs))}"
+        strategy = f"{', '.join(map(str, self.ins))} -> {', '.join(map(str, self.outs))}"
         with_gradients = "  with gradients" if self.gradient else ""
-        return f"{way}{with_gradients}: {'proved' if self.fault is None else f'WRONG, {self.fault}'}"
+        return f"{strategy}{with_gradients}: {'proved' if self.fault is None else f'WRONG, {self.fault}'}"
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What became of every way of a rule, for one call: `proved`, `wrong`, and the placements it `declined`.
+    """What became of every strategy of a rule, for one call: `proved`, `wrong`, and the placements it `declined`.
 
     Declined are the placements of the inputs that the rule does not take as they are: the dispatcher moves some input
     first, or falls back. `left_out` counts the combinations of placements that were not tried. `print(proof)` is a
@@ -62,16 +62,18 @@ class Proof:
 
     @property
     def proved(self) -> tuple[Verdict, ...]:
-        """The ways whose values, and gradients where asked for, are those of the operator on whole tensors."""
+        """The strategies whose values, and gradients where asked for, are those of the operator on whole tensors."""
         return tuple(verdict for verdict in self.verdicts if verdict.fault is None)
 
     @property
     def wrong(self) -> tuple[Verdict, ...]:
-        """The ways that give something else."""
+        """The strategies that give something else."""
         return tuple(verdict for verdict in self.verdicts if verdict.fault is not None)
 
     def __str__(self) -> str:
-        counts = f"{len(self.proved)} ways proved, {len(self.wrong)} wrong, {len(self.declined)} placements declined"
+        counts = (
+            f"{len(self.proved)} strategies proved, {len(self.wrong)} wrong, {len(self.declined)} placements declined"
+        )
         lines = [f"{self.name} on {self.ranks} ranks: {counts}, {self.left_out} left out"]
         for verdicts in (self.wrong, self.proved):
             lines += [f"  {verdict}" for verdict in verdicts[:LINES]]

@@ -7,34 +7,34 @@ from typing import Any
 from shardwright.layout import Layout
 from shardwright.tensor.base.gradient_types import REPLICATE, settled
 from shardwright.tensor.base.registry import rule
-from shardwright.tensor.base.strategy import Decided, Operand
+from shardwright.tensor.base.strategy import MeshStrategy, Operand
 
 __all__: list[str] = []
 
 
 @rule("zeros_like", "empty_like")
-def _zeros_like(input: Operand, **_: Any) -> Decided:
-    return Decided((input.layout,), (input.layout,))
+def _zeros_like(input: Operand, **_: Any) -> MeshStrategy:
+    return MeshStrategy((input.layout,), (input.layout,))
 
 
 @rule("ones_like", "full_like", numbers_by_type=True)
-def _ones_like(input: Operand, *_: Any, **__: Any) -> Decided:
+def _ones_like(input: Operand, *_: Any, **__: Any) -> MeshStrategy:
     """Not zero: addends of a partial sum would add up to more than was said, so the result is whole."""
     placements = [REPLICATE if p.is_partial() else p for p in settled(input.layout).placements]
-    return Decided((input.layout,), (input.layout.replace(placements=placements, order=input.layout.order),))
+    return MeshStrategy((input.layout,), (input.layout.replace(placements=placements, order=input.layout.order),))
 
 
 @rule("new_empty_strided")
-def _new_strided(input: Operand, size: Any, stride: Any, **_: Any) -> Decided:
+def _new_strided(input: Operand, size: Any, stride: Any, **_: Any) -> MeshStrategy:
     del stride
     mesh = input.layout.mesh
-    return Decided((input.layout,), (Layout(mesh, [REPLICATE] * mesh.ndim, size),))
+    return MeshStrategy((input.layout,), (Layout(mesh, [REPLICATE] * mesh.ndim, size),))
 
 
 @rule("new_zeros", "new_ones", "new_empty", "new_full")
-def _new(input: Operand, *size: Any, **kwargs: Any) -> Decided:
+def _new(input: Operand, *size: Any, **kwargs: Any) -> MeshStrategy:
     shape = kwargs.get("size", size[0] if size and isinstance(size[0], list | tuple) else None)
     if shape is None:
         shape = size
     mesh = input.layout.mesh
-    return Decided((input.layout,), (Layout(mesh, [REPLICATE] * mesh.ndim, shape),))
+    return MeshStrategy((input.layout,), (Layout(mesh, [REPLICATE] * mesh.ndim, shape),))

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwright.layout import Region
 from shardwright.tensor.base.gradient_types import REPLICATE, settled
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Decided, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.strategy import Local, LocalContext, MeshStrategy, Operand, Strategies, index_strategies
 from shardwright.tensor.random import (
     fill_bernoulli,
     fill_cauchy,
@@ -72,20 +72,20 @@ def _in_place(draw: Draw) -> None:
     """Registers an operator that overwrites a tensor with random numbers."""
     name, fill, read = draw.name, draw.fill, draw.read
 
-    def answer(*args: Any, **kwargs: Any) -> Ways:
+    def answer(*args: Any, **kwargs: Any) -> Strategies:
         target, how = read(args, kwargs)
         operands = [target, *(value for value in how.values() if isinstance(value, Operand))]
         ins, out = broadcast_labels(operands)
 
-        def run(situation: Situation) -> Local:
+        def run(context: LocalContext) -> Local:
             def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
                 target, how = read(args, kwargs)
-                return as_addend(fill_local(target, situation.outs[0], fill, **how), situation.outs[0], situation.rank)
+                return as_addend(fill_local(target, context.outs[0], fill, **how), context.outs[0], context.rank)
 
             return local
 
-        at = overwriting(index_ways(operands, ins, [out]), target, len(operands))
-        return Ways(at, run=run, shapes=(target.shape,), draws=True)
+        at = overwriting(index_strategies(operands, ins, [out]), target, len(operands))
+        return Strategies(at, run=run, shapes=(target.shape,), draws=True)
 
     rule(name, numbers_by_type=True)(answer)
     composite(name)(lambda input, *args, **kwargs: getattr(_blank(input.detach()), f"{name}_")(*args, **kwargs))
@@ -119,16 +119,16 @@ for _draw in IN_PLACE:
     _in_place(_draw)
 
 
-def _like(fill: Fill) -> Callable[..., Decided]:
+def _like(fill: Fill) -> Callable[..., MeshStrategy]:
     """A rule for `*_like`: laid out as the input is, partial sums apart: random addends add up to something else."""
 
-    def answer(input: Operand, *_: Any, **options: Any) -> Decided:
+    def answer(input: Operand, *_: Any, **options: Any) -> MeshStrategy:
         refuse_generator("*_like", options.get("generator"))
         source = settled(input.layout)
         placements = [REPLICATE if p.is_partial() else p for p in source.placements]
         layout = source.replace(placements=placements, order=source.order)
 
-        def run(_: Situation) -> Local:
+        def run(_: LocalContext) -> Local:
             def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
                 given = {
                     key: value for key, value in kwargs.items() if key not in ("low", "high", "generator", "input")
@@ -141,7 +141,7 @@ def _like(fill: Fill) -> Callable[..., Decided]:
 
             return local
 
-        return Decided((input.layout,), (layout,), run=run, draws=True)
+        return MeshStrategy((input.layout,), (layout,), run=run, draws=True)
 
     return answer
 

@@ -8,23 +8,23 @@ from torch import Tensor
 
 from shardwright.layout import Layout, Partial
 from shardwright.tensor.base.gradient_types import REPLICATE
-from shardwright.tensor.base.strategy import Operand, Way
+from shardwright.tensor.base.strategy import Operand, Strategy
 from shardwright.tensor.redistribute.identity import IDEMPOTENT, neutral
 
 __all__ = ["as_addend", "overwriting"]
 
 
-def overwriting(at: Callable[[int], list[Way]], target: Operand, inputs: int) -> Callable[[int], list[Way]]:
-    """The ways of an operator, and where its target, the first of so many inputs, is partial: to leave it so."""
+def overwriting(at: Callable[[int], list[Strategy]], target: Operand, inputs: int) -> Callable[[int], list[Strategy]]:
+    """The strategies of an operator, and where its target, the first of so many inputs, is partial: to leave it so."""
 
-    def ways(mesh_dim: int) -> list[Way]:
+    def strategies(mesh_dim: int) -> list[Strategy]:
         here = target.layout.placements[mesh_dim]
         if not isinstance(here, Partial):
             return at(mesh_dim)
-        kept = Way((here, *[REPLICATE] * (inputs - 1)), (here,))
-        return [kept, *(way for way in at(mesh_dim) if way != kept)]
+        kept = Strategy((here, *[REPLICATE] * (inputs - 1)), (here,))
+        return [kept, *(strategy for strategy in at(mesh_dim) if strategy != kept)]
 
-    return ways
+    return strategies
 
 
 def as_addend(local: Tensor, layout: Layout, rank: int) -> Tensor:

@@ -10,7 +10,15 @@ import torch
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import composite, mark_fast, mark_uniform, rule
 from shardwright.tensor.base.rounding import keeps_every_value
-from shardwright.tensor.base.strategy import Decided, Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.strategy import (
+    Labels,
+    Local,
+    LocalContext,
+    MeshStrategy,
+    Operand,
+    Strategies,
+    index_strategies,
+)
 from shardwright.tensor.rules.elementwise.overwrite import as_addend, overwriting
 
 __all__ = ["broadcast_labels", "operands_in", "pointwise"]
@@ -79,14 +87,14 @@ def broadcast_labels(operands: Sequence[Operand]) -> tuple[list[Labels], Labels]
 Terms = Callable[..., Sequence[Sequence[int]] | None]
 
 
-def pointwise(terms: Terms | None = None) -> Callable[..., Ways]:
+def pointwise(terms: Terms | None = None) -> Callable[..., Strategies]:
     """A rule for an operator that works element by element; `terms(*args)` says in what it is linear."""
 
-    def answer(*args: Any, **kwargs: Any) -> Ways:
+    def answer(*args: Any, **kwargs: Any) -> Strategies:
         operands = operands_in(*args, *kwargs.values())
         ins, out = broadcast_labels(operands)
         linear = None if terms is None else terms(*args, **kwargs)
-        return Ways(index_ways(operands, ins, [out], terms=linear))
+        return Strategies(index_strategies(operands, ins, [out], terms=linear))
 
     return answer
 
@@ -155,21 +163,21 @@ rule("addcdiv", numbers_by_type=True)(pointwise(lambda *_, **named: None if "ten
 
 
 @rule("where", numbers_by_type=True)
-def _where(condition: Operand, *choices: Any, **named: Any) -> Ways | None:
+def _where(condition: Operand, *choices: Any, **named: Any) -> Strategies | None:
     # Alone, a condition asks where it holds: the answer's size is known only then.
     return pointwise(_choice)(condition, *choices, **named) if choices or named else None
 
 
 @rule("rsub", numbers_by_type=True)
-def _rsub(first: Operand, second: Any, alpha: Any = 1) -> Ways:
+def _rsub(first: Operand, second: Any, alpha: Any = 1) -> Strategies:
     del alpha
     return pointwise(_sum)(first, second)
 
 
-def _same(linear: Terms, *, fresh: bool = False) -> Callable[..., Ways | Decided]:
+def _same(linear: Terms, *, fresh: bool = False) -> Callable[..., Strategies | MeshStrategy]:
     """Return a rule for one tensor in and the same layout out; unless `fresh`, it may be the input itself."""
 
-    def answer(source: Operand, *args: Any, **kwargs: Any) -> Ways | Decided:
+    def answer(source: Operand, *args: Any, **kwargs: Any) -> Strategies | MeshStrategy:
         labels = list(range(source.ndim))
         terms = linear(source, *args, **kwargs)
         rest = operands_in(
@@ -181,9 +189,9 @@ def _same(linear: Terms, *, fresh: bool = False) -> Callable[..., Ways | Decided
                 for p in source.layout.placements
             ]
             target = source.layout.replace(placements=kept, order=source.layout.order)
-            return Decided((target, *(other.layout for other in rest)), (target,), fresh=False)
-        at = index_ways([source], [labels], [labels], terms=terms)
-        return Ways(at, fresh=fresh, shapes=(source.shape,))  # a meta tensor cannot be asked `to("cpu")`
+            return MeshStrategy((target, *(other.layout for other in rest)), (target,), fresh=False)
+        at = index_strategies([source], [labels], [labels], terms=terms)
+        return Strategies(at, fresh=fresh, shapes=(source.shape,))  # a meta tensor cannot be asked `to("cpu")`
 
     return answer
 
@@ -197,31 +205,31 @@ rule("chalf")(_same(lambda *_, **__: None))  # torch does not add complex halves
 
 
 @rule("view_as_real")
-def _view_as_real(source: Operand) -> Ways:
+def _view_as_real(source: Operand) -> Strategies:
     labels = list(range(source.ndim))
-    return Ways(index_ways([source], [labels], [[*labels, None]], terms=[[0]]), fresh=False)
+    return Strategies(index_strategies([source], [labels], [[*labels, None]], terms=[[0]]), fresh=False)
 
 
 @rule("view_as_complex")
-def _view_as_complex(source: Operand) -> Ways:
+def _view_as_complex(source: Operand) -> Strategies:
     labels = list(range(source.ndim - 1))
-    return Ways(index_ways([source], [[*labels, None]], [labels], terms=[[0]]), fresh=False)
+    return Strategies(index_strategies([source], [[*labels, None]], [labels], terms=[[0]]), fresh=False)
 
 
 @rule("frexp")
-def _frexp(input: Operand) -> Ways:
+def _frexp(input: Operand) -> Strategies:
     labels = list(range(input.ndim))
-    return Ways(index_ways([input], [labels], [labels, labels]))
+    return Strategies(index_strategies([input], [labels], [labels, labels]))
 
 
 @rule("copy", numbers_by_type=True)
-def _copy(target: Operand, source: Any, non_blocking: bool = False) -> Ways:
+def _copy(target: Operand, source: Any, non_blocking: bool = False) -> Strategies:
     """`copy_`: the source is brought to where the target is, partial sums included."""
     del non_blocking
     operands = operands_in(target, source)
     if len(operands) == 2 and keeps_every_value(operands[1].dtype, target.dtype) and _is_sum(target):
         ins, out = broadcast_labels(operands)
-        return Ways(index_ways(operands, ins, [out], terms=[[0], [1]]))
+        return Strategies(index_strategies(operands, ins, [out], terms=[[0], [1]]))
     return _overwrite(target, source)
 
 
@@ -229,17 +237,17 @@ def _is_sum(target: Operand) -> bool:
     return not any(p.is_partial() and not p.is_partial("sum") for p in target.layout.placements)
 
 
-def _overwrite(target: Operand, value: Any) -> Ways:
+def _overwrite(target: Operand, value: Any) -> Strategies:
     operands = operands_in(target, value)
     ins, out = broadcast_labels(operands)
 
-    def run(situation: Situation) -> Local | None:
-        layout = situation.outs[0]
+    def run(context: LocalContext) -> Local | None:
+        layout = context.outs[0]
         if not layout.is_partial:
             return None
-        return lambda func, args, kwargs: as_addend(func(*args, **kwargs), layout, situation.rank)
+        return lambda func, args, kwargs: as_addend(func(*args, **kwargs), layout, context.rank)
 
-    return Ways(overwriting(index_ways(operands, ins, [out]), target, len(operands)), run=run)
+    return Strategies(overwriting(index_strategies(operands, ins, [out]), target, len(operands)), run=run)
 
 
 rule("fill", numbers_by_type=True)(_overwrite)

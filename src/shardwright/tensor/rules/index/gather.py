@@ -14,14 +14,14 @@ from torch import Tensor
 
 from shardwright.layout import Region
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Label, Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.strategy import Label, Labels, Local, LocalContext, Operand, Strategies, index_strategies
 from shardwright.tensor.base.tagging import layout_of
 from shardwright.tensor.dispatch.arguments import tensors_in
 from shardwright.tensor.rules.shared.index_range import check_range
 from shardwright.tensor.rules.shared.neighbourhood import nothing_of
 from shardwright.tensor.rules.shared.pick import cutting
 
-__all__ = ["advanced_labels", "advanced_ways", "located"]
+__all__ = ["advanced_labels", "advanced_strategies", "located"]
 
 
 def advanced_labels(input: Operand, indices: Sequence[Operand | None]) -> tuple[list[Labels], Labels]:
@@ -57,16 +57,16 @@ def located(
 
 
 def _ways(operands: Sequence[Operand], ins: Sequence[Labels], out: Labels, dims: Sequence[int]) -> Callable[..., Any]:
-    """Ways of a lookup along these dimensions, in which lookups of which all but one give nothing add up."""
+    """Strategies of a lookup along these dimensions, in which lookups of which all but one give nothing add up."""
     truths = operands[0].dtype == torch.bool
     whole: set[Label] = {dim for dim in dims if not operands[0].shape[dim]}  # nothing to look up in
     terms, reduction = (None, "bor") if truths else ([[0]], "sum")
-    return index_ways(operands, ins, [out], terms=terms, reduction=reduction, whole=whole)
+    return index_strategies(operands, ins, [out], terms=terms, reduction=reduction, whole=whole)
 
 
-def _nothing(situation: Situation, source: Tensor) -> Tensor:
+def _nothing(context: LocalContext, source: Tensor) -> Tensor:
     """What a rank finds that has nothing to look up in: zeros, and a function of the source all the same."""
-    zeros = source.new_zeros(situation.outs[0].local_shape(situation.rank))
+    zeros = source.new_zeros(context.outs[0].local_shape(context.rank))
     return _addend(zeros + nothing_of(source) if source.requires_grad else zeros)
 
 
@@ -76,7 +76,7 @@ def _addend(found: Tensor) -> Tensor:
     return found
 
 
-def advanced_ways(input: Operand, indices: Sequence[Operand | None]) -> Ways | None:
+def advanced_strategies(input: Operand, indices: Sequence[Operand | None]) -> Strategies | None:
     """`x[:, i, j]` with tensors of whole numbers; None stands for a dimension that is taken whole."""
     if len(indices) > input.ndim or not any(index is not None and index.ndim for index in indices):
         return None  # numbers without dimensions pick a view
@@ -85,42 +85,42 @@ def advanced_ways(input: Operand, indices: Sequence[Operand | None]) -> Ways | N
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     behind = next((place for place, label in enumerate(reversed(out)) if isinstance(label, tuple)), 0)
 
-    def run(situation: Situation) -> Local | None:
-        layout = situation.ins[0]
+    def run(context: LocalContext) -> Local | None:
+        layout = context.ins[0]
         if not any(layout.cut_by(dim) for dim in dims):
             return None
-        region = layout.region(situation.rank)
+        region = layout.region(context.rank)
 
         def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             source, *numbers = tensors_in((*args, *kwargs.values()))
             inside, places = located("x[...]", numbers, dims, region, input.shape)
             if any(not region.size[dim] for dim in dims):
-                return _nothing(situation, source)
+                return _nothing(context, source)
             each = iter(places)
             found = source[tuple(slice(None) if index is None else next(each) for index in indices)]
             return _addend(found.masked_fill(~inside.reshape(*inside.shape, *[1] * behind), 0))
 
         return local
 
-    return Ways(_ways(operands, ins, out, dims), run=run)
+    return Strategies(_ways(operands, ins, out, dims), run=run)
 
 
 def _looked_up(
     name: str, input: Operand, place: int, find: Callable[..., Tensor]
-) -> Callable[[Situation], Local | None]:
+) -> Callable[[LocalContext], Local | None]:
     """The local call of a lookup along one dimension, where that is cut: `find(source, index, inside)`."""
 
-    def run(situation: Situation) -> Local | None:
-        layout = situation.ins[0]
+    def run(context: LocalContext) -> Local | None:
+        layout = context.ins[0]
         if not layout.cut_by(place):
             return None
-        region = layout.region(situation.rank)
+        region = layout.region(context.rank)
 
         def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             source, index = tensors_in((*args, *kwargs.values()))
             check_range(name, index, input.shape[place])
             if not region.size[place]:
-                return _nothing(situation, source)
+                return _nothing(context, source)
             inside, (found,) = located(name, [index], [place], region, input.shape)
             return _addend(find(source, found, inside))
 
@@ -130,7 +130,7 @@ def _looked_up(
 
 
 @rule("index_select")
-def _index_select(input: Operand, dim: int, index: Operand) -> Ways | None:
+def _index_select(input: Operand, dim: int, index: Operand) -> Strategies | None:
     if not input.ndim:
         return None
     place = input.dim(dim)
@@ -143,11 +143,11 @@ def _index_select(input: Operand, dim: int, index: Operand) -> Ways | None:
     out = [("i" if index.ndim else None) if d == place else d for d in range(input.ndim)]
     ins: list[Labels] = [labels, ["i"] * index.ndim]
     at = _ways([input, index], ins, out, [place])
-    return Ways(at, run=_looked_up("index_select", input, place, find))
+    return Strategies(at, run=_looked_up("index_select", input, place, find))
 
 
 @rule("gather")
-def _gather(input: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -> Ways | None:
+def _gather(input: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -> Strategies | None:
     del sparse_grad
     if input.ndim != index.ndim and max(input.ndim, index.ndim) > 1:
         return None
@@ -159,7 +159,7 @@ def _gather(input: Operand, dim: int, index: Operand, *, sparse_grad: bool = Fal
     shared: list[Label] = [d if d == place or input.shape[d] == index.shape[d] else None for d in range(input.ndim)]
     chosen: list[Label] = ["i" if d == place else shared[d] for d in range(index.ndim)]
     at = _ways([input, index], [shared, chosen], chosen, [place][: input.ndim])
-    return Ways(at, run=_looked_up("gather", input, place, find))
+    return Strategies(at, run=_looked_up("gather", input, place, find))
 
 
 @composite("gather")

@@ -12,27 +12,27 @@ import torch
 from torch import Tensor
 
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Decided, Operand, Ways
+from shardwright.tensor.base.strategy import MeshStrategy, Operand, Strategies
 from shardwright.tensor.base.tagging import DTensorBase, layout_of, no_torch_function, tag_replicated
 from shardwright.tensor.base.writes import storage_of
 from shardwright.tensor.dispatch.write_through import is_looked_up, overwrite
-from shardwright.tensor.rules.index.gather import advanced_ways
+from shardwright.tensor.rules.index.gather import advanced_strategies
 from shardwright.tensor.rules.index.masked import pick_masked
-from shardwright.tensor.rules.index.scatter import written_ways
+from shardwright.tensor.rules.index.scatter import written_strategies
 from shardwright.tensor.rules.shared.pick import Item, cutting, moves, pick, resolved
 
 __all__: list[str] = []
 
 
 @rule("__getitem__")
-def _getitem(input: Operand, index: Any) -> Decided | Ways | None:
+def _getitem(input: Operand, index: Any) -> MeshStrategy | Strategies | None:
     items = index if isinstance(index, tuple) else (index,)
     if all(_is_basic(item) for item in items):
         torch.empty(input.shape, device="meta")[index]  # torch's own checks, with global sizes, on every rank
         return pick(input, resolved(index, input.shape))
     if all(_is_numbers(item) or _is_all(item) for item in items):
         indices = [item if isinstance(item, Operand) else None for item in items]
-        return advanced_ways(input, indices)
+        return advanced_strategies(input, indices)
     return None  # masks, whose result has as many elements as the values say, and what torch refuses
 
 
@@ -134,15 +134,15 @@ def _in_two(items: tuple[Any, ...], ndim: int) -> tuple[tuple[Any, ...], tuple[A
 
 
 @rule("__setitem__")
-def _setitem(input: Operand, index: Any, value: Any) -> Ways | None:
+def _setitem(input: Operand, index: Any, value: Any) -> Strategies | None:
     """Written to where numbers in tensors say; everything else is taken apart before."""
     items = index if isinstance(index, tuple) else (index,)
     indices = [item if isinstance(item, Operand) else None for item in items]
     pure = all(_is_numbers(item) or _is_all(item) for item in items)
     if not pure or all(i is None for i in indices) or len(indices) > input.ndim:
         return None
-    ways = written_ways(input, indices, value if isinstance(value, Operand) else None)
-    return None if ways is None else replace(ways, shapes=(input.shape,), unmoved=0)
+    strategies = written_strategies(input, indices, value if isinstance(value, Operand) else None)
+    return None if strategies is None else replace(strategies, shapes=(input.shape,), unmoved=0)
 
 
 @composite("__setitem__")
@@ -254,7 +254,7 @@ def _write_masked(input: Any, mask: Any, value: Any) -> Any:
 
 
 @rule("slice")
-def _slice(input: Operand, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Decided | None:
+def _slice(input: Operand, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> MeshStrategy | None:
     if not all(type(part) is int or part is None for part in (start, end, step)) or not input.ndim:
         return None
     return pick(input, resolved((*[slice(None)] * input.dim(dim), slice(start, end, step)), input.shape))
@@ -269,7 +269,7 @@ def _narrow_from(input: Any, dim: int, start: Any, length: int) -> Any:
 
 
 @rule("narrow")
-def _narrow(input: Operand, dim: int, start: Any, length: int) -> Decided | None:
+def _narrow(input: Operand, dim: int, start: Any, length: int) -> MeshStrategy | None:
     if type(start) is not int:
         return None
     torch.empty(input.shape, device="meta").narrow(dim, start, length)
@@ -279,7 +279,7 @@ def _narrow(input: Operand, dim: int, start: Any, length: int) -> Decided | None
 
 
 @rule("select")
-def _select(input: Operand, dim: int, index: Any) -> Decided | None:
+def _select(input: Operand, dim: int, index: Any) -> MeshStrategy | None:
     if type(index) is not int:
         return None
     torch.empty(input.shape, device="meta").select(dim, index)

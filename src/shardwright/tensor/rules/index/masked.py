@@ -12,7 +12,7 @@ from shardwright.layout import Layout
 from shardwright.tensor.base import policy
 from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE, settled
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Operand, Ways, index_ways
+from shardwright.tensor.base.strategy import Operand, Strategies, index_strategies
 from shardwright.tensor.base.tagging import DTensorBase, layout_of, no_torch_function, tag
 from shardwright.tensor.redistribute.autograd import move
 from shardwright.tensor.redistribute.implicit import brought
@@ -48,11 +48,13 @@ def pick_masked(input: Any, mask: Any, place: int) -> Any:
 
 
 @rule("masked_scatter")
-def _masked_scatter(input: Operand, mask: Operand, source: Operand) -> Ways:
+def _masked_scatter(input: Operand, mask: Operand, source: Operand) -> Strategies:
     """On whole tensors, if on these: where an element comes from hangs on all that are before it."""
     labels: list[list[Any]] = [[None] * operand.ndim for operand in (input, mask, source)]
     out = [None] * max(input.ndim, mask.ndim)
-    return Ways(index_ways([input, mask, source], labels, [out], terms=[[0], [2]], reduction=None), written_back=True)
+    return Strategies(
+        index_strategies([input, mask, source], labels, [out], terms=[[0], [2]], reduction=None), written_back=True
+    )
 
 
 @composite("masked_scatter")

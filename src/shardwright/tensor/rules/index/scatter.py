@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from shardwright.tensor.base.registry import canonical_name, composite, rule
-from shardwright.tensor.base.strategy import Label, Labels, Local, Operand, Run, Situation, Ways, index_ways
+from shardwright.tensor.base.strategy import (
+    Label,
+    Labels,
+    Local,
+    LocalContext,
+    Operand,
+    Run,
+    Strategies,
+    index_strategies,
+)
 from shardwright.tensor.base.tagging import DTensorBase, layout_of
 from shardwright.tensor.dispatch.arguments import tensors_in
 from shardwright.tensor.rules.index.gather import advanced_labels, located
@@ -21,7 +30,7 @@ from shardwright.tensor.rules.shared.index_range import check_range
 from shardwright.tensor.rules.shared.neighbourhood import nothing_of
 from shardwright.tensor.rules.shared.pick import cutting
 
-__all__ = ["written_ways"]
+__all__ = ["written_strategies"]
 
 
 def _with_one_more(target: Tensor, dim: int) -> Tensor:
@@ -35,9 +44,9 @@ def _given_back(func: Any, target: Tensor, result: Tensor) -> Tensor:
     return target.copy_(result) if inplace or name == "__setitem__" else result.contiguous()
 
 
-def written_ways(
+def written_strategies(
     input: Operand, indices: Sequence[Operand | None], values: Operand | None, accumulate: bool = False
-) -> Ways | None:
+) -> Strategies | None:
     """`x[:, i, j] = values`, or one number where that is None, into `input` where it is."""
     numbers = [index for index in indices if index is not None]
     ins, out = advanced_labels(input, indices)
@@ -54,8 +63,8 @@ def written_ways(
     reduction = "sum" if accumulate and terms is not None else None
     # What is added at several places alike would be added in part only, were the places cut.
     whole: set[Label] = {label for label in out if isinstance(label, tuple) and label not in ins[-1]}
-    at = index_ways(operands, ins, [ins[0]], terms=terms, reduction=reduction, whole=whole)
-    return Ways(at, run=_write_own(input, indices, values is not None, accumulate), written_back=True)
+    at = index_strategies(operands, ins, [ins[0]], terms=terms, reduction=reduction, whole=whole)
+    return Strategies(at, run=_write_own(input, indices, values is not None, accumulate), written_back=True)
 
 
 def _chosen_shape(input: Operand, numbers: Sequence[Operand], out: Labels) -> tuple[int, ...]:
@@ -69,12 +78,12 @@ def _chosen_shape(input: Operand, numbers: Sequence[Operand], out: Labels) -> tu
 def _write_own(input: Operand, indices: Sequence[Operand | None], is_tensor: bool, accumulate: bool) -> Run:
     dims = [dim for dim, index in enumerate(indices) if index is not None]
 
-    def run(situation: Situation) -> Local | None:
-        layout = situation.ins[0]
+    def run(context: LocalContext) -> Local | None:
+        layout = context.ins[0]
         cut = [dim for dim in dims if layout.cut_by(dim)]
         if not cut:
             return None
-        region = layout.region(situation.rank)
+        region = layout.region(context.rank)
 
         def local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             target, *given = tensors_in((*args, *kwargs.values()))
@@ -97,12 +106,12 @@ def _write_own(input: Operand, indices: Sequence[Operand | None], is_tensor: boo
 
 
 @rule("index_put")
-def _index_put(input: Operand, indices: Any, values: Operand, accumulate: bool = False) -> Ways | None:
+def _index_put(input: Operand, indices: Any, values: Operand, accumulate: bool = False) -> Strategies | None:
     numbers = [index for index in indices if index is not None]
     masks = any(index.dtype in (torch.bool, torch.uint8) for index in numbers)
     if masks or not numbers or len(indices) > input.ndim:
         return None
-    return written_ways(input, indices, values, accumulate)
+    return written_strategies(input, indices, values, accumulate)
 
 
 @composite("index_put")
@@ -121,11 +130,11 @@ def _onto_own(name: str, input: Operand, place: int, wraps: bool = False) -> Run
     """The local call of a write along one dimension of the target, where that is cut."""
     write = getattr(torch, name)
 
-    def run(situation: Situation) -> Local | None:
-        layout = situation.ins[0]
+    def run(context: LocalContext) -> Local | None:
+        layout = context.ins[0]
         if not layout.cut_by(place):
             return None
-        region = layout.region(situation.rank)
+        region = layout.region(context.rank)
 
         def local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             target, index = list(tensors_in((*args, *kwargs.values())))[:2]
@@ -156,10 +165,12 @@ def _linear(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[boo
     return how in ("sum", "mean"), how == "sum" and includes
 
 
-def _scattered(name: str) -> Callable[..., Ways | None]:
+def _scattered(name: str) -> Callable[..., Strategies | None]:
     """A rule for writes of `src` where `index` says, along one dimension."""
 
-    def answer(input: Operand, dim: int, index: Operand, src: Any = None, *args: Any, **kwargs: Any) -> Ways | None:
+    def answer(
+        input: Operand, dim: int, index: Operand, src: Any = None, *args: Any, **kwargs: Any
+    ) -> Strategies | None:
         source = src if src is not None else kwargs.pop("value", None)
         if input.ndim != index.ndim or not input.ndim:
             return None
@@ -176,7 +187,7 @@ def _scattered(name: str) -> Callable[..., Ways | None]:
         ins = [target, chosen, chosen if operands[-1].ndim else []][: len(operands)]
         linear, adds = _linear(name, args, kwargs) if len(full) == 3 else (False, False)
         whole: set[Label] = set() if adds else {"i"}
-        at = index_ways(
+        at = index_strategies(
             operands,
             ins,
             [target],
@@ -184,7 +195,7 @@ def _scattered(name: str) -> Callable[..., Ways | None]:
             reduction="sum" if adds else None,
             whole=whole,
         )
-        return Ways(at, run=_onto_own(name, input, place), written_back=True)
+        return Strategies(at, run=_onto_own(name, input, place), written_back=True)
 
     return answer
 
@@ -215,10 +226,12 @@ for _name in ("scatter", "scatter_add", "scatter_reduce"):
     composite(_name)(_fitted(_name))
 
 
-def _along_index(name: str, adds: bool, linear: bool) -> Callable[..., Ways | None]:
+def _along_index(name: str, adds: bool, linear: bool) -> Callable[..., Strategies | None]:
     """A rule for writes of slices of `source` to the places of one dimension that `index` lists."""
 
-    def answer(input: Operand, dim: int, index: Operand, source: Any = None, *_: Any, **named: Any) -> Ways | None:
+    def answer(
+        input: Operand, dim: int, index: Operand, source: Any = None, *_: Any, **named: Any
+    ) -> Strategies | None:
         source = named.get("value") if source is None else source
         if not input.ndim:
             return None
@@ -234,8 +247,8 @@ def _along_index(name: str, adds: bool, linear: bool) -> Callable[..., Ways | No
         terms = [[0], [2]] if linear and len(operands) == 3 and operands[2].ndim else None
         sums = adds and terms is not None
         whole: set[Label] = set() if sums else {"i"}
-        at = index_ways(operands, ins, [target], terms=terms, reduction="sum" if sums else None, whole=whole)
-        return Ways(at, run=_onto_own(name, input, place, wraps=name == "index_fill"), written_back=True)
+        at = index_strategies(operands, ins, [target], terms=terms, reduction="sum" if sums else None, whole=whole)
+        return Strategies(at, run=_onto_own(name, input, place, wraps=name == "index_fill"), written_back=True)
 
     return answer
 

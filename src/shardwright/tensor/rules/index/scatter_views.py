@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwright.layout import Ragged, Shard
 from shardwright.tensor.base.registry import rule
-from shardwright.tensor.base.strategy import Label, Local, Operand, Situation, Way, Ways, index_ways
+from shardwright.tensor.base.strategy import Label, Local, LocalContext, Operand, Strategies, Strategy, index_strategies
 from shardwright.tensor.dispatch.arguments import tensors_in
 from shardwright.tensor.rules.shape.diagonal import on_diagonal
 from shardwright.tensor.rules.shared.neighbourhood import nothing_of
@@ -29,17 +29,17 @@ def _unchanged(input: Tensor, src: Tensor) -> Tensor:
 
 
 @rule("select_scatter")
-def _select_scatter(input: Operand, src: Operand, dim: int, index: Any) -> Ways | None:
+def _select_scatter(input: Operand, src: Operand, dim: int, index: Any) -> Strategies | None:
     if type(index) is not int or src.ndim != input.ndim - 1:
         return None
     place = input.dim(dim)
     labels: list[Label] = list(range(input.ndim))
 
-    def run(situation: Situation) -> Local | None:
-        layout = situation.ins[0]
+    def run(context: LocalContext) -> Local | None:
+        layout = context.ins[0]
         if not layout.cut_by(place):
             return None
-        region = layout.region(situation.rank)
+        region = layout.region(context.rank)
         at = index % input.shape[place] - region.offset[place]
 
         def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -50,8 +50,10 @@ def _select_scatter(input: Operand, src: Operand, dim: int, index: Any) -> Ways 
 
         return local
 
-    ways = index_ways([input, src], [labels, labels[:place] + labels[place + 1 :]], [labels], terms=[[0], [1]])
-    return Ways(ways, run=run)
+    strategies = index_strategies(
+        [input, src], [labels, labels[:place] + labels[place + 1 :]], [labels], terms=[[0], [1]]
+    )
+    return Strategies(strategies, run=run)
 
 
 def _overlap(part: slice, offset: int, size: int) -> tuple[int, int, int]:
@@ -65,21 +67,23 @@ def _overlap(part: slice, offset: int, size: int) -> tuple[int, int, int]:
 @rule("slice_scatter")
 def _slice_scatter(
     input: Operand, src: Operand, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
-) -> Ways | None:
+) -> Strategies | None:
     if not input.ndim or src.ndim != input.ndim or not all(type(i) is int or i is None for i in (start, end, step)):
         return None
     place = input.dim(dim)
     part = slice(*slice(start, end, step).indices(input.shape[place]))
     labels: list[Label] = list(range(input.ndim))
-    at = index_ways([input, src], [labels, [None if d == place else d for d in labels]], [labels], terms=[[0], [1]])
+    at = index_strategies(
+        [input, src], [labels, [None if d == place else d for d in labels]], [labels], terms=[[0], [1]]
+    )
 
-    def run(situation: Situation) -> Local | None:
-        layout = situation.ins[0]
+    def run(context: LocalContext) -> Local | None:
+        layout = context.ins[0]
         if not layout.cut_by(place):
             return None
-        region = layout.region(situation.rank)
+        region = layout.region(context.rank)
         first, count, where = _overlap(part, region.offset[place], region.size[place])
-        cut = bool(situation.ins[1].cut_by(place))
+        cut = bool(context.ins[1].cut_by(place))
 
         def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             into, values = tensors_in((*args, *kwargs.values()))
@@ -90,36 +94,38 @@ def _slice_scatter(
 
         return local
 
-    return Ways(_overlapping(input, place, part, at), run=run)
+    return Strategies(_overlapping(input, place, part, at), run=run)
 
 
-def _overlapping(input: Operand, place: int, part: slice, at: Callable[[int], list[Way]]) -> Callable[[int], list[Way]]:
-    """A further way: what replaces a slice of a cut dimension is cut as that slice is."""
+def _overlapping(
+    input: Operand, place: int, part: slice, at: Callable[[int], list[Strategy]]
+) -> Callable[[int], list[Strategy]]:
+    """A further strategy: what replaces a slice of a cut dimension is cut as that slice is."""
 
-    def extended(mesh_dim: int) -> list[Way]:
-        placement, ways = input.layout.placements[mesh_dim], at(mesh_dim)
+    def extended(mesh_dim: int) -> list[Strategy]:
+        placement, strategies = input.layout.placements[mesh_dim], at(mesh_dim)
         if not isinstance(placement, Shard | Ragged) or cutting(input.layout, place) != (mesh_dim,):
-            return ways
+            return strategies
         ranks = input.layout.mesh.shape[mesh_dim]
         sizes, offset = [], 0
         for size in piece_sizes(input.shape[place], placement, ranks).tolist():
             sizes.append(_overlap(part, offset, size)[1])
             offset += size
-        return [Way((placement, evenly(place, tuple(sizes), sum(sizes), ranks)), (placement,)), *ways]
+        return [Strategy((placement, evenly(place, tuple(sizes), sum(sizes), ranks)), (placement,)), *strategies]
 
     return extended
 
 
 @rule("diagonal_scatter")
-def _diagonal_scatter(input: Operand, src: Operand, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Ways:
+def _diagonal_scatter(input: Operand, src: Operand, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Strategies:
     row, column = input.dim(dim1), input.dim(dim2)
     labels: list[Label] = list(range(input.ndim))
 
-    def run(situation: Situation) -> Local | None:
-        layout = situation.ins[0]
+    def run(context: LocalContext) -> Local | None:
+        layout = context.ins[0]
         if not (layout.cut_by(row) or layout.cut_by(column)):
             return None
-        region = layout.region(situation.rank)
+        region = layout.region(context.rank)
         first, count, shifted = on_diagonal(region, row, column, offset)
 
         def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -131,4 +137,4 @@ def _diagonal_scatter(input: Operand, src: Operand, offset: int = 0, dim1: int =
         return local
 
     drawn: list[Label] = [*(d for d in labels if d not in (row, column)), None]
-    return Ways(index_ways([input, src], [labels, drawn], [labels], terms=[[0], [1]]), run=run)
+    return Strategies(index_strategies([input, src], [labels, drawn], [labels], terms=[[0], [1]]), run=run)

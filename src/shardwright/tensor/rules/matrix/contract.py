@@ -11,49 +11,59 @@ import torch
 from shardwright.layout import Shard
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import composite, mark_fast, rule
-from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Way, Ways, index_ways
+from shardwright.tensor.base.strategy import (
+    Labels,
+    Local,
+    LocalContext,
+    Operand,
+    Strategies,
+    Strategy,
+    index_strategies,
+)
 from shardwright.tensor.rules.elementwise.pointwise import broadcast_labels, operands_in, pointwise
 
 __all__: list[str] = []
 
 
-def _contract(operands: list[Operand], ins: list[Labels], out: Labels, terms: list[list[int]] | None = None) -> Ways:
-    return Ways(index_ways(operands, ins, [out], terms=terms or [list(range(len(operands)))]))
+def _contract(
+    operands: list[Operand], ins: list[Labels], out: Labels, terms: list[list[int]] | None = None
+) -> Strategies:
+    return Strategies(index_strategies(operands, ins, [out], terms=terms or [list(range(len(operands)))]))
 
 
 @rule("mm")
-def _mm(input: Operand, mat2: Operand, **_: Any) -> Ways:
+def _mm(input: Operand, mat2: Operand, **_: Any) -> Strategies:
     return _contract([input, mat2], ["mk", "kn"], "mn")
 
 
 @rule("bmm")
-def _bmm(input: Operand, mat2: Operand, **_: Any) -> Ways:
+def _bmm(input: Operand, mat2: Operand, **_: Any) -> Strategies:
     return _contract([input, mat2], ["bmk", "bkn"], "bmn")
 
 
 @rule("mv")
-def _mv(input: Operand, vec: Operand) -> Ways:
+def _mv(input: Operand, vec: Operand) -> Strategies:
     return _contract([input, vec], ["mk", "k"], "m")
 
 
 @rule("dot", "vdot")
-def _dot(input: Operand, tensor: Operand) -> Ways:
+def _dot(input: Operand, tensor: Operand) -> Strategies:
     return _contract([input, tensor], ["k", "k"], "")
 
 
 @rule("outer", "ger")
-def _outer(input: Operand, vec2: Operand) -> Ways:
+def _outer(input: Operand, vec2: Operand) -> Strategies:
     return _contract([input, vec2], ["m", "n"], "mn")
 
 
 @rule("matmul", "linalg_matmul")
-def _matmul(input: Operand, other: Operand) -> Ways:
+def _matmul(input: Operand, other: Operand) -> Strategies:
     left, right, out = _matmul_labels(input, other)
     return _contract([input, other], [left, right], out)
 
 
 @rule("rmatmul")
-def _rmatmul(input: Operand, other: Operand) -> Ways:
+def _rmatmul(input: Operand, other: Operand) -> Strategies:
     left, right, out = _matmul_labels(other, input)
     return _contract([input, other], [right, left], out)
 
@@ -77,7 +87,7 @@ def _matmul_labels(a: Operand, b: Operand) -> tuple[Labels, Labels, Labels]:
 
 
 @rule("linear")
-def _linear(input: Operand, weight: Operand, bias: Operand | None = None) -> Ways:
+def _linear(input: Operand, weight: Operand, bias: Operand | None = None) -> Strategies:
     batch = list(range(input.ndim - 1))
     out: Labels = [*batch, "n"] if weight.ndim == 2 else batch
     matrix: Labels = ["n", "k"] if weight.ndim == 2 else ["k"]
@@ -86,8 +96,8 @@ def _linear(input: Operand, weight: Operand, bias: Operand | None = None) -> Way
     return _contract([input, weight, bias], [[*batch, "k"], matrix, matrix[:-1]], out, [[0, 1], [2]])
 
 
-def _add_product(left: str, right: str, out: str) -> Callable[..., Ways | None]:
-    def answer(input: Operand, *factors: Operand, beta: Any = 1, alpha: Any = 1, **named: Any) -> Ways | None:
+def _add_product(left: str, right: str, out: str) -> Callable[..., Strategies | None]:
+    def answer(input: Operand, *factors: Operand, beta: Any = 1, alpha: Any = 1, **named: Any) -> Strategies | None:
         del beta, alpha
         if list(named) != sorted(named):  # mat1 before mat2, batch1 before batch2, vec1 before vec2, mat before vec
             return None
@@ -97,8 +107,12 @@ def _add_product(left: str, right: str, out: str) -> Callable[..., Ways | None]:
         sizes = dict(zip(left + right, first.shape + second.shape, strict=True))
         last = out[len(out) - input.ndim :]
         added: Labels = [label if size == sizes[label] else None for label, size in zip(last, input.shape, strict=True)]
-        ways = _contract([input, first, second], [added, left, right], out, [[0], [1, 2]])
-        return ways if input.shape == tuple(sizes[label] for label in out) else replace(ways, run=_expanding_first)
+        strategies = _contract([input, first, second], [added, left, right], out, [[0], [1, 2]])
+        return (
+            strategies
+            if input.shape == tuple(sizes[label] for label in out)
+            else replace(strategies, run=_expanding_first)
+        )
 
     return answer
 
@@ -110,14 +124,14 @@ rule("baddbmm", numbers_by_type=True)(_add_product("bmk", "bkn", "bmn"))
 rule("addr", numbers_by_type=True)(_add_product("m", "n", "mn"))
 
 
-def _expanding_first(situation: Situation) -> Local:
+def _expanding_first(context: LocalContext) -> Local:
     """Broadcast by hand: beside an empty shard, torch takes the shape of what is added for that of the result."""
-    local = situation.outs[0].local_shape(situation.rank)
+    local = context.outs[0].local_shape(context.rank)
     return lambda func, args, kwargs: func(args[0].expand(local), *args[1:], **kwargs)
 
 
 @rule("einsum")
-def _einsum(equation: Any, *tensors: Any) -> Ways | None:
+def _einsum(equation: Any, *tensors: Any) -> Strategies | None:
     operands = list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], list | tuple) else list(tensors)
     if not isinstance(equation, str):
         return None
@@ -149,7 +163,7 @@ def _einsum(equation: Any, *tensors: Any) -> Ways | None:
 
 
 @rule("inner")
-def _inner(input: Operand, other: Operand) -> Ways:
+def _inner(input: Operand, other: Operand) -> Strategies:
     if not input.ndim or not other.ndim:
         return pointwise(lambda *_: [[0, 1]])(input, other)
     left, right = [*range(input.ndim - 1)], [*range(input.ndim - 1, input.ndim + other.ndim - 2)]
@@ -157,7 +171,7 @@ def _inner(input: Operand, other: Operand) -> Ways:
 
 
 @rule("tensordot")
-def _tensordot(a: Operand, b: Operand, dims: Any = 2, dims_other: Any = None, **_: Any) -> Ways | None:
+def _tensordot(a: Operand, b: Operand, dims: Any = 2, dims_other: Any = None, **_: Any) -> Strategies | None:
     """`dims` is a number of dimensions, or the dimensions of both; torch's inner function has them apart."""
     if dims_other is not None:
         dims = (dims, dims_other)
@@ -180,7 +194,7 @@ def _tensordot(a: Operand, b: Operand, dims: Any = 2, dims_other: Any = None, **
 
 
 @rule("linalg_multi_dot", "chain_matmul")
-def _multi_dot(*given: Any, **_: Any) -> Ways:
+def _multi_dot(*given: Any, **_: Any) -> Strategies:
     """A chain: each matrix shares a label with the next; the ends may be vectors."""
     tensors = operands_in(*given)
     ins: list[Labels] = [[place, place + 1] for place in range(len(tensors))]
@@ -191,24 +205,24 @@ def _multi_dot(*given: Any, **_: Any) -> Ways:
 
 
 @rule("linalg_vecdot")
-def _vecdot(x: Operand, y: Operand, *, dim: int = -1) -> Ways:
+def _vecdot(x: Operand, y: Operand, *, dim: int = -1) -> Strategies:
     ins, out = broadcast_labels([x, y])
     along = dim % max(len(out), 1)
     return _contract([x, y], ins, [label for label in out if label != along])
 
 
 @rule("bilinear")
-def _bilinear(input1: Operand, input2: Operand, weight: Operand, bias: Operand | None = None) -> Ways:
+def _bilinear(input1: Operand, input2: Operand, weight: Operand, bias: Operand | None = None) -> Strategies:
     batch = list(range(input1.ndim - 1))
     ins: list[Labels] = [[*batch, "i"], [*batch, "j"], list("oij"), ["o"]]
     terms = [[0, 1, 2]] if bias is None else [[0, 1, 2], [3]]
-    ways = _contract(operands_in(input1, input2, weight, bias), ins[: len(terms) + 2], [*batch, "o"], terms)
-    return replace(ways, run=_spelled_out)
+    strategies = _contract(operands_in(input1, input2, weight, bias), ins[: len(terms) + 2], [*batch, "o"], terms)
+    return replace(strategies, run=_spelled_out)
 
 
-def _spelled_out(situation: Situation) -> Local | None:
+def _spelled_out(context: LocalContext) -> Local | None:
     """Torch cannot do without features: where a rank has none of them, the sum is spelled out."""
-    if all(situation.ins[2].local_shape(situation.rank)):
+    if all(context.ins[2].local_shape(context.rank)):
         return None
 
     def local(_: Any, args: Any, kwargs: Any) -> Any:
@@ -221,7 +235,7 @@ def _spelled_out(situation: Situation) -> Local | None:
 
 
 @rule("block_diag")
-def _block_diag(*tensors: Any) -> Ways:
+def _block_diag(*tensors: Any) -> Strategies:
     """Linear, beside each other: every block is a term of its own."""
     operands = operands_in(*tensors)
     ins: list[Labels] = [[None] * operand.ndim for operand in operands]
@@ -229,24 +243,24 @@ def _block_diag(*tensors: Any) -> Ways:
 
 
 @rule("kron")
-def _kron(input: Operand, other: Operand) -> Ways:
+def _kron(input: Operand, other: Operand) -> Strategies:
     """Every element of the one, times the whole of the other: cut like the one, in multiples of the other's sizes."""
     ndim = max(input.ndim, other.ndim)
     sizes = [[1] * (ndim - operand.ndim) + list(operand.shape) for operand in (input, other)]
     mesh = input.layout.mesh
-    linear = index_ways([input, other], [[None] * input.ndim, [None] * other.ndim], [[]], terms=[[0, 1]])
+    linear = index_strategies([input, other], [[None] * input.ndim, [None] * other.ndim], [[]], terms=[[0, 1]])
 
-    def at(mesh_dim: int) -> list[Way]:
-        ways = linear(mesh_dim)
+    def at(mesh_dim: int) -> list[Strategy]:
+        strategies = linear(mesh_dim)
         for dim, (size, times) in enumerate(zip(*sizes, strict=True)):
             # Every shard of the result is a multiple of the other's size, as torch cuts it, however often it is cut.
             if dim >= ndim - input.ndim and (size % mesh.size == 0 or times == 1):
-                ways.append(Way((Shard(dim - (ndim - input.ndim)), REPLICATE), (Shard(dim),)))
+                strategies.append(Strategy((Shard(dim - (ndim - input.ndim)), REPLICATE), (Shard(dim),)))
             if dim >= ndim - other.ndim and size == 1:
-                ways.append(Way((REPLICATE, Shard(dim - (ndim - other.ndim))), (Shard(dim),)))
-        return ways
+                strategies.append(Strategy((REPLICATE, Shard(dim - (ndim - other.ndim))), (Shard(dim),)))
+        return strategies
 
-    return Ways(at)
+    return Strategies(at)
 
 
 def _einsum_labels(term: str, ndim: int) -> list[Any]:
@@ -262,24 +276,24 @@ def _reflected(self: Any, other: Any) -> Any:
 
 
 @rule("linalg_cross")
-def _linalg_cross(input: Operand, other: Operand, *, dim: int = -1) -> Ways:
+def _linalg_cross(input: Operand, other: Operand, *, dim: int = -1) -> Strategies:
     return _product_along(input, other, dim)
 
 
 @rule("cross")
-def _cross(input: Operand, other: Operand, dim: int | None = None) -> Ways:
+def _cross(input: Operand, other: Operand, dim: int | None = None) -> Strategies:
     if dim is not None:
         return _product_along(input, other, dim)
     # The first that has three elements: of the whole tensor, whatever a rank's own part looks like.
     first = next((d for d, size in enumerate(input.shape) if size == 3), -1)
-    ways = _product_along(input, other, first)
-    return replace(ways, run=lambda _: lambda func, args, kwargs: func(*args[:2], **{**kwargs, "dim": first}))
+    strategies = _product_along(input, other, first)
+    return replace(strategies, run=lambda _: lambda func, args, kwargs: func(*args[:2], **{**kwargs, "dim": first}))
 
 
-def _product_along(input: Operand, other: Operand, dim: int) -> Ways:
+def _product_along(input: Operand, other: Operand, dim: int) -> Strategies:
     ins, out = broadcast_labels([input, other])
     spread = dim % len(out)
-    return Ways(index_ways([input, other], ins, [out], terms=[[0, 1]], whole={spread}))
+    return Strategies(index_strategies([input, other], ins, [out], terms=[[0, 1]], whole={spread}))
 
 
 mark_fast("mm", "bmm", "mv", "matmul", "dot", "outer", "linear")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Label, Local, Operand, Ways, index_ways
+from shardwright.tensor.base.strategy import Label, Local, Operand, Strategies, index_strategies
 from shardwright.tensor.rules.matrix.linalg import batched
 
 __all__: list[str] = []
@@ -16,12 +16,12 @@ BY_PRODUCTS = 25  # torch takes products of matrices for Euclid's distances wher
 
 
 @rule("cdist")
-def _cdist(x1: Operand, x2: Operand, p: float = 2.0, compute_mode: Any = None) -> Ways | None:
-    ways = batched("mK,nK->mn", [x1, x2])
+def _cdist(x1: Operand, x2: Operand, p: float = 2.0, compute_mode: Any = None) -> Strategies | None:
+    strategies = batched("mK,nK->mn", [x1, x2])
     necessary = compute_mode in (None, 0, "use_mm_for_euclid_dist_if_necessary")
-    if ways is None or p != 2.0 or not necessary:
-        return ways
-    return Ways(ways.at, run=lambda _: _as_whole(max(x1.shape[-2], x2.shape[-2]) > BY_PRODUCTS))
+    if strategies is None or p != 2.0 or not necessary:
+        return strategies
+    return Strategies(strategies.at, run=lambda _: _as_whole(max(x1.shape[-2], x2.shape[-2]) > BY_PRODUCTS))
 
 
 def _as_whole(by_products: bool) -> Local:
@@ -38,11 +38,11 @@ def _as_whole(by_products: bool) -> Local:
 
 
 @rule("pdist")
-def _pdist(input: Operand, p: float = 2.0) -> Ways | None:
+def _pdist(input: Operand, p: float = 2.0) -> Strategies | None:
     """Of all pairs: only where it is a sum over the vectors' elements can these be cut."""
     if input.ndim != 2 or p != 1:
         return None
-    return Ways(index_ways([input], [[None, "k"]], [[None]]))
+    return Strategies(index_strategies([input], [[None, "k"]], [[None]]))
 
 
 @composite("dist")
@@ -51,12 +51,12 @@ def _dist(input: Any, other: Any, p: float = 2) -> Any:
 
 
 @rule("renorm")
-def _renorm(input: Operand, p: float, dim: int, maxnorm: float) -> Ways:
+def _renorm(input: Operand, p: float, dim: int, maxnorm: float) -> Strategies:
     del p, maxnorm
     along = input.dim(dim)
     labels = list(range(input.ndim))
     whole: set[Label] = {d for d in labels if d != along}
-    return Ways(index_ways([input], [labels], [labels], whole=whole), written_back=True)
+    return Strategies(index_strategies([input], [labels], [labels], whole=whole), written_back=True)
 
 
 @composite("renorm")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Label, Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.strategy import Label, Labels, Local, LocalContext, Operand, Strategies, index_strategies
 from shardwright.tensor.rules.matrix.linalg import unless_meta
 
 __all__: list[str] = []
@@ -16,16 +16,16 @@ __all__: list[str] = []
 KINDS = "fft ifft rfft irfft hfft ihfft".split()
 
 
-def _transform(input: Operand, dims: Any) -> Ways:
+def _transform(input: Operand, dims: Any) -> Strategies:
     whole = {input.dim(d) for d in dims}
     labels: list[Label] = [None if d in whole else d for d in range(input.ndim)]
-    return Ways(index_ways([input], [labels], [labels], terms=[[0]]), run=_something)
+    return Strategies(index_strategies([input], [labels], [labels], terms=[[0]]), run=_something)
 
 
-def _something(situation: Situation) -> Local | None:
+def _something(context: LocalContext) -> Local | None:
     """Torch transforms no empty tensors: where a rank has nothing, it transforms a zero and keeps nothing of it."""
-    mine, result = (layout.local_shape(situation.rank) for layout in (situation.ins[0], situation.outs[0]))
-    if all(mine) or not all(situation.ins[0].shape):
+    mine, result = (layout.local_shape(context.rank) for layout in (context.ins[0], context.outs[0]))
+    if all(mine) or not all(context.ins[0].shape):
         return None
 
     def local(func: Any, args: Any, kwargs: Any) -> Any:
@@ -40,19 +40,19 @@ def _something(situation: Situation) -> Local | None:
 
 
 @rule(*(f"fft_{kind}" for kind in KINDS))
-def _along_one(input: Operand, n: int | None = None, dim: int = -1, norm: str | None = None) -> Ways:
+def _along_one(input: Operand, n: int | None = None, dim: int = -1, norm: str | None = None) -> Strategies:
     del n, norm
     return _transform(input, [dim])
 
 
 @rule(*(f"fft_{kind}2" for kind in KINDS))
-def _along_two(input: Operand, s: Any = None, dim: Any = (-2, -1), norm: str | None = None) -> Ways:
+def _along_two(input: Operand, s: Any = None, dim: Any = (-2, -1), norm: str | None = None) -> Strategies:
     del s, norm
     return _transform(input, [dim] if isinstance(dim, int) else dim)
 
 
 @rule(*(f"fft_{kind}n" for kind in KINDS))
-def _along_many(input: Operand, s: Any = None, dim: Any = None, norm: str | None = None) -> Ways:
+def _along_many(input: Operand, s: Any = None, dim: Any = None, norm: str | None = None) -> Strategies:
     """Along the named dimensions; else along as many of the last as there are sizes; else along all."""
     del norm
     if dim is None:
@@ -67,7 +67,7 @@ def _shifted(input: Any, dim: Any) -> list[int]:
 
 
 @rule("fft_fftshift", "fft_ifftshift")
-def _shift(input: Operand, dim: Any = None) -> Ways:
+def _shift(input: Operand, dim: Any = None) -> Strategies:
     return _transform(input, _shifted(input, dim))
 
 
@@ -89,14 +89,14 @@ def _ifftshift(input: Any, dim: Any = None) -> Any:
     return _shift_along_cut(input, dim, forward=False)
 
 
-def _signals(input: Operand, window: Operand | None, dims: int, linear_in_window: bool) -> Ways:
+def _signals(input: Operand, window: Operand | None, dims: int, linear_in_window: bool) -> Strategies:
     """A batch of signals, where there is a dimension before the last `dims`, beside a window that is whole."""
     labels: list[Label] = [*range(input.ndim - dims), *[None] * dims]
     operands = [input] if window is None else [input, window]
     terms = [[0, 1]] if window is not None and linear_in_window else [[0]]
     ins: list[Labels] = [labels, [None]]
-    at = index_ways(operands, ins[: len(operands)], [labels[: input.ndim - dims]], terms=terms)
-    return Ways(at, run=_something)
+    at = index_strategies(operands, ins[: len(operands)], [labels[: input.ndim - dims]], terms=terms)
+    return Strategies(at, run=_something)
 
 
 @rule("stft")
@@ -108,7 +108,7 @@ def _stft(
     window: Operand | None = None,
     *_: Any,
     **__: Any,
-) -> Ways:
+) -> Strategies:
     del n_fft, hop_length, win_length
     return _signals(input, window, 1, linear_in_window=True)
 
@@ -125,7 +125,7 @@ def _istft(
     onesided: bool | None = None,
     length: int | None = None,
     return_complex: bool = False,
-) -> Ways:
+) -> Strategies:
     """By the window's own squares it is divided: linear in the transform alone. Torch cannot tell its shape."""
     del win_length, normalized, onesided
     if length is None:
@@ -133,8 +133,8 @@ def _istft(
         length = n_fft + hop * (input.shape[-1] - 1) - (n_fft // 2 * 2 if center else 0)
     dtype = input.dtype if return_complex else input.dtype.to_real()
 
-    def run(situation: Situation) -> Local:
-        shaped, real = unless_meta([dtype])(situation), _something(situation)
+    def run(context: LocalContext) -> Local:
+        shaped, real = unless_meta([dtype])(context), _something(context)
         return lambda func, args, kwargs: (real if real and not args[0].is_meta else shaped)(func, args, kwargs)
 
     return replace(_signals(input, window, 2, False), run=run, shapes=((*input.shape[:-2], length),))

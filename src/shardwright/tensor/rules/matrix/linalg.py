@@ -17,7 +17,16 @@ import torch
 
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Label, Labels, Local, Operand, Situation, Way, Ways, index_ways
+from shardwright.tensor.base.strategy import (
+    Label,
+    Labels,
+    Local,
+    LocalContext,
+    Operand,
+    Strategies,
+    Strategy,
+    index_strategies,
+)
 from shardwright.tensor.dispatch.arguments import tensors_in
 from shardwright.tensor.rules.elementwise.pointwise import operands_in
 
@@ -54,8 +63,8 @@ def _core(term: str) -> list[Label]:
     return [None if letter.isupper() else letter for letter in term if letter != "#"]
 
 
-def batched(spec: str, operands: Sequence[Operand], terms: Terms | None = None) -> Ways | None:
-    """The ways of an operator on batches of matrices; None where these are no matrices, which torch then says."""
+def batched(spec: str, operands: Sequence[Operand], terms: Terms | None = None) -> Strategies | None:
+    """The strategies of an operator on batches of matrices; None where these are no matrices, which torch then says."""
     left, _, right = spec.partition("->")
     cores = [_core(term) for term in left.split(",")]
     if len(cores) != len(operands) or any(o.ndim < len(core) for o, core in zip(operands, cores, strict=True)):
@@ -68,28 +77,31 @@ def batched(spec: str, operands: Sequence[Operand], terms: Terms | None = None) 
         own = [first + d if size == shape[first + d] else None for d, size in enumerate(batch)]
         ins.append([*own, *core])
     outs = [[] if term == "-" else [*range(len(shape)), *_core(term)] for term in right.split(",")]
-    at = index_ways(operands, ins, outs, terms=terms, reduction="sum" if terms or "-" in right else None)
+    at = index_strategies(operands, ins, outs, terms=terms, reduction="sum" if terms or "-" in right else None)
     alike = {place for place, term in enumerate(right.split(",")) if term in ("#", "-")}
-    return Ways(_the_same(at, alike) if alike else at)
+    return Strategies(_the_same(at, alike) if alike else at)
 
 
-def _the_same(at: Callable[[int], list[Way]], alike: set[int]) -> Callable[[int], list[Way]]:
-    """Some outputs do not depend on what a way cuts or adds up: every rank has them."""
+def _the_same(at: Callable[[int], list[Strategy]], alike: set[int]) -> Callable[[int], list[Strategy]]:
+    """Some outputs do not depend on what a strategy cuts or adds up: every rank has them."""
 
-    def settled(mesh_dim: int) -> list[Way]:
+    def settled(mesh_dim: int) -> list[Strategy]:
         return [
-            Way(way.ins, tuple(REPLICATE if i in alike and p.is_partial() else p for i, p in enumerate(way.outs)))
-            for way in at(mesh_dim)
+            Strategy(
+                strategy.ins,
+                tuple(REPLICATE if i in alike and p.is_partial() else p for i, p in enumerate(strategy.outs)),
+            )
+            for strategy in at(mesh_dim)
         ]
 
     return settled
 
 
-def unless_meta(dtypes: Sequence[torch.dtype | None]) -> Callable[[Situation], Local]:
+def unless_meta(dtypes: Sequence[torch.dtype | None]) -> Callable[[LocalContext], Local]:
     """The same call, of an operator that torch has not for tensors without values: there, shapes are all it gives."""
 
-    def run(situation: Situation) -> Local:
-        shapes = [layout.local_shape(situation.rank) for layout in situation.outs]
+    def run(context: LocalContext) -> Local:
+        shapes = [layout.local_shape(context.rank) for layout in context.outs]
 
         def local(func: Any, args: Any, kwargs: Any) -> Any:
             if not args[0].is_meta:
@@ -107,8 +119,8 @@ def _by_keyword(kwargs: dict[str, Any]) -> bool:
     return len(operands_in(*kwargs.values())) > 1
 
 
-def _table(spec: str, terms: Terms | None = None) -> Callable[..., Ways | None]:
-    def answer(*args: Any, **kwargs: Any) -> Ways | None:
+def _table(spec: str, terms: Terms | None = None) -> Callable[..., Strategies | None]:
+    def answer(*args: Any, **kwargs: Any) -> Strategies | None:
         return None if _by_keyword(kwargs) else batched(spec, operands_in(*args, *kwargs.values()), terms)
 
     return answer
@@ -121,9 +133,9 @@ for _name, (_spec, _linear) in SOLVES.items():
 rule("triangular_solve")(_table("MN,MM->MN,MM"))
 
 
-def _attached(situation: Situation) -> Local | None:
+def _attached(context: LocalContext) -> Local | None:
     """Some operators of nothing have no gradient in torch: the other ranks would wait for that of this one."""
-    if all(situation.outs[0].local_shape(situation.rank)):
+    if all(context.outs[0].local_shape(context.rank)):
         return None
 
     def local(func: Any, args: Any, kwargs: Any) -> Any:
@@ -136,33 +148,33 @@ def _attached(situation: Situation) -> Local | None:
 
 
 @rule("linalg_cond")
-def _cond(A: Operand, p: Any = None) -> Ways | None:  # noqa: N803  # torch's name
+def _cond(A: Operand, p: Any = None) -> Strategies | None:  # noqa: N803  # torch's name
     del p
     return _with_gradient(batched("MM->", [A]))
 
 
 @rule("linalg_householder_product", "orgqr")
-def _householder(input: Operand, tau: Operand) -> Ways | None:
+def _householder(input: Operand, tau: Operand) -> Strategies | None:
     return _with_gradient(batched("MN,K->MN", [input, tau]))
 
 
-def _with_gradient(ways: Ways | None) -> Ways | None:
-    return None if ways is None else replace(ways, run=_attached)
+def _with_gradient(strategies: Strategies | None) -> Strategies | None:
+    return None if strategies is None else replace(strategies, run=_attached)
 
 
 @rule("lu")
-def _lu_old(A: Operand, pivot: bool = True, get_infos: bool = False) -> Ways | None:  # noqa: N803  # torch's name
+def _lu_old(A: Operand, pivot: bool = True, get_infos: bool = False) -> Strategies | None:  # noqa: N803  # torch's name
     del pivot
     return batched("MN->MN,K,#" if get_infos else "MN->MN,K", [A])
 
 
 @rule("linalg_qr")
-def _qr(A: Operand, mode: str = "reduced") -> Ways | None:  # noqa: N803  # torch's name
+def _qr(A: Operand, mode: str = "reduced") -> Strategies | None:  # noqa: N803  # torch's name
     return batched("MN->-,KN" if mode == "r" else "MN->MK,KN", [A])
 
 
 @rule("linalg_lu")
-def _lu(A: Operand, *, pivot: bool = True) -> Ways | None:  # noqa: N803  # torch's name
+def _lu(A: Operand, *, pivot: bool = True) -> Strategies | None:  # noqa: N803  # torch's name
     return batched("MN->MM,MK,KN" if pivot else "MN->-,MK,KN", [A])
 
 
@@ -172,21 +184,25 @@ def _lu_unpack(
     LU_pivots: Operand,  # noqa: N803  # torch's name
     unpack_data: bool = True,
     unpack_pivots: bool = True,
-) -> Ways | None:
+) -> Strategies | None:
     outs = ["MM" if unpack_pivots else "-", *(["MK", "KN"] if unpack_data else ["-", "-"])]
     return batched(f"MN,K->{','.join(outs)}", [LU_data, LU_pivots])
 
 
 @rule("geqrf")
-def _geqrf(input: Operand) -> Ways | None:
-    ways = batched("MN->MN,K", [input])
-    if ways is None:
+def _geqrf(input: Operand) -> Strategies | None:
+    strategies = batched("MN->MN,K", [input])
+    if strategies is None:
         return None
-    return Ways(ways.at, unless_meta((None, None)), shapes=(input.shape, (*input.shape[:-2], min(input.shape[-2:]))))
+    return Strategies(
+        strategies.at, unless_meta((None, None)), shapes=(input.shape, (*input.shape[:-2], min(input.shape[-2:])))
+    )
 
 
 @rule("ormqr")
-def _ormqr(input: Operand, tau: Operand, other: Operand, left: bool = True, transpose: bool = False) -> Ways | None:
+def _ormqr(
+    input: Operand, tau: Operand, other: Operand, left: bool = True, transpose: bool = False
+) -> Strategies | None:
     del transpose
     return _with_gradient(batched("MN,K,Mk->Mk" if left else "MN,K,kM->kM", [input, tau, other], [[2]]))
 
@@ -200,10 +216,10 @@ def _right_hand_side(matrix: Operand, other: Operand, left: bool) -> str:
     return "M" if _is_vector(matrix, other) else "Mk" if left else "kM"
 
 
-def _as_told(ways: Ways | None, matrix: Operand, other: Operand) -> Ways | None:
+def _as_told(strategies: Strategies | None, matrix: Operand, other: Operand) -> Strategies | None:
     """Columns stay columns: a rank's own part of them may have the shape of one vector for each of its matrices."""
-    if ways is None or matrix.ndim - 1 != other.ndim or _is_vector(matrix, other):
-        return ways
+    if strategies is None or matrix.ndim - 1 != other.ndim or _is_vector(matrix, other):
+        return strategies
 
     def local(func: Any, args: Any, kwargs: Any) -> Any:
         if len(args) > 1:
@@ -212,17 +228,17 @@ def _as_told(ways: Ways | None, matrix: Operand, other: Operand) -> Ways | None:
             kwargs = {**kwargs, "B": kwargs["B"].unsqueeze(0)}
         return func(*args, **kwargs)
 
-    return replace(ways, run=lambda _: local)
+    return replace(strategies, run=lambda _: local)
 
 
 @rule("linalg_solve")
-def _solve(A: Operand, B: Operand, *, left: bool = True) -> Ways | None:  # noqa: N803  # torch's names
+def _solve(A: Operand, B: Operand, *, left: bool = True) -> Strategies | None:  # noqa: N803  # torch's names
     other = _right_hand_side(A, B, left)
     return _as_told(batched(f"MM,{other}->{other}", [A, B], [[1]]), A, B)
 
 
 @rule("linalg_solve_ex")
-def _solve_ex(A: Operand, B: Operand, *, left: bool = True, check_errors: bool = False) -> Ways | None:  # noqa: N803  # torch's names
+def _solve_ex(A: Operand, B: Operand, *, left: bool = True, check_errors: bool = False) -> Strategies | None:  # noqa: N803  # torch's names
     del check_errors
     other = _right_hand_side(A, B, left)
     return _as_told(batched(f"MM,{other}->{other},#", [A, B], [[1]]), A, B)
@@ -236,7 +252,7 @@ def _solve_triangular(
     upper: bool,
     left: bool = True,
     unitriangular: bool = False,
-) -> Ways | None:
+) -> Strategies | None:
     del upper, unitriangular
     return batched("MM,Mk->Mk" if left else "MM,kM->kM", [A, B], [[1]])
 
@@ -249,7 +265,7 @@ def _lu_solve(
     *,
     left: bool = True,
     adjoint: bool = False,
-) -> Ways | None:
+) -> Strategies | None:
     del adjoint
     return batched("MM,M,Mk->Mk" if left else "MM,M,kM->kM", [LU, pivots, B], [[2]])
 
@@ -263,7 +279,7 @@ def _lstsq_by(A: Any, B: Any, rcond: Any = None, *, driver: str | None = None) -
 
 
 @rule("linalg_lstsq")
-def _lstsq(A: Operand, B: Operand, rcond: Any = None, *, driver: str | None = None) -> Ways | None:  # noqa: N803  # torch's names
+def _lstsq(A: Operand, B: Operand, rcond: Any = None, *, driver: str | None = None) -> Strategies | None:  # noqa: N803  # torch's names
     """Which results there are hangs on the driver, and with some on the ranks of all matrices: these fall back."""
     del rcond
     if A.ndim < 2 or driver is None or (A.shape[-2] > A.shape[-1] and driver in ("gelsd", "gelss")):
@@ -284,29 +300,29 @@ def _lstsq(A: Operand, B: Operand, rcond: Any = None, *, driver: str | None = No
     ]
     outs = [f"M{column}", column if residuals else "-", "#" if ranks else "-", "#" if values else "-"]
     # Residuals are squares: linear only where there are none.
-    ways = batched(f"MN,M{column}->{','.join(outs)}", [A, B], None if residuals else [[1]])
+    strategies = batched(f"MN,M{column}->{','.join(outs)}", [A, B], None if residuals else [[1]])
     kinds = (None, None, torch.int64, None)
-    return None if ways is None else Ways(ways.at, unless_meta(kinds), shapes=tuple(shapes))
+    return None if strategies is None else Strategies(strategies.at, unless_meta(kinds), shapes=tuple(shapes))
 
 
 @rule("linalg_matrix_rank")
-def _matrix_rank(*args: Any, **kwargs: Any) -> Ways | None:
+def _matrix_rank(*args: Any, **kwargs: Any) -> Strategies | None:
     return _with_tolerances("", *args, **kwargs)
 
 
 @rule("linalg_pinv", "pinverse")
-def _pinv(*args: Any, **kwargs: Any) -> Ways | None:
+def _pinv(*args: Any, **kwargs: Any) -> Strategies | None:
     return _with_tolerances("NM", *args, **kwargs)
 
 
-def _with_tolerances(out: str, *args: Any, **kwargs: Any) -> Ways | None:
+def _with_tolerances(out: str, *args: Any, **kwargs: Any) -> Strategies | None:
     """Tolerances may be tensors, one number per matrix."""
     operands = operands_in(*args, *kwargs.values())
     return batched(f"MN{',' * (len(operands) - 1)}->{out}", operands)
 
 
 @rule("linalg_vander", "vander")
-def _vander(x: Operand, N: int | None = None, increasing: bool = False) -> Ways:  # noqa: N803  # torch's name
+def _vander(x: Operand, N: int | None = None, increasing: bool = False) -> Strategies:  # noqa: N803  # torch's name
     """As many powers as the whole vector has elements, unless their number is given."""
     del increasing
     labels = list(range(x.ndim))
@@ -315,7 +331,7 @@ def _vander(x: Operand, N: int | None = None, increasing: bool = False) -> Ways:
     def local(func: Any, args: Any, kwargs: Any) -> Any:
         return func(args[0], **{**kwargs, **dict(zip(("N", "increasing"), args[1:], strict=False)), "N": powers})
 
-    return Ways(index_ways([x], [labels], [[*labels, None]]), run=lambda _: local)
+    return Strategies(index_strategies([x], [labels], [[*labels, None]]), run=lambda _: local)
 
 
 @composite("linalg_tensorinv")

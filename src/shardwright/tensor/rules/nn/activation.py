@@ -7,31 +7,31 @@ from typing import Any
 import torch
 
 from shardwright.tensor.base.registry import rule
-from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.strategy import Labels, Local, LocalContext, Operand, Strategies, index_strategies
 from shardwright.tensor.dispatch.autocast import low_dtype
 
 __all__: list[str] = []
 
 
 @rule("glu")
-def _glu(input: Operand, dim: int = -1) -> Ways:
+def _glu(input: Operand, dim: int = -1) -> Strategies:
     """One half of a dimension opens and shuts the other: that dimension is whole."""
     labels = list(range(input.ndim))
-    return Ways(index_ways([input], [labels], [labels], whole={input.dim(dim)}, reduction=None))
+    return Strategies(index_strategies([input], [labels], [labels], whole={input.dim(dim)}, reduction=None))
 
 
 @rule("prelu")
-def _prelu(input: Operand, weight: Operand) -> Ways:
+def _prelu(input: Operand, weight: Operand) -> Strategies:
     """A slope for everything, or one for each channel, which is cut as the channels are."""
     labels = list(range(input.ndim))
     channel = min(1, input.ndim - 1)
     slopes: Labels = [channel if size > 1 else None for size in weight.shape]
-    return Ways(index_ways([input, weight], [labels, slopes], [labels]), run=_slope_by_slope)
+    return Strategies(index_strategies([input, weight], [labels, slopes], [labels]), run=_slope_by_slope)
 
 
-def _slope_by_slope(situation: Situation) -> Local | None:
+def _slope_by_slope(context: LocalContext) -> Local | None:
     """Torch counts the slopes, and a rank that has none of the channels has none of them."""
-    if not any(situation.ins[1].placements[m].is_shard() for m in range(situation.ins[1].mesh.ndim)):
+    if not any(context.ins[1].placements[m].is_shard() for m in range(context.ins[1].mesh.ndim)):
         return None
 
     def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:

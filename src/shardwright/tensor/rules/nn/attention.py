@@ -11,7 +11,15 @@ import torch
 
 from shardwright.layout import Shard
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Way, Ways, index_ways
+from shardwright.tensor.base.strategy import (
+    Labels,
+    Local,
+    LocalContext,
+    Operand,
+    Strategies,
+    Strategy,
+    index_strategies,
+)
 from shardwright.tensor.base.tagging import tag_replicated
 
 __all__: list[str] = []
@@ -30,7 +38,7 @@ def _attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Ways:
+) -> Strategies:
     """Keys and values are whole along their sequence and come to the queries."""
     del dropout_p, scale
     operands = [operand for operand in (query, key, value, attn_mask) if operand is not None]
@@ -54,13 +62,15 @@ def _attention(
     ins = [labelled(query, [QUERIES, None]), labelled(key, [None, None]), labelled(value, [None, "features"])]
     if attn_mask is not None:
         ins.append(labelled(attn_mask, [None]))
-    at = index_ways(operands, ins, [[*names[:-1], "features"]], terms=[[2]])
+    at = index_strategies(operands, ins, [[*names[:-1], "features"]], terms=[[2]])
     if enable_gqa:
         at = _in_proportion(at, operands[:3], key.shape[-3])
-    return Ways(at, run=partial(_local_attention, is_causal=is_causal))
+    return Strategies(at, run=partial(_local_attention, is_causal=is_causal))
 
 
-def _in_proportion(at: Callable[[int], list[Way]], operands: list[Operand], groups: int) -> Callable[[int], list[Way]]:
+def _in_proportion(
+    at: Callable[[int], list[Strategy]], operands: list[Operand], groups: int
+) -> Callable[[int], list[Strategy]]:
     """Heads of queries and of keys may be cut together where every rank gets whole groups of both."""
     mesh = operands[0].layout.mesh
 
@@ -68,25 +78,25 @@ def _in_proportion(at: Callable[[int], list[Way]], operands: list[Operand], grou
         placement = operand.layout.placements[mesh_dim]
         return placement.is_shard() and placement.dim == operand.ndim - 3  # type: ignore[attr-defined]  # it cuts
 
-    def filtered(mesh_dim: int) -> list[Way]:
+    def filtered(mesh_dim: int) -> list[Strategy]:
         cutting = [m for m in range(mesh.ndim) if any(cuts_heads(operand, m) for operand in operands)]
         divides = mesh_dim in cutting and groups % prod(mesh.shape[m] for m in cutting) == 0
         heads = operands[0].ndim - 3
         kept = []
-        for way in at(mesh_dim):
-            placement = way.ins[0]
+        for strategy in at(mesh_dim):
+            placement = strategy.ins[0]
             if not placement.is_shard(heads) or (divides and isinstance(placement, Shard)):
-                kept.append(way)
+                kept.append(strategy)
         return kept
 
     return filtered
 
 
-def _local_attention(situation: Situation, is_causal: bool) -> Local | None:
+def _local_attention(context: LocalContext, is_causal: bool) -> Local | None:
     """torch's own call, but for ranks with no query of theirs, and for rows of a causal mask that torch cannot know."""
-    layout = situation.ins[0]
-    region = layout.region(situation.rank)
-    is_empty = 0 in situation.outs[0].local_shape(situation.rank)
+    layout = context.ins[0]
+    region = layout.region(context.rank)
+    is_empty = 0 in context.outs[0].local_shape(context.rank)
     if not is_empty and not (is_causal and layout.cut_by(layout.ndim - 2)):
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.tensor.base.registry import rule
-from shardwright.tensor.base.strategy import Operand, Ways, index_ways
+from shardwright.tensor.base.strategy import Operand, Strategies, index_strategies
 from shardwright.tensor.rules.elementwise.pointwise import pointwise
 
 __all__ = ["ELEMENTWISE"]
@@ -20,8 +20,10 @@ rule(*ELEMENTWISE)(pointwise(lambda *_, **__: [[0]]))
 
 
 @rule("_softmax_backward_data", "_log_softmax_backward_data")
-def _softmax_backward(grad_output: Operand, output: Operand, dim: int, input_dtype: Any) -> Ways:
+def _softmax_backward(grad_output: Operand, output: Operand, dim: int, input_dtype: Any) -> Strategies:
     del input_dtype
     labels = list(range(output.ndim))
     operands = [grad_output, output]
-    return Ways(index_ways(operands, [labels] * 2, [labels], terms=[[0]], whole={output.dim(dim)}, reduction=None))
+    return Strategies(
+        index_strategies(operands, [labels] * 2, [labels], terms=[[0]], whole={output.dim(dim)}, reduction=None)
+    )

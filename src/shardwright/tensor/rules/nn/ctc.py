@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.strategy import Labels, Local, LocalContext, Operand, Strategies, index_strategies
 from shardwright.tensor.base.tagging import tag_replicated
 
 __all__: list[str] = []
@@ -25,7 +25,7 @@ def _ctc_loss(
     blank: int = 0,
     reduction: Any = MEAN,
     zero_infinity: bool = False,
-) -> Ways | None:
+) -> Strategies | None:
     """Labels in a row of each sequence are cut with it; those of all in one row are whole, and so are their counts."""
     del blank, zero_infinity
     if reduction != NONE:
@@ -39,13 +39,15 @@ def _ctc_loss(
     labelled += [(input_lengths, [*batch]), (target_lengths, [*batch] if in_rows else [None])]
     given = [(operand, labels) for operand, labels in labelled if isinstance(operand, Operand)]
     operands, ins = [operand for operand, _ in given], [labels[: operand.ndim] for operand, labels in given]
-    return Ways(index_ways(operands, ins, [batch]), run=_sequences, shapes=(log_probs.shape[1:2] if batch else (),))
+    return Strategies(
+        index_strategies(operands, ins, [batch]), run=_sequences, shapes=(log_probs.shape[1:2] if batch else (),)
+    )
 
 
-def _sequences(situation: Situation) -> Local:
+def _sequences(context: LocalContext) -> Local:
     """The call for this rank's sequences."""
-    layout = situation.outs[0]
-    region = layout.region(situation.rank)
+    layout = context.outs[0]
+    region = layout.region(context.rank)
     cut = bool(layout.ndim and layout.cut_by(0))
     mine = slice(region.offset[0], region.offset[0] + region.size[0]) if cut else slice(None)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwright.layout import Layout
 from shardwright.tensor.base.registry import rule
-from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.strategy import Labels, Local, LocalContext, Operand, Strategies, index_strategies
 from shardwright.tensor.random import fill_bernoulli, fill_scaled_mask
 from shardwright.tensor.random.local import fill_local
 
@@ -23,7 +23,7 @@ def _register(name: str, *, features: bool, alpha: bool) -> None:
 
     def answer(
         input: Operand, p: float = 0.5, training: bool = True, inplace: bool = False, **given: Any
-    ) -> Ways | None:
+    ) -> Strategies | None:
         training = given.get("train", training)
         if inplace:
             return None  # its body says dropout_
@@ -31,18 +31,18 @@ def _register(name: str, *, features: bool, alpha: bool) -> None:
         if not 0 <= p <= 1:
             raise ValueError(f"{name}: p = {p} is not in [0, 1], where probabilities are")
         off = not training or p == 0
-        at = index_ways([input], [labels], [labels], terms=None if alpha and not off else [[0]])
+        at = index_strategies([input], [labels], [labels], terms=None if alpha and not off else [[0]])
         if off:
-            return Ways(at, fresh=False, shapes=(input.shape,))
+            return Strategies(at, fresh=False, shapes=(input.shape,))
 
-        def run(situation: Situation) -> Local:
+        def run(context: LocalContext) -> Local:
             def local(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
                 source = args[0] if args else kwargs["input"]
-                return _drop(source, situation.ins[0], p, features, alpha, func.__name__.endswith("_"))
+                return _drop(source, context.ins[0], p, features, alpha, func.__name__.endswith("_"))
 
             return local
 
-        return Ways(at, run=run, shapes=(input.shape,), draws=True)
+        return Strategies(at, run=run, shapes=(input.shape,), draws=True)
 
     rule(name)(answer)
 

@@ -8,7 +8,7 @@ import torch
 
 from shardwright.errors import UnsupportedError
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.strategy import Labels, Local, LocalContext, Operand, Strategies, index_strategies
 from shardwright.tensor.rules.shared.index_range import check_range
 
 __all__ = ["refuse_sparse"]
@@ -22,7 +22,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
     **functional: Any,
-) -> Ways | None:
+) -> Strategies | None:
     if functional:
         return None  # nn.functional's has more arguments, and its body calls torch's, which names the table first
     refuse_sparse("embedding", sparse)
@@ -30,8 +30,8 @@ def _embedding(
     rows, columns = "rows", "columns"
     # Frequencies are those of the whole batch, and a rank counts what it sees.
     whole = {rows, *batch} if scale_grad_by_freq else set()
-    at = index_ways([weight, indices], [[rows, columns], batch], [[*batch, columns]], terms=[[0]], whole=whole)
-    return Ways(at, run=lambda situation: _rows(situation, weight.shape[0], padding_idx))
+    at = index_strategies([weight, indices], [[rows, columns], batch], [[*batch, columns]], terms=[[0]], whole=whole)
+    return Strategies(at, run=lambda context: _rows(context, weight.shape[0], padding_idx))
 
 
 def refuse_sparse(name: str, sparse: bool) -> None:
@@ -43,11 +43,11 @@ def refuse_sparse(name: str, sparse: bool) -> None:
         )
 
 
-def _rows(situation: Situation, count: int, padding_idx: int) -> Local | None:
-    layout = situation.ins[0]
+def _rows(context: LocalContext, count: int, padding_idx: int) -> Local | None:
+    layout = context.ins[0]
     if not layout.cut_by(0):
         return None
-    region = layout.region(situation.rank)
+    region = layout.region(context.rank)
     first, rows = region.offset[0], region.size[0]
     padding = padding_idx - first if first <= padding_idx < first + rows else -1
 
@@ -65,11 +65,11 @@ def _rows(situation: Situation, count: int, padding_idx: int) -> Local | None:
 
 
 @rule("one_hot")
-def _one_hot(input: Operand, num_classes: int = -1) -> Ways | None:
+def _one_hot(input: Operand, num_classes: int = -1) -> Strategies | None:
     if num_classes == -1:
         return None
     labels: Labels = list(range(input.ndim))
-    return Ways(index_ways([input], [labels], [[*labels, None]]), shapes=((*input.shape, num_classes),))
+    return Strategies(index_strategies([input], [labels], [[*labels, None]]), shapes=((*input.shape, num_classes),))
 
 
 @composite("one_hot")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own short name
 
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Label, Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.strategy import Label, Labels, Local, LocalContext, Operand, Strategies, index_strategies
 from shardwright.tensor.dispatch.fallback import call_replicated
 from shardwright.tensor.rules.nn.embedding import refuse_sparse
 from shardwright.tensor.rules.shared.index_range import check_range
@@ -40,7 +40,7 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
     **_: Any,
-) -> Ways | None:
+) -> Strategies | None:
     """nn.functional's, which says the mode in words; torch's own has four results, and its arguments otherwise."""
     if rest or not isinstance(mode, str) or input.dtype.is_floating_point:
         return None
@@ -52,20 +52,20 @@ def _embedding_bag(
     linear = None if mode == "max" else [[1] if per_sample_weights is None else [1, len(given) - 1]]
     # Of several ranks' greatest rows none knows whether it is the one; and a rank counts only what it sees.
     whole: set[Label] = {ROWS, BAGS} if scale_grad_by_freq else {ROWS} if mode == "max" else set()
-    at = index_ways(operands, ins, [[BAGS, COLUMNS]], terms=linear, whole=whole)
+    at = index_strategies(operands, ins, [[BAGS, COLUMNS]], terms=linear, whole=whole)
     count = input.shape[0] if input.ndim == 2 else offsets.shape[0] - include_last_offset
     run = partial(_rows_of_bags, rows=weight.shape[0], padding=padding_idx)
-    return Ways(at, run=run, shapes=((count, weight.shape[1]),))
+    return Strategies(at, run=run, shapes=((count, weight.shape[1]),))
 
 
-def _rows_of_bags(situation: Situation, rows: int, padding: int | None) -> Local | None:
+def _rows_of_bags(context: LocalContext, rows: int, padding: int | None) -> Local | None:
     """The sum of those rows that a rank has, each as often as it is in a bag."""
-    table = situation.ins[1]
+    table = context.ins[1]
     if not table.cut_by(0):
         return None
-    region = table.region(situation.rank)
+    region = table.region(context.rank)
     first, count = region.offset[0], region.size[0]
-    result = situation.outs[0].local_shape(situation.rank)
+    result = context.outs[0].local_shape(context.rank)
     ignored = None if padding is None else padding % rows
 
     def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -103,7 +103,7 @@ def _segment_reduce(
     axis: int = 0,
     unsafe: bool = False,
     initial: Any = None,
-) -> Ways | None:
+) -> Strategies | None:
     """Lengths are given for each place before the axis, and hold for all after it."""
     del unsafe
     given = [operand for operand in (lengths, offsets) if operand is not None]
@@ -113,13 +113,13 @@ def _segment_reduce(
     linear = [[0]] if reduce in ("sum", "mean") and not initial else None
     segments = given[0].shape[-1] - (offsets is not None)
     shape = (*data.shape[:axis], segments, *data.shape[axis + 1 :])
-    at = index_ways([data, *given], [labels, labels[: axis + 1]], [labels], terms=linear)
-    return Ways(at, run=partial(_segments, axis=axis), shapes=(shape,))
+    at = index_strategies([data, *given], [labels, labels[: axis + 1]], [labels], terms=linear)
+    return Strategies(at, run=partial(_segments, axis=axis), shapes=(shape,))
 
 
-def _segments(situation: Situation, axis: int) -> Local | None:
+def _segments(context: LocalContext, axis: int) -> Local | None:
     """Torch looks for the shortest segment, and a rank may have none: still a function of the data."""
-    result = situation.outs[0].local_shape(situation.rank)
+    result = context.outs[0].local_shape(context.rank)
     if 0 not in result:
         return None
     return lambda _, args, __: args[0].sum(axis, keepdim=True).expand(result).clone()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.tensor.base.registry import Op, composite, rule
-from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.strategy import Labels, Local, LocalContext, Operand, Strategies, index_strategies
 from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag_replicated
 from shardwright.tensor.dispatch.arguments import map_tensors, tensors_in
 from shardwright.tensor.dispatch.execute import call_by_rule
@@ -21,7 +21,7 @@ __all__: list[str] = []
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for `reduction`
 
 
-def _reducing(name: str, function: Callable[..., Any], place: int, each_one: Callable[..., Ways | None]) -> None:
+def _reducing(name: str, function: Callable[..., Any], place: int, each_one: Callable[..., Strategies | None]) -> None:
     """A loss of each element or sample, and its reduction, which torch's function takes as argument number `place`.
 
     nn.functional's function of the same name says the reduction in words: its body calls this one.
@@ -42,7 +42,7 @@ def _reducing(name: str, function: Callable[..., Any], place: int, each_one: Cal
         each = function(*given, **kwargs)
         return each.mean() if reduction == MEAN else each.sum()
 
-    def answer(*args: Any, **kwargs: Any) -> Ways | None:
+    def answer(*args: Any, **kwargs: Any) -> Strategies | None:
         return each_one(*args, **kwargs) if reduction_of(args, kwargs) == NONE else None
 
     rule(name)(answer)
@@ -66,20 +66,26 @@ _elementwise("hinge_embedding_loss", torch.hinge_embedding_loss, 3)
 _elementwise("margin_ranking_loss", torch.margin_ranking_loss, 4)
 
 
-def _by_sample(input: Operand, target: Operand, *args: Any, weight: Operand | None = None, **_: Any) -> Ways | None:
+def _by_sample(
+    input: Operand, target: Operand, *args: Any, weight: Operand | None = None, **_: Any
+) -> Strategies | None:
     """A loss of each sample, along whose classes everything is whole."""
     weights = operands_in(*args, weight)
     batch: Labels = ["batch"] if input.ndim == 2 else []
     ins: list[Labels] = [[*batch, None], [*batch, None][: target.ndim], *([None] * other.ndim for other in weights)]
-    return Ways(index_ways([input, target, *weights], ins, [batch]), shapes=(input.shape[:1] if batch else (),))
+    return Strategies(
+        index_strategies([input, target, *weights], ins, [batch]), shapes=(input.shape[:1] if batch else (),)
+    )
 
 
-def _by_class(input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Ways | None:
+def _by_class(input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Strategies | None:
     """Likewise, with one class per sample: of a single sample, the loss has the shape of its target, () or (1,)."""
     if input.ndim == 2 or not target.ndim:
         return _by_sample(input, target, *args, **kwargs)
     operands = operands_in(input, target, *args, *kwargs.values())
-    return Ways(index_ways(operands, [[None] * each.ndim for each in operands], [[None]]), shapes=(target.shape,))
+    return Strategies(
+        index_strategies(operands, [[None] * each.ndim for each in operands], [[None]]), shapes=(target.shape,)
+    )
 
 
 _reducing("multi_margin_loss", torch._C._nn.multi_margin_loss, 5, _by_class)
@@ -139,16 +145,16 @@ def _pick_rows(input: Tensor, target: Tensor, dim: int, ignore_index: int, first
     return found.masked_fill(~inside, 0)
 
 
-def _pick_rule(input: Operand, target: Operand, dim: int, ignore_index: int) -> Ways:
+def _pick_rule(input: Operand, target: Operand, dim: int, ignore_index: int) -> Strategies:
     labels: Labels = list(range(input.ndim))
     kept = [label for label in labels if label != dim]
 
-    def run(situation: Situation) -> Local:
-        layout = situation.ins[0]
-        first, count = layout.region(situation.rank).offset[dim], layout.shape[dim]
+    def run(context: LocalContext) -> Local:
+        layout = context.ins[0]
+        first, count = layout.region(context.rank).offset[dim], layout.shape[dim]
         return lambda _, args, __: _pick_rows(args[0], args[1], dim, ignore_index, first, count)
 
-    return Ways(index_ways([input, target], [labels, kept], [kept], terms=[[0]]), run=run)
+    return Strategies(index_strategies([input, target], [labels, kept], [kept], terms=[[0]]), run=run)
 
 
 PICK = Op("pick_class", rule=_pick_rule)
@@ -181,9 +187,9 @@ def _reduced(loss: Any, counted: Any, reduction: int) -> Any:
 
 
 @rule("cross_entropy_loss", "nll_loss_nd", "nll_loss2d")
-def _of_whole_tensors(input: Operand, target: Operand, weight: Operand | None = None, *_: Any, **__: Any) -> Ways:
+def _of_whole_tensors(input: Operand, target: Operand, weight: Operand | None = None, *_: Any, **__: Any) -> Strategies:
     operands = operands_in(input, target, weight)
-    return Ways(index_ways(operands, [[None] * operand.ndim for operand in operands], [[]], reduction=None))
+    return Strategies(index_strategies(operands, [[None] * operand.ndim for operand in operands], [[]], reduction=None))
 
 
 @composite("cross_entropy_loss")
@@ -260,12 +266,12 @@ def _cosine_cut(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
 
 
 @rule("cosine_similarity")
-def _cosine(x1: Operand, x2: Operand, dim: int = 1, eps: float = 1e-8) -> Ways:
+def _cosine(x1: Operand, x2: Operand, dim: int = 1, eps: float = 1e-8) -> Strategies:
     del eps
     ins, out = broadcast_labels([x1, x2])
     along = dim % max(len(out), 1)
     kept = [label for label in out if label != along]
-    return Ways(index_ways([x1, x2], ins, [kept], whole={along}, reduction=None))
+    return Strategies(index_strategies([x1, x2], ins, [kept], whole={along}, reduction=None))
 
 
 @composite("pairwise_distance")

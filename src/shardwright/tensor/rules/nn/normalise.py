@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.strategy import Labels, Local, LocalContext, Operand, Strategies, index_strategies
 from shardwright.tensor.base.tagging import DTensorBase, tag_replicated
 from shardwright.tensor.redistribute.implicit import completed
 
@@ -45,7 +45,7 @@ def _standardised(input: Any, dims: Any, eps: float) -> Any:
     return centred * torch.rsqrt(var + eps)
 
 
-def _leading(input: Operand, whole: int, *others: Operand | None, statistics: bool = False) -> Ways:
+def _leading(input: Operand, whole: int, *others: Operand | None, statistics: bool = False) -> Strategies:
     """The last `whole` dimensions, and the other operands, are whole; what is before them may be cut.
 
     With `statistics`, mean and spread are results, too, and are cut as what is before.
@@ -53,7 +53,7 @@ def _leading(input: Operand, whole: int, *others: Operand | None, statistics: bo
     labels: Labels = [*range(input.ndim - whole), *[None] * whole]
     rest = [other for other in others if other is not None]
     ins: list[Labels] = [labels, *([None] * other.ndim for other in rest)]
-    return Ways(index_ways([input, *rest], ins, [labels] * (3 if statistics else 1)))
+    return Strategies(index_strategies([input, *rest], ins, [labels] * (3 if statistics else 1)))
 
 
 @rule("layer_norm")
@@ -64,7 +64,7 @@ def _layer_norm(
     bias: Operand | None = None,
     eps: float = 1e-5,
     cudnn_enable: bool = True,
-) -> Ways:
+) -> Strategies:
     del eps, cudnn_enable
     return _leading(input, len(normalized_shape), weight, bias)
 
@@ -80,7 +80,9 @@ def _layer_norm_cut(
 
 
 @rule("rms_norm")
-def _rms_norm(input: Operand, normalized_shape: Any, weight: Operand | None = None, eps: float | None = None) -> Ways:
+def _rms_norm(
+    input: Operand, normalized_shape: Any, weight: Operand | None = None, eps: float | None = None
+) -> Strategies:
     del eps
     return _leading(input, len(normalized_shape), weight)
 
@@ -88,7 +90,7 @@ def _rms_norm(input: Operand, normalized_shape: Any, weight: Operand | None = No
 @rule("native_layer_norm")
 def _native_layer_norm(
     input: Operand, normalized_shape: Any, weight: Operand | None, bias: Operand | None, eps: float
-) -> Ways:
+) -> Strategies:
     del eps
     return _leading(input, len(normalized_shape), weight, bias, statistics=True)
 
@@ -130,7 +132,7 @@ def _group_norm(
     bias: Operand | None = None,
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
-) -> Ways:
+) -> Strategies:
     del num_groups, eps, cudnn_enabled
     return _leading(input, input.ndim - 1, weight, bias)
 
@@ -156,9 +158,9 @@ def _by_groups(input: Any, num_groups: int, weight: Any, bias: Any, eps: float) 
 
 
 @rule("native_group_norm")
-def _native_group_norm(input: Operand, weight: Operand | None, bias: Operand | None, *_: Any) -> Ways:
-    def images(situation: Situation) -> Local:
-        count = situation.ins[0].local_shape(situation.rank)[0]
+def _native_group_norm(input: Operand, weight: Operand | None, bias: Operand | None, *_: Any) -> Strategies:
+    def images(context: LocalContext) -> Local:
+        count = context.ins[0].local_shape(context.rank)[0]
         return lambda func, args, _: func(*args[:3], count, *args[4:])
 
     return replace(_leading(input, input.ndim - 1, weight, bias, statistics=True), run=images)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Labels, Ways, index_ways
+from shardwright.tensor.base.strategy import Labels, Strategies, index_strategies
 from shardwright.tensor.rules.create.seeded import call_seeded
 from shardwright.tensor.rules.elementwise.pointwise import operands_in
 
@@ -30,7 +30,7 @@ def _is_packed(args: Any) -> bool:
 
 
 @rule(*NETS)
-def _net(*args: Any, **named: Any) -> Ways | None:
+def _net(*args: Any, **named: Any) -> Strategies | None:
     if named or len(args) != 9:
         return None
     operands = operands_in(*args)
@@ -40,11 +40,11 @@ def _net(*args: Any, **named: Any) -> Ways | None:
     shapes = ((*operands[0].shape[:-1], features), *(state.shape for state in states))
     if _is_packed(args):  # a step holds the sequences that are long enough: it is not cut
         whole: list[Labels] = [[None] * operand.ndim for operand in operands]
-        return Ways(index_ways(operands, whole, [[]] * (1 + len(states))), shapes=shapes)
+        return Strategies(index_strategies(operands, whole, [[]] * (1 + len(states))), shapes=shapes)
     sequence: Labels = [BATCH, None, None] if args[8] else [None, BATCH, None]
     weights: list[Labels] = [[None] * operand.ndim for operand in operands[1 + len(states) :]]
     outs = [sequence, *[STATE] * len(states)]
-    return Ways(index_ways(operands, [*outs, *weights], outs), shapes=shapes)
+    return Strategies(index_strategies(operands, [*outs, *weights], outs), shapes=shapes)
 
 
 def _compose(name: str, *args: Any, **named: Any) -> Any:
@@ -87,11 +87,13 @@ for _name in NETS:
 
 
 @rule(*CELLS)
-def _cell(input: Any, hx: Any, *weights: Any, **named: Any) -> Ways | None:
+def _cell(input: Any, hx: Any, *weights: Any, **named: Any) -> Strategies | None:
     if input.ndim != 2:
         return None
     states = operands_in(hx)
     rest = operands_in(*weights, *named.values())
     outs: list[Labels] = [[BATCH, None]] * len(states)
     ins = [[BATCH, None], *outs, *([None] * weight.ndim for weight in rest)]
-    return Ways(index_ways([input, *states, *rest], ins, outs), shapes=tuple(state.shape for state in states))
+    return Strategies(
+        index_strategies([input, *states, *rest], ins, outs), shapes=tuple(state.shape for state in states)
+    )

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from shardwright.tensor.base.registry import composite, mark_fast, rule
-from shardwright.tensor.base.strategy import Operand, Ways, index_ways
+from shardwright.tensor.base.strategy import Operand, Strategies, index_strategies
 
 __all__: list[str] = []
 
 
 @rule("softmax", "log_softmax", "softmin", "_safe_softmax")
-def _softmax(input: Operand, dim: int | None = None, *_: Any, **__: Any) -> Ways | None:
+def _softmax(input: Operand, dim: int | None = None, *_: Any, **__: Any) -> Strategies | None:
     if dim is None:
         return None
     labels = list(range(input.ndim))
-    return Ways(index_ways([input], [labels], [labels], whole={input.dim(dim)}, reduction=None))
+    return Strategies(index_strategies([input], [labels], [labels], whole={input.dim(dim)}, reduction=None))
 
 
 def _is_cut(input: Any, dim: Any, dtype: Any) -> bool:

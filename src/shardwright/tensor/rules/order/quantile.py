@@ -10,7 +10,7 @@ import torch
 from shardwright.layout import Layout
 from shardwright.tensor.base.gradient_types import SUM
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Label, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.strategy import Label, Local, LocalContext, Operand, Strategies, index_strategies
 from shardwright.tensor.base.tagging import no_torch_function, tag, tag_replicated
 from shardwright.tensor.dispatch.arguments import tensors_in
 from shardwright.tensor.redistribute.implicit import replicated
@@ -20,7 +20,9 @@ __all__: list[str] = []
 
 
 @rule("quantile", "nanquantile")
-def _quantile(input: Operand, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear") -> Ways:
+def _quantile(
+    input: Operand, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear"
+) -> Strategies:
     place = None if dim is None or not input.ndim else input.dim(dim)
     labels: list[Label] = [None if place is None or d == place else d for d in range(input.ndim)]
     out = labels if keepdim else [label for label in labels if label is not None]
@@ -30,11 +32,11 @@ def _quantile(input: Operand, q: Any, dim: Any = None, keepdim: bool = False, *,
         ins.append(["q"] * q.ndim)
         out = [*["q"] * q.ndim, *out]
 
-    def run(situation: Situation) -> Local | None:
+    def run(context: LocalContext) -> Local | None:
         """Torch refuses to take quantiles of nothing: there are none, but every rank has the same graph."""
-        if torch.Size(situation.ins[0].local_shape(situation.rank)).numel():
+        if torch.Size(context.ins[0].local_shape(context.rank)).numel():
             return None
-        shape = situation.outs[0].local_shape(situation.rank)
+        shape = context.outs[0].local_shape(context.rank)
 
         def nothing(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             given = [tensor.reshape(-1)[:0] for tensor in tensors_in((*args, *kwargs.values()))]
@@ -43,7 +45,7 @@ def _quantile(input: Operand, q: Any, dim: Any = None, keepdim: bool = False, *,
 
         return nothing
 
-    return Ways(index_ways(operands, ins, [out], reduction=None), run=run)
+    return Strategies(index_strategies(operands, ins, [out], reduction=None), run=run)
 
 
 def _of_order(ignores_nan: bool) -> Callable[..., Any]:

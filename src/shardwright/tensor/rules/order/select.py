@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwright.layout import Layout, Placement, Ragged, Shard
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Label, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.strategy import Label, Local, LocalContext, Operand, Strategies, index_strategies
 from shardwright.tensor.base.tagging import no_torch_function, tag
 from shardwright.tensor.redistribute.implicit import brought, completed
 from shardwright.tensor.rules.shared.flat_index import place_in_region
@@ -165,15 +165,15 @@ composite("unique_consecutive")(_unique("unique_consecutive", keeps_order=True))
 
 
 @rule("take")
-def _take(input: Operand, index: Operand) -> Ways:
+def _take(input: Operand, index: Operand) -> Strategies:
     """By number through the whole tensor: a rank that does not have an element adds nothing to it."""
     labels: list[Label] = [("taken", d) for d in range(index.ndim)]
     count = torch.Size(input.shape).numel()
 
-    def run(situation: Situation) -> Local | None:
-        if not any(situation.ins[0].cut_by(d) for d in range(input.ndim)):
+    def run(context: LocalContext) -> Local | None:
+        if not any(context.ins[0].cut_by(d) for d in range(input.ndim)):
             return None
-        region = situation.ins[0].region(situation.rank)
+        region = context.ins[0].region(context.rank)
 
         def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             source, index = list(args) + list(kwargs.values())
@@ -186,12 +186,12 @@ def _take(input: Operand, index: Operand) -> Ways:
         return local
 
     whole: set[Label] = set(range(input.ndim)) if 0 in input.shape else set()
-    at = index_ways([input, index], [list(range(input.ndim)), labels], [labels], terms=[[0]], whole=whole)
-    return Ways(at, run=run)
+    at = index_strategies([input, index], [list(range(input.ndim)), labels], [labels], terms=[[0]], whole=whole)
+    return Strategies(at, run=run)
 
 
 @rule("put")
-def _put(input: Operand, index: Operand, source: Operand, accumulate: bool = False) -> Ways:
+def _put(input: Operand, index: Operand, source: Operand, accumulate: bool = False) -> Strategies:
     """A rank writes what belongs to its part, and leaves the rest."""
     target = list(range(input.ndim))
     count = torch.Size(input.shape).numel()
@@ -199,10 +199,10 @@ def _put(input: Operand, index: Operand, source: Operand, accumulate: bool = Fal
     written: list[Label] = [("written", d) if alike else None for d in range(index.ndim)]
     sources: list[Label] = written if alike else [None] * source.ndim
 
-    def run(situation: Situation) -> Local | None:
-        if not any(situation.ins[0].cut_by(d) for d in target):
+    def run(context: LocalContext) -> Local | None:
+        if not any(context.ins[0].cut_by(d) for d in target):
             return None
-        region = situation.ins[0].region(situation.rank)
+        region = context.ins[0].region(context.rank)
 
         def local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             given: list[Any] = [*args, *kwargs.values()]
@@ -218,5 +218,5 @@ def _put(input: Operand, index: Operand, source: Operand, accumulate: bool = Fal
     whole: set[Label] = set() if accumulate else set(written)
     whole |= set(target) if 0 in input.shape else set()
     operands = [input, index, source]
-    at = index_ways(operands, [target, written, sources], [target], terms=[[0], [2]], whole=whole)
-    return Ways(at, run=run, written_back=True)
+    at = index_strategies(operands, [target, written, sources], [target], terms=[[0], [2]], whole=whole)
+    return Strategies(at, run=run, written_back=True)

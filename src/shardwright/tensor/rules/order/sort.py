@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Label, Labels, Operand, Ways, index_ways
+from shardwright.tensor.base.strategy import Label, Labels, Operand, Strategies, index_strategies
 from shardwright.tensor.redistribute.implicit import completed, replicated
 from shardwright.tensor.rules.order.distributed_sort import LONG, can_be_ordered, nth, order_long
 from shardwright.tensor.rules.order.extremes import kth_of_few
@@ -21,36 +21,36 @@ from shardwright.tensor.rules.shared.pieces import Pieces, pieces_of, pieces_of_
 __all__: list[str] = []
 
 
-def _along(input: Operand, dim: int, results: int, keepdim: bool = True) -> Ways:
+def _along(input: Operand, dim: int, results: int, keepdim: bool = True) -> Strategies:
     place = input.dim(dim)
     labels: list[Label] = [None if d == place else d for d in range(input.ndim)]
     out = labels if keepdim else [label for label in labels if label is not None]
-    return Ways(index_ways([input], [labels], [out] * results, reduction=None))
+    return Strategies(index_strategies([input], [labels], [out] * results, reduction=None))
 
 
 @rule("sort")
-def _sort(input: Operand, dim: int = -1, *_: Any, **__: Any) -> Ways | None:
+def _sort(input: Operand, dim: int = -1, *_: Any, **__: Any) -> Strategies | None:
     return None if isinstance(dim, bool) else _along(input, dim, 2)
 
 
 @rule("argsort")
-def _argsort(input: Operand, dim: int = -1, *_: Any, **__: Any) -> Ways | None:
+def _argsort(input: Operand, dim: int = -1, *_: Any, **__: Any) -> Strategies | None:
     return None if isinstance(dim, bool) else _along(input, dim, 1)
 
 
 @rule("msort")
-def _msort(input: Operand) -> Ways:
+def _msort(input: Operand) -> Strategies:
     return _along(input, 0, 1)
 
 
 @rule("topk")
-def _topk(input: Operand, k: int, dim: int = -1, *_: Any, **__: Any) -> Ways:
+def _topk(input: Operand, k: int, dim: int = -1, *_: Any, **__: Any) -> Strategies:
     del k
     return _along(input, dim, 2)
 
 
 @rule("kthvalue")
-def _kthvalue(input: Operand, k: int, dim: int = -1, keepdim: bool = False) -> Ways:
+def _kthvalue(input: Operand, k: int, dim: int = -1, keepdim: bool = False) -> Strategies:
     del k
     return _along(input, dim, 2, keepdim)
 
@@ -146,7 +146,7 @@ def _mode(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
 
 
 @rule("isin")
-def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Ways | None:
+def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Strategies | None:
     """Each element beside all of the others; where those are cut, it is in if it is in any of the pieces."""
     del assume_unique
     operands = [value for value in (elements, test_elements) if isinstance(value, Operand)]
@@ -154,17 +154,17 @@ def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inv
         return None
     labels: Labels = [("element", d) for d in range(elements.ndim)]
     ins: list[Labels] = [labels, *(list(range(other.ndim)) for other in operands[1:])]
-    return Ways(index_ways(operands, ins, [labels], reduction="band" if invert else "bor"))
+    return Strategies(index_strategies(operands, ins, [labels], reduction="band" if invert else "bor"))
 
 
 @rule("bucketize")
-def _bucketize(input: Any, boundaries: Operand, *, out_int32: bool = False, right: bool = False) -> Ways | None:
+def _bucketize(input: Any, boundaries: Operand, *, out_int32: bool = False, right: bool = False) -> Strategies | None:
     """Of cut boundaries, a value lies behind so many in every piece, and behind the sum of those in all."""
     del out_int32, right
     if not isinstance(input, Operand):
         return None
     labels = list(range(input.ndim))
-    return Ways(index_ways([input, boundaries], [labels, ["boundary"]], [labels]))
+    return Strategies(index_strategies([input, boundaries], [labels, ["boundary"]], [labels]))
 
 
 @rule("searchsorted")
@@ -176,7 +176,7 @@ def _searchsorted(
     right: bool = False,
     side: str | None = None,
     sorter: Operand | None = None,
-) -> Ways | None:
+) -> Strategies | None:
     """As `bucketize`, with a sequence of its own for every row, or one for all."""
     del out_int32, right, side
     if not isinstance(input, Operand):
@@ -191,4 +191,4 @@ def _searchsorted(
         operands.append(sorter)
     # What sorts a sequence counts through all of it.
     whole: set[Label] = set() if sorter is None else {"boundary"}
-    return Ways(index_ways(operands, ins, [ins[1]], whole=whole))
+    return Strategies(index_strategies(operands, ins, [ins[1]], whole=whole))

@@ -13,7 +13,15 @@ import torch
 from shardwright.layout import Partial
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Way, Ways, index_ways
+from shardwright.tensor.base.strategy import (
+    Labels,
+    Local,
+    LocalContext,
+    Operand,
+    Strategies,
+    Strategy,
+    index_strategies,
+)
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.redistribute.implicit import brought, completed, replicated
 from shardwright.tensor.rules.reduction.reduce import reduced_dims
@@ -22,9 +30,11 @@ from shardwright.tensor.rules.shared.pieces import pieces_of_all
 __all__: list[str] = []
 
 
-def _with_edges(at: Callable[[int], list[Way]], edges: int) -> Callable[[int], list[Way]]:
-    """The ways of counts, which add up, with those of the edges of bins, which are the same everywhere."""
-    return lambda mesh_dim: [way._replace(outs=(way.outs[0], *[REPLICATE] * edges)) for way in at(mesh_dim)]
+def _with_edges(at: Callable[[int], list[Strategy]], edges: int) -> Callable[[int], list[Strategy]]:
+    """The strategies of counts, which add up, with those of the edges of bins, which are the same everywhere."""
+    return lambda mesh_dim: [
+        strategy._replace(outs=(strategy.outs[0], *[REPLICATE] * edges)) for strategy in at(mesh_dim)
+    ]
 
 
 def _range_of(name: str, input: Any, dims: Sequence[int], margin: float) -> tuple[list[float], list[float]]:
@@ -39,13 +49,13 @@ def _range_of(name: str, input: Any, dims: Sequence[int], margin: float) -> tupl
     return low, [b + margin if same else b for b, same in zip(high, alike, strict=True)]
 
 
-def _counting(situation: Situation) -> Local:
+def _counting(context: LocalContext) -> Local:
     """The local call; torch cannot tell what comes out where there are no values."""
 
     def local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not args[0].is_meta:
             return func(*args, **kwargs)
-        counts, *edges = (torch.empty(out.shape, dtype=args[0].dtype, device="meta") for out in situation.outs)
+        counts, *edges = (torch.empty(out.shape, dtype=args[0].dtype, device="meta") for out in context.outs)
         return (counts, tuple(edges))
 
     return local
@@ -56,10 +66,10 @@ def _is_cut(*tensors: Any) -> bool:
 
 
 @rule("histc")
-def _histc(input: Operand, bins: int = 100, min: float = 0, max: float = 0) -> Ways | None:
+def _histc(input: Operand, bins: int = 100, min: float = 0, max: float = 0) -> Strategies | None:
     labels = list(range(input.ndim))
     whole: set[Any] = set(labels) if min == max else set()
-    return Ways(index_ways([input], [labels], [[None]], whole=whole), shapes=((bins,),))
+    return Strategies(index_strategies([input], [labels], [[None]], whole=whole), shapes=((bins,),))
 
 
 @composite("histc")
@@ -73,15 +83,15 @@ def _histc_cut(input: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
 @rule("histogram")
 def _histogram(
     input: Operand, bins: Any, *, range: Any = None, weight: Operand | None = None, density: bool = False
-) -> Ways:
+) -> Strategies:
     labels = [("element", d) for d, _ in enumerate(input.shape)]
     given = isinstance(bins, Operand)
     operands = [input, *([bins] if given else []), *([weight] if weight is not None else [])]
     ins: list[Labels] = [labels, *([[None]] if given else []), *([labels] if weight is not None else [])]
     whole: set[Any] = set() if (given or range is not None) and not density else set(labels)
     count = bins.shape[0] - 1 if given else bins
-    at = _with_edges(index_ways(operands, ins, [[None]], whole=whole), 1)
-    return Ways(at, run=_counting, shapes=((count,), (count + 1,)), fresh=False)
+    at = _with_edges(index_strategies(operands, ins, [[None]], whole=whole), 1)
+    return Strategies(at, run=_counting, shapes=((count,), (count + 1,)), fresh=False)
 
 
 @composite("histogram")
@@ -104,7 +114,7 @@ _numbers = range  # where an argument has that name
 @rule("histogramdd")
 def _histogramdd(
     input: Operand, bins: Any, range: Any = None, weight: Operand | None = None, density: bool = False
-) -> Ways:
+) -> Strategies:
     rows = [("element", d) for d in _numbers(input.ndim - 1)]
     each = [bins] * input.shape[-1] if isinstance(bins, int) else list(bins)
     given = [edges for edges in each if isinstance(edges, Operand)]
@@ -113,8 +123,8 @@ def _histogramdd(
     whole: set[Any] = set() if (given or range is not None) and not density else set(rows)
     counts = [edges.shape[0] - 1 if isinstance(edges, Operand) else edges for edges in each]
     shapes = (tuple(counts), *((count + 1,) for count in counts))
-    at = _with_edges(index_ways(operands, ins, [[None] * len(counts)], whole=whole), len(counts))
-    return Ways(at, run=_counting, shapes=shapes, fresh=False)
+    at = _with_edges(index_strategies(operands, ins, [[None] * len(counts)], whole=whole), len(counts))
+    return Strategies(at, run=_counting, shapes=shapes, fresh=False)
 
 
 @composite("histogramdd")
@@ -162,18 +172,18 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
 
 
 @rule("hash_tensor")
-def _hash_tensor(input: Operand, dim: Any = (), *, keepdim: bool = False, mode: int = 0) -> Ways:
+def _hash_tensor(input: Operand, dim: Any = (), *, keepdim: bool = False, mode: int = 0) -> Strategies:
     """An exclusive or of the elements' bits: nothing is the neutral element, but torch refuses to reduce nothing."""
     del mode
     dims = reduced_dims(input, dim)
     labels: Labels = list(range(input.ndim))
     out: Labels = [None if d in dims else d for d in labels] if keepdim else [d for d in labels if d not in dims]
 
-    def run(situation: Situation) -> Local | None:
-        size, shape = situation.ins[0].local_shape(situation.rank), situation.outs[0].local_shape(situation.rank)
+    def run(context: LocalContext) -> Local | None:
+        size, shape = context.ins[0].local_shape(context.rank), context.outs[0].local_shape(context.rank)
         if all(size[d] for d in dims):
             return None
         return lambda _, args, kwargs: torch.zeros(shape, dtype=torch.uint64, device=args[0].device)
 
     whole: set[Any] = set(labels) if 0 in input.shape else set()
-    return Ways(index_ways([input], [labels], [out], reduction="bxor", whole=whole), run=run)
+    return Strategies(index_strategies([input], [labels], [out], reduction="bxor", whole=whole), run=run)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Label, Operand, Ways, index_ways
+from shardwright.tensor.base.strategy import Label, Operand, Strategies, index_strategies
 from shardwright.tensor.rules.reduction.reduce import is_cut, reduced_dims, reduction_labels
 
 __all__: list[str] = []
@@ -18,13 +18,13 @@ SUMS = (0, 1)  # orders whose norm is itself a sum over the elements
 
 
 @rule("linalg_vector_norm")
-def _vector_norm(x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Ways:
+def _vector_norm(x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Strategies:
     del dtype
     dims = reduced_dims(x, dim)
     ins, out = reduction_labels(x, dims, keepdim)
     if ord in SUMS and x.dtype.itemsize > 2:  # sums of half numbers are made in a wider type
-        return Ways(index_ways([x], [ins], [out]))
-    return Ways(index_ways([x], [ins], [out], reduction=None))
+        return Strategies(index_strategies([x], [ins], [out]))
+    return Strategies(index_strategies([x], [ins], [out], reduction=None))
 
 
 @composite("linalg_vector_norm")
@@ -80,13 +80,13 @@ def _matrix_norm(
     keepdim: bool = False,
     *,
     dtype: Any = None,
-) -> Ways | None:
+) -> Strategies | None:
     del ord, dtype
     if A.ndim < 2:
         return None
     dims = _matrix_dims(A.ndim, dim)
     ins: list[Label] = [None if d in dims else d for d in range(A.ndim)]
-    return Ways(index_ways([A], [ins], [reduction_labels(A, dims, keepdim)[1]]))
+    return Strategies(index_strategies([A], [ins], [reduction_labels(A, dims, keepdim)[1]]))
 
 
 @composite("linalg_matrix_norm")

@@ -13,7 +13,7 @@ from shardwright.errors import TensorError
 from shardwright.layout import Layout
 from shardwright.tensor.base.gradient_types import ENTERED
 from shardwright.tensor.base.registry import composite, mark_fast, rule
-from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.strategy import Labels, Local, LocalContext, Operand, Strategies, index_strategies
 from shardwright.tensor.base.tagging import alias, no_torch_function, tag
 from shardwright.tensor.redistribute.autograd import move
 from shardwright.tensor.redistribute.identity import neutral
@@ -41,29 +41,29 @@ def reduction_labels(input: Operand, dims: Sequence[int], keepdim: bool) -> tupl
 
 
 @rule("nansum")
-def _nansum(input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Ways:
+def _nansum(input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Strategies:
     """Not linear: an addend is left out only where it is itself not a number."""
     del dtype
     ins, out = reduction_labels(input, reduced_dims(input, dim), keepdim)
-    return Ways(index_ways([input], [ins], [out]))
+    return Strategies(index_strategies([input], [ins], [out]))
 
 
 @rule("sum")
-def _sum(input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Ways:
+def _sum(input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Strategies:
     del dtype
     ins, out = reduction_labels(input, reduced_dims(input, dim), keepdim)
-    return Ways(index_ways([input], [ins], [out], terms=[[0]]))
+    return Strategies(index_strategies([input], [ins], [out], terms=[[0]]))
 
 
 @rule("mean")
-def _mean(input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Ways:
+def _mean(input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Strategies:
     """A local sum over the global count: exact for uneven and for empty shards."""
     dims = reduced_dims(input, dim)
     ins, out = reduction_labels(input, dims, keepdim)
     count = prod(input.shape[d] for d in dims)
 
-    def run(situation: Situation) -> Local | None:
-        if not any(situation.ins[0].cut_by(d) for d in dims):
+    def run(context: LocalContext) -> Local | None:
+        if not any(context.ins[0].cut_by(d) for d in dims):
             return None
 
         def local(_: Any, args: Any, kwargs: Any) -> Any:
@@ -75,27 +75,27 @@ def _mean(input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any 
 
         return local
 
-    return Ways(index_ways([input], [ins], [out], terms=[[0]]), run=run)
+    return Strategies(index_strategies([input], [ins], [out], terms=[[0]]), run=run)
 
 
-def _extreme(op: str) -> Callable[..., Ways]:
-    def answer(input: Operand, dim: Any = (), keepdim: bool = False) -> Ways:
+def _extreme(op: str) -> Callable[..., Strategies]:
+    def answer(input: Operand, dim: Any = (), keepdim: bool = False) -> Strategies:
         dims = reduced_dims(input, dim)
         ins, out = reduction_labels(input, dims, keepdim)
         # A partial maximum has no gradient: where one is asked for, the reduced dimensions are not cut.
         reduction = None if input.grad or 0 in input.shape or input.dtype.is_complex else op
 
-        def run(situation: Situation) -> Local | None:
+        def run(context: LocalContext) -> Local | None:
             """The maximum of nothing is an error: a rank that has nothing along these dimensions says the least."""
-            mine = situation.ins[0].local_shape(situation.rank)
+            mine = context.ins[0].local_shape(context.rank)
             if all(
                 mine[d] or not input.shape[d] for d in dims
             ):  # of what is empty altogether, torch says what is wrong
                 return None
-            result = situation.outs[0].local_shape(situation.rank)
+            result = context.outs[0].local_shape(context.rank)
             return lambda _, args, __: args[0].new_full(result, neutral(args[0].dtype, op))
 
-        return Ways(index_ways([input], [ins], [out], reduction=reduction), run=run)
+        return Strategies(index_strategies([input], [ins], [out], reduction=reduction), run=run)
 
     return answer
 
@@ -160,46 +160,48 @@ composite("amin")(extreme_cut("amin"))
 
 
 @rule("prod")
-def _prod(input: Operand, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Ways:
+def _prod(input: Operand, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Strategies:
     del dtype
     ins, out = reduction_labels(input, reduced_dims(input, dim), keepdim)
-    return Ways(index_ways([input], [ins], [out], reduction=None if input.grad else "product"))
+    return Strategies(index_strategies([input], [ins], [out], reduction=None if input.grad else "product"))
 
 
 @rule("any")
-def _any(input: Operand, dim: Any = None, keepdim: bool = False) -> Ways:
+def _any(input: Operand, dim: Any = None, keepdim: bool = False) -> Strategies:
     if dim in ((), []):  # over no dimension: element by element
         return pointwise()(input)
     ins, out = reduction_labels(input, reduced_dims(input, dim), keepdim)
-    return Ways(index_ways([input], [ins], [out], reduction="bor"))
+    return Strategies(index_strategies([input], [ins], [out], reduction="bor"))
 
 
 @rule("all")
-def _all(input: Operand, dim: Any = None, keepdim: bool = False) -> Ways:
+def _all(input: Operand, dim: Any = None, keepdim: bool = False) -> Strategies:
     if dim in ((), []):
         return pointwise()(input)
     ins, out = reduction_labels(input, reduced_dims(input, dim), keepdim)
-    return Ways(index_ways([input], [ins], [out], reduction="band"))
+    return Strategies(index_strategies([input], [ins], [out], reduction="band"))
 
 
 @rule("count_nonzero")
-def _count_nonzero(input: Operand, dim: Any = None) -> Ways:
+def _count_nonzero(input: Operand, dim: Any = None) -> Strategies:
     ins, out = reduction_labels(input, reduced_dims(input, dim), False)
-    return Ways(index_ways([input], [ins], [out]))
+    return Strategies(index_strategies([input], [ins], [out]))
 
 
-def along(results: int, keeps: bool) -> Callable[..., Ways | None]:
+def along(results: int, keeps: bool) -> Callable[..., Strategies | None]:
     """A rule for what works along one whole dimension, all others being independent of each other.
 
     `keeps`: the dimension stays as it is (a cumulation); else it is reduced, or kept as 1 with `keepdim`.
     """
 
-    def answer(input: Operand, dim: Any = None, keepdim: bool = False, **_: Any) -> Ways | None:
+    def answer(input: Operand, dim: Any = None, keepdim: bool = False, **_: Any) -> Strategies | None:
         if dim is None:
             return None
         dims = reduced_dims(input, dim)
         ins, out = reduction_labels(input, dims, keepdim)
-        return Ways(index_ways([input], [ins], [ins if keeps else out] * results, whole=set(dims), reduction=None))
+        return Strategies(
+            index_strategies([input], [ins], [ins if keeps else out] * results, whole=set(dims), reduction=None)
+        )
 
     return answer
 
@@ -211,15 +213,15 @@ rule("logcumsumexp", "cumprod")(along(1, keeps=True))
 
 
 @rule("cumsum")
-def _cumsum(input: Operand, dim: int, *, dtype: Any = None) -> Ways:
+def _cumsum(input: Operand, dim: int, *, dtype: Any = None) -> Strategies:
     del dtype
     labels = list(range(input.ndim))
     whole: set[Any] = set(reduced_dims(input, dim))
-    return Ways(index_ways([input], [labels], [labels], terms=[[0]], whole=whole, reduction=None))
+    return Strategies(index_strategies([input], [labels], [labels], terms=[[0]], whole=whole, reduction=None))
 
 
-def _max_or_min(op: str) -> Callable[..., Ways | None]:
-    def answer(input: Operand, other: Any = None, keepdim: bool = False, *, dim: Any = None) -> Ways | None:
+def _max_or_min(op: str) -> Callable[..., Strategies | None]:
+    def answer(input: Operand, other: Any = None, keepdim: bool = False, *, dim: Any = None) -> Strategies | None:
         if isinstance(other, Operand):
             return pointwise()(input, other)
         over = other if dim is None else dim

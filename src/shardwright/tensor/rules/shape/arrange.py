@@ -15,7 +15,7 @@ import torch
 from shardwright.layout import Layout, Placement, Ragged, Shard
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import Op, composite, rule
-from shardwright.tensor.base.strategy import Label, Local, Operand, Situation, Way, Ways, index_ways
+from shardwright.tensor.base.strategy import Label, Local, LocalContext, Operand, Strategies, Strategy, index_strategies
 from shardwright.tensor.base.tagging import DTensorBase, layout_of, local_region, no_torch_function, tag
 from shardwright.tensor.dispatch.execute import call_by_rule
 from shardwright.tensor.redistribute.halo import widen
@@ -40,13 +40,13 @@ def _numbers(values: Sequence[Any]) -> tuple[int, ...]:
 
 
 @rule("repeat")
-def _repeat(input: Operand, *repeats: Any, **named: Any) -> Ways | None:
+def _repeat(input: Operand, *repeats: Any, **named: Any) -> Strategies | None:
     times = _numbers(repeats) if repeats else _numbers((named["repeats"],))
     new = len(times) - input.ndim
     if new < 0:
         return None
     labels: list[Label] = [d if times[new + d] == 1 else None for d in range(input.ndim)]
-    return Ways(index_ways([input], [labels], [[*[None] * new, *labels]], terms=[[0]], reduction=None))
+    return Strategies(index_strategies([input], [labels], [[*[None] * new, *labels]], terms=[[0]], reduction=None))
 
 
 @composite("repeat")
@@ -69,20 +69,20 @@ def _tile(input: Any, *dims: Any, **named: Any) -> Any:
 
 
 def _kept_cut(
-    input: Operand, at: Callable[[int], list[Way]], grown: Callable[[int, list[int]], list[int] | None]
-) -> Callable[[int], list[Way]]:
-    """Further ways: a dimension that one mesh dimension cuts stays cut, its pieces grown each for itself."""
+    input: Operand, at: Callable[[int], list[Strategy]], grown: Callable[[int, list[int]], list[int] | None]
+) -> Callable[[int], list[Strategy]]:
+    """Further strategies: a dimension that one mesh dimension cuts stays cut, its pieces grown each for itself."""
 
-    def extended(mesh_dim: int) -> list[Way]:
+    def extended(mesh_dim: int) -> list[Strategy]:
         placement = input.layout.placements[mesh_dim]
-        ways = at(mesh_dim)
+        strategies = at(mesh_dim)
         if not isinstance(placement, Shard | Ragged) or cutting(input.layout, placement.dim) != (mesh_dim,):
-            return ways
+            return strategies
         ranks = input.layout.mesh.shape[mesh_dim]
         sizes = grown(placement.dim, piece_sizes(input.shape[placement.dim], placement, ranks).tolist())
         if sizes is None:
-            return ways
-        return [*ways, Way((placement,), (evenly(placement.dim, tuple(sizes), sum(sizes), ranks),))]
+            return strategies
+        return [*strategies, Strategy((placement,), (evenly(placement.dim, tuple(sizes), sum(sizes), ranks),))]
 
     return extended
 
@@ -90,18 +90,18 @@ def _kept_cut(
 @rule("repeat_interleave")
 def _repeat_interleave(
     input: Operand, repeats: Any = None, dim: int | None = None, *, output_size: Any = None
-) -> Ways | None:
+) -> Strategies | None:
     if type(repeats) is not int or dim is None or not input.ndim:
         return None
     place = input.dim(dim)
-    at = index_ways([input], [_beside(input, [place])], [_beside(input, [place])], terms=[[0]], reduction=None)
+    at = index_strategies([input], [_beside(input, [place])], [_beside(input, [place])], terms=[[0]], reduction=None)
 
-    def run(_: Situation) -> Local:
+    def run(_: LocalContext) -> Local:
         # Without the size of the whole result, which was given for its own sake.
         return lambda _, args, kwargs: first_tensor(args, kwargs).repeat_interleave(repeats, place)
 
     grown = _kept_cut(input, at, lambda d, sizes: [size * repeats for size in sizes] if d == place else None)
-    return Ways(grown, run=run if output_size is not None else None)
+    return Strategies(grown, run=run if output_size is not None else None)
 
 
 @composite("repeat_interleave")
@@ -150,12 +150,12 @@ def _grown(source: Layout, mesh_dim: int, counts: Sequence[int]) -> Placement:
 
 
 @rule("pad", "constant_pad_nd")
-def _pad(input: Operand, pad: Any, mode: Any = "constant", value: Any = None) -> Ways | None:
+def _pad(input: Operand, pad: Any, mode: Any = "constant", value: Any = None) -> Strategies | None:
     if not isinstance(mode, str):  # constant_pad_nd(input, pad, value)
         mode, value = "constant", mode
     widths = {input.ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
     padded = [dim for dim, width in widths.items() if width != (0, 0)]
-    at = index_ways(
+    at = index_strategies(
         [input], [_beside(input, padded)], [_beside(input, padded)], terms=None if value else [[0]], reduction=None
     )
 
@@ -168,40 +168,40 @@ def _pad(input: Operand, pad: Any, mode: Any = "constant", value: Any = None) ->
         there["reflect"] = sizes[0] > before and sizes[-1] > after
         return [sizes[0] + before, *sizes[1:-1], sizes[-1] + after] if there.get(mode) else None
 
-    def run(situation: Situation) -> Local | None:
-        if mode != "constant" and 0 in situation.outs[0].local_shape(situation.rank):
-            return or_nothing(situation)
-        here = situation.ins[0].mesh.coordinate(situation.rank)
+    def run(context: LocalContext) -> Local | None:
+        if mode != "constant" and 0 in context.outs[0].local_shape(context.rank):
+            return or_nothing(context)
+        here = context.ins[0].mesh.coordinate(context.rank)
         local: list[int] = []
         for dim in reversed(range(input.ndim - len(widths), input.ndim)):
             before, after = widths[dim]
-            for mesh_dim in cutting(situation.ins[0], dim):
+            for mesh_dim in cutting(context.ins[0], dim):
                 before = before if here[mesh_dim] == 0 else 0
-                after = after if here[mesh_dim] == situation.ins[0].mesh.shape[mesh_dim] - 1 else 0
+                after = after if here[mesh_dim] == context.ins[0].mesh.shape[mesh_dim] - 1 else 0
             local += [before, after]
         if mode != "constant":
             return lambda _, args, kwargs: torch.nn.functional.pad(first_tensor(args, kwargs), local, mode)
         return lambda _, args, kwargs: torch.constant_pad_nd(first_tensor(args, kwargs), local, value or 0)
 
-    return Ways(_kept_cut(input, at, grown), run=run)
+    return Strategies(_kept_cut(input, at, grown), run=run)
 
 
-def _unfold(halo: bool, input: Operand, dimension: int, size: int, step: int) -> Ways:
+def _unfold(halo: bool, input: Operand, dimension: int, size: int, step: int) -> Strategies:
     """Windows that slide along a dimension: `halo`: it stays cut, and ranks borrow the rows they lack."""
     if not input.ndim:
-        return Ways(index_ways([input], [[]], [[None]], terms=[[0]], reduction=None), fresh=False)
+        return Strategies(index_strategies([input], [[]], [[None]], terms=[[0]], reduction=None), fresh=False)
     dim = input.dim(dimension)
     labels = _beside(input, [dim])
-    at = index_ways([input], [labels], [[*labels, None]], terms=[[0]], reduction=None)
+    at = index_strategies([input], [labels], [[*labels, None]], terms=[[0]], reduction=None)
     if not halo:
-        return Ways(at, fresh=False)
+        return Strategies(at, fresh=False)
     reaches = {dim: Sliding(input.shape[dim], (input.shape[dim] - size) // step + 1, size, step, 0)}
 
-    def run(situation: Situation) -> Local | None:
-        ins, outs = situation.ins[0], situation.outs[0]
+    def run(context: LocalContext) -> Local | None:
+        ins, outs = context.ins[0], context.outs[0]
         if not where_cut(ins, reaches):
             return None
-        windows, shape = halo_of(ins, outs, reaches), outs.local_shape(situation.rank)
+        windows, shape = halo_of(ins, outs, reaches), outs.local_shape(context.rank)
 
         def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             widened = widen(first_tensor(args, kwargs), windows, "unfold")
@@ -209,7 +209,7 @@ def _unfold(halo: bool, input: Operand, dimension: int, size: int, step: int) ->
 
         return local
 
-    return Ways(with_halo(at, input, reaches, 0, 1), run=run, copied=True)
+    return Strategies(with_halo(at, input, reaches, 0, 1), run=run, copied=True)
 
 
 rule("unfold")(partial(_unfold, False))

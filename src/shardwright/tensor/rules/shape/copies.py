@@ -11,7 +11,7 @@ from shardwright.errors import UnsupportedError
 from shardwright.tensor.base.copied import is_copied, mark_copied
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Operand, Ways, index_ways
+from shardwright.tensor.base.strategy import Operand, Strategies, index_strategies
 from shardwright.tensor.base.strides import is_contiguous
 from shardwright.tensor.base.tagging import DTensorBase, layout_of, no_torch_function
 
@@ -60,16 +60,16 @@ for _name, _view in _VIEWS.items():
 
 
 @rule("as_strided")
-def _as_strided(input: Operand, *_: Any, **__: Any) -> Ways:
+def _as_strided(input: Operand, *_: Any, **__: Any) -> Strategies:
     """Places in memory: the whole tensor's."""
-    at = index_ways([input], [[None] * input.ndim], [[]], terms=[[0]], reduction=None)
-    return Ways(at, fresh=False)
+    at = index_strategies([input], [[None] * input.ndim], [[]], terms=[[0]], reduction=None)
+    return Strategies(at, fresh=False)
 
 
 @rule("as_strided_scatter")
-def _as_strided_scatter(input: Operand, src: Operand, *_: Any, **__: Any) -> Ways:
+def _as_strided_scatter(input: Operand, src: Operand, *_: Any, **__: Any) -> Strategies:
     labels: list[list[Any]] = [[None] * input.ndim, [None] * src.ndim]
-    return Ways(index_ways([input, src], labels, [[None] * input.ndim], terms=[[0], [1]], reduction=None))
+    return Strategies(index_strategies([input, src], labels, [[None] * input.ndim], terms=[[0], [1]], reduction=None))
 
 
 @composite("as_strided")

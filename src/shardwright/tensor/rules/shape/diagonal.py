@@ -8,7 +8,7 @@ import torch
 
 from shardwright.layout import Ragged, Region, Shard
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Label, Local, Operand, Situation, Way, Ways, index_ways
+from shardwright.tensor.base.strategy import Label, Local, LocalContext, Operand, Strategies, Strategy, index_strategies
 from shardwright.tensor.rules.shared.pick import cutting, first_tensor
 from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
 
@@ -16,15 +16,15 @@ __all__ = ["on_diagonal"]
 
 
 @rule("tril", "triu")
-def _triangle(input: Operand, diagonal: int = 0) -> Ways:
+def _triangle(input: Operand, diagonal: int = 0) -> Strategies:
     """A shard's own diagonal is the whole one, moved by where the shard begins."""
 
-    def run(situation: Situation) -> Local:
-        row, column = situation.ins[0].region(situation.rank).offset[-2:]
+    def run(context: LocalContext) -> Local:
+        row, column = context.ins[0].region(context.rank).offset[-2:]
         return lambda func, args, kwargs: func(first_tensor(args, kwargs), diagonal + row - column)
 
     labels = list(range(input.ndim))
-    return Ways(index_ways([input], [labels], [labels], terms=[[0]]), run=run if input.ndim > 1 else None)
+    return Strategies(index_strategies([input], [labels], [labels], terms=[[0]]), run=run if input.ndim > 1 else None)
 
 
 def on_diagonal(region: Region, row: int, column: int, offset: int) -> tuple[int, int, int]:
@@ -36,14 +36,14 @@ def on_diagonal(region: Region, row: int, column: int, offset: int) -> tuple[int
     return first, max(0, count), offset + region.offset[row] - region.offset[column]
 
 
-def _drawn(input: Operand, offset: int, dim1: int, dim2: int) -> Ways:
+def _drawn(input: Operand, offset: int, dim1: int, dim2: int) -> Strategies:
     """A diagonal of dimensions of which one is cut is cut, unevenly, and every rank has its part as a view."""
     row, column = input.dim(dim1), input.dim(dim2)
     labels: list[Label] = [None if d in (row, column) else d for d in range(input.ndim)]
     out = [label for label in labels if label is not None]
-    at = index_ways([input], [labels], [[*out, None]], terms=[[0]], reduction=None)
+    at = index_strategies([input], [labels], [[*out, None]], terms=[[0]], reduction=None)
 
-    def extended(mesh_dim: int) -> list[Way]:
+    def extended(mesh_dim: int) -> list[Strategy]:
         placement, layout = input.layout.placements[mesh_dim], input.layout
         cuts = (*cutting(layout, row), *cutting(layout, column))
         if not isinstance(placement, Shard | Ragged) or cuts[:1] != (mesh_dim,):
@@ -57,50 +57,50 @@ def _drawn(input: Operand, offset: int, dim1: int, dim2: int) -> Ways:
             extent = [size if d == placement.dim else full for d, full in enumerate(input.shape)]
             sizes.append(on_diagonal(Region(corner, extent), row, column, offset)[1])
             start += size
-        return [*at(mesh_dim), Way((placement,), (evenly(len(out), tuple(sizes), sum(sizes), ranks),))]
+        return [*at(mesh_dim), Strategy((placement,), (evenly(len(out), tuple(sizes), sum(sizes), ranks),))]
 
-    def run(situation: Situation) -> Local:
-        shifted = on_diagonal(situation.ins[0].region(situation.rank), row, column, offset)[2]
+    def run(context: LocalContext) -> Local:
+        shifted = on_diagonal(context.ins[0].region(context.rank), row, column, offset)[2]
         return lambda _, args, kwargs: first_tensor(args, kwargs).diagonal(shifted, row, column)
 
-    return Ways(extended, run=run, fresh=False)
+    return Strategies(extended, run=run, fresh=False)
 
 
 @rule("diagonal")
-def _diagonal(input: Operand, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Ways:
+def _diagonal(input: Operand, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Strategies:
     return _drawn(input, offset, dim1, dim2)
 
 
 @rule("linalg_diagonal")
-def _linalg_diagonal(A: Operand, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Ways:  # noqa: N803  # torch's name
+def _linalg_diagonal(A: Operand, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Strategies:  # noqa: N803  # torch's name
     return _drawn(A, offset, dim1, dim2)
 
 
 @rule("diag_embed")
-def _diag_embed(input: Operand, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Ways:
+def _diag_embed(input: Operand, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Strategies:
     """Elements that are cut give rows that are: those at the ends have the rows beside the diagonal, too."""
     row, column = dim1 % (input.ndim + 1), dim2 % (input.ndim + 1)
     rest = iter(range(input.ndim))
     out: list[Label] = [None if d in (row, column) else next(rest) for d in range(input.ndim + 1)]
     last = input.ndim - 1
-    at = index_ways([input], [[*range(last), None]], [out], terms=[[0]], reduction=None)
+    at = index_strategies([input], [[*range(last), None]], [out], terms=[[0]], reduction=None)
     above, below = max(0, -offset), max(0, offset)
 
-    def extended(mesh_dim: int) -> list[Way]:
+    def extended(mesh_dim: int) -> list[Strategy]:
         placement, layout = input.layout.placements[mesh_dim], input.layout
         if not isinstance(placement, Shard | Ragged) or cutting(layout, last) != (mesh_dim,):
             return at(mesh_dim)
         ranks = layout.mesh.shape[mesh_dim]
         sizes = piece_sizes(input.shape[last], placement, ranks).tolist()
         sizes = [sizes[0] + above, *sizes[1:-1], sizes[-1] + below]
-        return [*at(mesh_dim), Way((placement,), (evenly(row, tuple(sizes), sum(sizes), ranks),))]
+        return [*at(mesh_dim), Strategy((placement,), (evenly(row, tuple(sizes), sum(sizes), ranks),))]
 
-    def run(situation: Situation) -> Local | None:
-        layout = situation.ins[0]
+    def run(context: LocalContext) -> Local | None:
+        layout = context.ins[0]
         if not cutting(layout, last):
             return None
         mesh_dim = cutting(layout, last)[0]
-        here, region = layout.mesh.coordinate(situation.rank)[mesh_dim], layout.region(situation.rank)
+        here, region = layout.mesh.coordinate(context.rank)[mesh_dim], layout.region(context.rank)
         left = region.offset[last] + below
         right = input.shape[last] + abs(offset) - left - region.size[last]
         top = above if here == 0 else 0
@@ -113,7 +113,7 @@ def _diag_embed(input: Operand, offset: int = 0, dim1: int = -2, dim2: int = -1)
 
         return local
 
-    return Ways(extended, run=run)
+    return Strategies(extended, run=run)
 
 
 @composite("diag")

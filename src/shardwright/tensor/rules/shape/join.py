@@ -9,7 +9,7 @@ import torch
 
 from shardwright.layout import Placement, Shard
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Label, Operand, Way, Ways, index_ways
+from shardwright.tensor.base.strategy import Label, Operand, Strategies, Strategy, index_strategies
 from shardwright.tensor.rules.shared.neighbourhood import or_nothing
 from shardwright.tensor.rules.shared.pick import cutting
 from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 
 @rule("cat")
-def _cat(tensors: Sequence[Operand], dim: Any = 0, *, axis: int | None = None) -> Ways | None:
+def _cat(tensors: Sequence[Operand], dim: Any = 0, *, axis: int | None = None) -> Strategies | None:
     full = [tensor for tensor in tensors if tensor.shape != (0,)]  # torch skips those
     if not full or not all(isinstance(tensor, Operand) for tensor in tensors):
         return None
@@ -26,11 +26,13 @@ def _cat(tensors: Sequence[Operand], dim: Any = 0, *, axis: int | None = None) -
     labels: list[Label] = [None if d == place else d for d in range(full[0].ndim)]
     ins = [labels if tensor in full else [None] for tensor in tensors]
     terms = [[i] for i in range(len(tensors))]
-    at = index_ways(tensors, ins, [labels], terms=terms, reduction=None)
-    return Ways(_also_along(place, tensors, at) if len(full) == len(tensors) else at)
+    at = index_strategies(tensors, ins, [labels], terms=terms, reduction=None)
+    return Strategies(_also_along(place, tensors, at) if len(full) == len(tensors) else at)
 
 
-def _also_along(dim: int, tensors: Sequence[Operand], at: Callable[[int], list[Way]]) -> Callable[[int], list[Way]]:
+def _also_along(
+    dim: int, tensors: Sequence[Operand], at: Callable[[int], list[Strategy]]
+) -> Callable[[int], list[Strategy]]:
     """Joined along a cut dimension: each rank is given what its even share of the result has of every input."""
     cuts = {mesh_dim for tensor in tensors for mesh_dim in cutting(tensor.layout, dim)}
     if len(cuts) != 1:
@@ -47,22 +49,24 @@ def _also_along(dim: int, tensors: Sequence[Operand], at: Callable[[int], list[W
             start += share
         ins.append(evenly(dim, tuple(own), size, ranks))
         before += size
-    along = Way(tuple(ins), (Shard(dim),))
+    along = Strategy(tuple(ins), (Shard(dim),))
 
-    def extended(mesh_dim: int) -> list[Way]:
+    def extended(mesh_dim: int) -> list[Strategy]:
         return [along, *at(mesh_dim)] if mesh_dim in cuts else at(mesh_dim)
 
     return extended
 
 
 @rule("stack")
-def _stack(tensors: Sequence[Operand], dim: int = 0) -> Ways | None:
+def _stack(tensors: Sequence[Operand], dim: int = 0) -> Strategies | None:
     if not tensors or not all(isinstance(tensor, Operand) for tensor in tensors):
         return None
     labels = list(range(tensors[0].ndim))
     out: list[Label] = [*labels]
     out.insert(dim if dim >= 0 else dim + len(labels) + 1, None)
-    return Ways(index_ways(tensors, [labels] * len(tensors), [out], terms=[[i] for i in range(len(tensors))]))
+    return Strategies(
+        index_strategies(tensors, [labels] * len(tensors), [out], terms=[[i] for i in range(len(tensors))])
+    )
 
 
 def _at_least(tensor: Any, ndim: int) -> Any:
@@ -112,7 +116,7 @@ def _column_stack(tensors: Any) -> Any:
 
 
 @rule("_chunk_cat")
-def _chunk_cat(tensors: Sequence[Operand], dim: int, num_chunks: int) -> Ways | None:
+def _chunk_cat(tensors: Sequence[Operand], dim: int, num_chunks: int) -> Strategies | None:
     """What comes before the dimension that is cut into chunks is independent."""
     del num_chunks
     if not tensors or not all(isinstance(tensor, Operand) for tensor in tensors):
@@ -120,8 +124,8 @@ def _chunk_cat(tensors: Sequence[Operand], dim: int, num_chunks: int) -> Ways | 
     lead: list[Label] = list(range(dim))
     ins = [[*lead, *[None] * (tensor.ndim - dim)] for tensor in tensors]
     terms = [[i] for i in range(len(tensors))]
-    at = index_ways(tensors, ins, [[*lead, None, None]], terms=terms, reduction=None)
-    return Ways(at, run=or_nothing)
+    at = index_strategies(tensors, ins, [[*lead, None, None]], terms=terms, reduction=None)
+    return Strategies(at, run=or_nothing)
 
 
 @composite("meshgrid")

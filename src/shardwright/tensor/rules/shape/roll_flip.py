@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwright.layout import Layout, Region
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Operand, Ways, index_ways
+from shardwright.tensor.base.strategy import Operand, Strategies, index_strategies
 from shardwright.tensor.base.tagging import layout_of, no_torch_function, tag
 from shardwright.tensor.redistribute.halo import Halo, widen
 from shardwright.tensor.rules.shared.pick import cutting
@@ -29,24 +29,24 @@ def _all_dims(ndim: int, dims: Any) -> list[int]:
     return [d % max(ndim, 1) for d in ((dims,) if isinstance(dims, int) else dims)]
 
 
-def _beside(input: Operand, dims: Sequence[int]) -> Ways:
+def _beside(input: Operand, dims: Sequence[int]) -> Strategies:
     labels = [None if d in dims else d for d in range(input.ndim)]
-    return Ways(index_ways([input], [labels], [labels], terms=[[0]], reduction=None))
+    return Strategies(index_strategies([input], [labels], [labels], terms=[[0]], reduction=None))
 
 
 @rule("roll")
-def _roll(input: Operand, shifts: Any, dims: Any = ()) -> Ways:
+def _roll(input: Operand, shifts: Any, dims: Any = ()) -> Strategies:
     del shifts
     return _beside(input, _all_dims(input.ndim, dims) or range(input.ndim))
 
 
 @rule("flip")
-def _flip(input: Operand, *dims: Any, **named: Any) -> Ways:
+def _flip(input: Operand, *dims: Any, **named: Any) -> Strategies:
     return _beside(input, _all_dims(input.ndim, dims or named["dims"]))
 
 
 @rule("rot90")
-def _rot90(input: Operand, k: int = 1, dims: Sequence[int] = (0, 1)) -> Ways:
+def _rot90(input: Operand, k: int = 1, dims: Sequence[int] = (0, 1)) -> Strategies:
     del k
     return _beside(input, _all_dims(input.ndim, dims))
 

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Decided, Label, Operand, Ways, index_ways
+from shardwright.tensor.base.strategy import Label, MeshStrategy, Operand, Strategies, index_strategies
 from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.rules.shared.pick import pick_each, resolved
 
 __all__: list[str] = []
 
 
-def _pieces(input: Operand, dim: int, ranges: Sequence[tuple[int, int]]) -> Decided:
+def _pieces(input: Operand, dim: int, ranges: Sequence[tuple[int, int]]) -> MeshStrategy:
     front = [slice(None)] * input.dim(dim)
     return pick_each(input, [resolved((*front, slice(start, stop)), input.shape) for start, stop in ranges])
 
 
-def _one_after_another(input: Operand, dim: int, split: Callable[[torch.Tensor], Any]) -> Decided:
+def _one_after_another(input: Operand, dim: int, split: Callable[[torch.Tensor], Any]) -> MeshStrategy:
     """The pieces that torch's own function makes of a tensor of this shape."""
     sizes = [piece.shape[dim] for piece in split(torch.empty(input.shape, device="meta"))]
     stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -29,18 +29,18 @@ def _one_after_another(input: Operand, dim: int, split: Callable[[torch.Tensor],
 
 
 @rule("split", "unsafe_split", "split_with_sizes", "unsafe_split_with_sizes")
-def _split(tensor: Operand, split_size_or_sections: Any = None, dim: int = 0, **named: Any) -> Decided:
+def _split(tensor: Operand, split_size_or_sections: Any = None, dim: int = 0, **named: Any) -> MeshStrategy:
     sizes = next(iter(named.values())) if split_size_or_sections is None else split_size_or_sections
     return _one_after_another(tensor, dim, lambda whole: torch.functional.split(whole, sizes, dim))
 
 
 @rule("chunk", "unsafe_chunk")
-def _chunk(input: Operand, chunks: int, dim: int = 0) -> Decided:
+def _chunk(input: Operand, chunks: int, dim: int = 0) -> MeshStrategy:
     return _one_after_another(input, dim, lambda whole: whole.chunk(chunks, dim))
 
 
 @rule("tensor_split")
-def _tensor_split(input: Operand, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Decided | None:
+def _tensor_split(input: Operand, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> MeshStrategy | None:
     given = next(iter(named.values())) if indices_or_sections is None else indices_or_sections
     if isinstance(given, int):
         return _one_after_another(input, dim, lambda whole: whole.tensor_split(given, dim))
@@ -77,8 +77,8 @@ composite("dsplit")(_split_along(lambda _: 2, 3))
 
 
 @rule("unbind")
-def _unbind(input: Operand, dim: int = 0) -> Ways:
+def _unbind(input: Operand, dim: int = 0) -> Strategies:
     place = input.dim(dim)
     labels: list[Label] = [None if d == place else d for d in range(input.ndim)]
     outs = [[label for label in labels if label is not None]] * (input.shape[place] if input.ndim else 0)
-    return Ways(index_ways([input], [labels], outs, terms=[[0]], reduction=None), fresh=False)
+    return Strategies(index_strategies([input], [labels], outs, terms=[[0]], reduction=None), fresh=False)

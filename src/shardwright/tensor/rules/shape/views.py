@@ -11,14 +11,22 @@ import torch
 from shardwright.layout import Layout, Placement, Ragged, Shard
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import composite, mark_fast, rule
-from shardwright.tensor.base.strategy import Decided, Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.strategy import (
+    Labels,
+    Local,
+    LocalContext,
+    MeshStrategy,
+    Operand,
+    Strategies,
+    index_strategies,
+)
 from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
 
 __all__ = ["regroup"]
 
 
-def _relabel(input: Operand, out: Labels) -> Ways:
-    return Ways(index_ways([input], [list(range(input.ndim))], [out], terms=[[0]]), fresh=False)
+def _relabel(input: Operand, out: Labels) -> Strategies:
+    return Strategies(index_strategies([input], [list(range(input.ndim))], [out], terms=[[0]]), fresh=False)
 
 
 def _ints(values: Any) -> tuple[int, ...]:
@@ -29,12 +37,12 @@ def _ints(values: Any) -> tuple[int, ...]:
 
 
 @rule("permute")
-def _permute(input: Operand, *order: Any, dims: Any = None) -> Ways:
+def _permute(input: Operand, *order: Any, dims: Any = None) -> Strategies:
     return _relabel(input, [input.dim(d) for d in _ints(order or dims)])
 
 
 @rule("transpose")
-def _transpose(input: Operand, dim0: int, dim1: int) -> Ways:
+def _transpose(input: Operand, dim0: int, dim1: int) -> Strategies:
     labels = list(range(input.ndim))
     if labels:
         a, b = input.dim(dim0), input.dim(dim1)
@@ -43,13 +51,13 @@ def _transpose(input: Operand, dim0: int, dim1: int) -> Ways:
 
 
 @rule("t", "adjoint")
-def _t(input: Operand) -> Ways:
+def _t(input: Operand) -> Strategies:
     labels = list(range(input.ndim))
     return _relabel(input, [*labels[:-2], *reversed(labels[-2:])])
 
 
 @rule("movedim")
-def _movedim(input: Operand, source: Any, destination: Any) -> Ways:
+def _movedim(input: Operand, source: Any, destination: Any) -> Strategies:
     sources = [input.dim(d) for d in ([source] if isinstance(source, int) else source)]
     places = [input.dim(d) for d in ([destination] if isinstance(destination, int) else destination)]
     rest = iter(d for d in range(input.ndim) if d not in sources)
@@ -58,39 +66,39 @@ def _movedim(input: Operand, source: Any, destination: Any) -> Ways:
 
 
 @rule("unsqueeze")
-def _unsqueeze(input: Operand, dim: int) -> Ways:
+def _unsqueeze(input: Operand, dim: int) -> Strategies:
     labels: list[Any] = list(range(input.ndim))
     labels.insert(dim if dim >= 0 else dim + input.ndim + 1, None)
     return _relabel(input, labels)
 
 
 @rule("squeeze")
-def _squeeze(input: Operand, dim: Any = None) -> Ways:
+def _squeeze(input: Operand, dim: Any = None) -> Strategies:
     named = range(input.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     dropped = {input.dim(d) for d in named if input.ndim and input.shape[input.dim(d)] == 1}
     ins: list[Any] = [None if d in dropped else d for d in range(input.ndim)]
-    at = index_ways([input], [ins], [[d for d in ins if d is not None]], terms=[[0]])
+    at = index_strategies([input], [ins], [[d for d in ins if d is not None]], terms=[[0]])
 
-    def run(_: Situation) -> Local:
+    def run(_: LocalContext) -> Local:
         # By number: a dimension that is 1 only in this shard must stay.
         return lambda func, args, kwargs: args[0].squeeze(tuple(sorted(dropped)))
 
-    return Ways(at, run=run, fresh=False)
+    return Strategies(at, run=run, fresh=False)
 
 
 @rule("expand")
-def _expand(input: Operand, *sizes: Any, size: Any = None, implicit: bool = False) -> Ways:
+def _expand(input: Operand, *sizes: Any, size: Any = None, implicit: bool = False) -> Strategies:
     del implicit
     wanted = _ints(sizes or size)
     new = len(wanted) - input.ndim
     ins: list[Any] = [d if wanted[new + d] in (-1, size) else None for d, size in enumerate(input.shape)]
     out: list[Any] = [None] * new + [d if label is not None else None for d, label in enumerate(ins)]
 
-    def run(situation: Situation) -> Local:
-        local = situation.outs[0].local_shape(situation.rank)
+    def run(context: LocalContext) -> Local:
+        local = context.outs[0].local_shape(context.rank)
         return lambda func, args, kwargs: args[0].expand(local)
 
-    return Ways(index_ways([input], [ins], [out], terms=[[0]]), run=run, fresh=False)
+    return Strategies(index_strategies([input], [ins], [out], terms=[[0]]), run=run, fresh=False)
 
 
 @composite("expand_as", "broadcast_to")
@@ -119,23 +127,25 @@ def _broadcast_tensors(*tensors: Any) -> Any:
 
 
 @rule("view", "reshape", "_unsafe_view")
-def _view(input: Operand, *sizes: Any, shape: Any = None, size: Any = None, dtype: Any = None) -> Decided | Ways | None:
+def _view(
+    input: Operand, *sizes: Any, shape: Any = None, size: Any = None, dtype: Any = None
+) -> MeshStrategy | Strategies | None:
     if dtype is not None or (len(sizes) == 1 and isinstance(sizes[0], torch.dtype)):
         return _view_dtype(input, dtype or sizes[0])
     wanted = sizes or (shape if shape is not None else size)
     return regroup(input, _resolve(_ints(wanted), input.shape))
 
 
-def _view_dtype(input: Operand, dtype: torch.dtype) -> Ways | None:
+def _view_dtype(input: Operand, dtype: torch.dtype) -> Strategies | None:
     """The last dimension changes its size: it stays whole, unless the items are as large as before."""
     labels: list[Any] = list(range(input.ndim))
     if dtype.itemsize != input.dtype.itemsize and labels:
         labels[-1] = None
-    return Ways(index_ways([input], [labels], [labels]), fresh=False)
+    return Strategies(index_strategies([input], [labels], [labels]), fresh=False)
 
 
 @rule("flatten")
-def _flatten(input: Operand, start_dim: int = 0, end_dim: int = -1) -> Decided:
+def _flatten(input: Operand, start_dim: int = 0, end_dim: int = -1) -> MeshStrategy:
     if not input.ndim:
         return regroup(input, (1,))
     first, last = input.dim(start_dim), input.dim(end_dim)
@@ -145,14 +155,14 @@ def _flatten(input: Operand, start_dim: int = 0, end_dim: int = -1) -> Decided:
 
 
 @rule("unflatten")
-def _unflatten(input: Operand, dim: int, sizes: Any) -> Decided:
+def _unflatten(input: Operand, dim: int, sizes: Any) -> MeshStrategy:
     place = input.dim(dim)
     inner = _resolve(tuple(sizes), (input.shape[place],))
     return regroup(input, (*input.shape[:place], *inner, *input.shape[place + 1 :]))
 
 
 @rule("ravel")
-def _ravel(input: Operand) -> Decided:
+def _ravel(input: Operand) -> MeshStrategy:
     return regroup(input, (prod(input.shape),))
 
 
@@ -162,11 +172,11 @@ def _view_as(input: Any, other: Any) -> Any:
 
 
 @rule("view_as", "reshape_as")
-def _alias(input: Operand, other: Operand) -> Decided | None:
+def _alias(input: Operand, other: Operand) -> MeshStrategy | None:
     """Of the same shape: an alias, wherever the other is."""
     if input.shape != other.shape:
         return None
-    return Decided(
+    return MeshStrategy(
         (input.layout, other.layout),
         (input.layout,),
         run=lambda _: lambda func, args, kwargs: args[0].view_as(args[0]),
@@ -183,12 +193,12 @@ def _resolve(shape: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(total // known if size == -1 else size for size in shape)
 
 
-def _as_it_is(input: Operand, run: Local) -> Decided:
+def _as_it_is(input: Operand, run: Local) -> MeshStrategy:
     """Return the way of a call that changes no dimension: nothing moves, whatever the layout."""
-    return Decided((input.layout,), (input.layout,), run=lambda _: run, fresh=False)
+    return MeshStrategy((input.layout,), (input.layout,), run=lambda _: run, fresh=False)
 
 
-def regroup(input: Operand, shape: tuple[int, ...]) -> Decided:
+def regroup(input: Operand, shape: tuple[int, ...]) -> MeshStrategy:
     """A view: within a group of dimensions that are joined or split, the leading one may be cut.
 
     Where another one is, its pieces are exchanged for pieces of a leading one, if one is free. Of several cuts of one
@@ -222,11 +232,11 @@ def regroup(input: Operand, shape: tuple[int, ...]) -> Decided:
     ins = source.replace(placements=placements_in, order=source.order)
     outs = Layout(source.mesh, placements_out, shape, source.order)
 
-    def run(situation: Situation) -> Local:
-        local = situation.outs[0].local_shape(situation.rank)
+    def run(context: LocalContext) -> Local:
+        local = context.outs[0].local_shape(context.rank)
         return lambda func, args, kwargs: args[0].view(local) if func.__name__ == "view" else args[0].reshape(local)
 
-    return Decided((ins,), (outs,), run=run, fresh=False)
+    return MeshStrategy((ins,), (outs,), run=run, fresh=False)
 
 
 def _leading_dims(old: tuple[int, ...], new: tuple[int, ...]) -> dict[int, tuple[int, int, int]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwright.layout import Layout, Placement, Ragged, Region, Shard
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import Op, Rule, composite
-from shardwright.tensor.base.strategy import Local, Operand, Situation, Way
+from shardwright.tensor.base.strategy import Local, LocalContext, Operand, Strategy
 from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.dispatch.arguments import tensors_in
 from shardwright.tensor.dispatch.execute import call_by_rule
@@ -123,19 +123,19 @@ def _kept_cut(layout: Layout, mesh_dim: int, placement: Shard | Ragged, reach: R
 
 
 def with_halo(
-    at: Callable[[int], list[Way]], input: Operand, reaches: Mapping[int, Reach], others: int, outs: int
-) -> Callable[[int], list[Way]]:
-    """Further ways: the first input stays cut along a dimension with neighbours, all other inputs are whole."""
+    at: Callable[[int], list[Strategy]], input: Operand, reaches: Mapping[int, Reach], others: int, outs: int
+) -> Callable[[int], list[Strategy]]:
+    """Further strategies: the first input stays cut along a dimension with neighbours, all other inputs are whole."""
 
-    def extended(mesh_dim: int) -> list[Way]:
-        ways = at(mesh_dim)
+    def extended(mesh_dim: int) -> list[Strategy]:
+        strategies = at(mesh_dim)
         placement = input.layout.placements[mesh_dim]
         if not isinstance(placement, Shard | Ragged) or placement.dim not in reaches:
-            return ways
+            return strategies
         if input.layout.mesh.shape[mesh_dim] == 1:
-            return ways
+            return strategies
         out = _kept_cut(input.layout, mesh_dim, placement, reaches[placement.dim])
-        return ways if out is None else [*ways, Way((placement, *[REPLICATE] * others), (out,) * outs)]
+        return strategies if out is None else [*strategies, Strategy((placement, *[REPLICATE] * others), (out,) * outs)]
 
     return extended
 
@@ -190,19 +190,19 @@ def by_halo(name: str, func: Any, rule: Rule, spatial: int) -> None:
         return call_by_rule(op, False, func, args, kwargs)
 
 
-def empty_results(situation: Situation, *tensors: Tensor) -> Any:
+def empty_results(context: LocalContext, *tensors: Tensor) -> Any:
     """Results of a rank that has nothing to compute: of the right shapes, and functions of the inputs.
 
     The first is of the first input's type, a second one holds places.
     """
-    shapes = [layout.local_shape(situation.rank) for layout in situation.outs]
+    shapes = [layout.local_shape(context.rank) for layout in context.outs]
     first = tensors[0].new_zeros(shapes[0]) + nothing_of(*tensors)
     rest = [torch.zeros(shape, dtype=torch.int64, device=first.device) for shape in shapes[1:]]
     return (first, *rest) if rest else first
 
 
-def or_nothing(situation: Situation) -> Local | None:
+def or_nothing(context: LocalContext) -> Local | None:
     """The same call on local tensors, but where there is nothing to compute: torch refuses most empty tensors."""
-    if all(0 not in layout.local_shape(situation.rank) for layout in situation.outs):
+    if all(0 not in layout.local_shape(context.rank) for layout in context.outs):
         return None
-    return lambda _, args, kwargs: empty_results(situation, *tensors_in((*args, *kwargs.values())))
+    return lambda _, args, kwargs: empty_results(context, *tensors_in((*args, *kwargs.values())))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwright.layout import Layout, Partial, Placement, Ragged, Region, Shard
 from shardwright.tensor.base.gradient_types import REPLICATE, SUM
-from shardwright.tensor.base.strategy import Decided, Local, Operand, Situation
+from shardwright.tensor.base.strategy import Local, LocalContext, MeshStrategy, Operand
 from shardwright.tensor.dispatch.arguments import tensors_in
 from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
 
@@ -59,29 +59,29 @@ def moves(layout: Layout, items: Sequence[Item]) -> bool:
     return any(len(cutting(layout, dim)) > 1 for dim in _touched(layout.shape, [items]))
 
 
-def pick(input: Operand, items: Sequence[Item]) -> Decided:
+def pick(input: Operand, items: Sequence[Item]) -> MeshStrategy:
     """One pick of a tensor."""
     ins, outs, copied = _placed(input, items, _touched(input.shape, [items]))
 
-    def run(situation: Situation) -> Local:
-        index, summed = _locally(situation.ins[0], situation.ins[0].region(situation.rank), items)
+    def run(context: LocalContext) -> Local:
+        index, summed = _locally(context.ins[0], context.ins[0].region(context.rank), items)
         if not summed:
             return lambda _, args, kwargs: first_tensor(args, kwargs)[index]
         if input.dtype == torch.bool:
             return lambda _, args, kwargs: first_tensor(args, kwargs)[index].any(summed)
         return lambda _, args, kwargs: first_tensor(args, kwargs)[index].sum(summed, dtype=input.dtype)
 
-    return Decided((ins,), (outs,), run=run, fresh=False, copied=copied)
+    return MeshStrategy((ins,), (outs,), run=run, fresh=False, copied=copied)
 
 
-def pick_each(input: Operand, picks: Sequence[Sequence[Item]]) -> Decided:
+def pick_each(input: Operand, picks: Sequence[Sequence[Item]]) -> MeshStrategy:
     """Several picks of one tensor, as a tuple; of slices only."""
     touched = _touched(input.shape, picks)
     placed = [_placed(input, items, touched) for items in picks]
 
-    def run(situation: Situation) -> Local:
-        region = situation.ins[0].region(situation.rank)
-        indices = [_locally(situation.ins[0], region, items)[0] for items in picks]
+    def run(context: LocalContext) -> Local:
+        region = context.ins[0].region(context.rank)
+        indices = [_locally(context.ins[0], region, items)[0] for items in picks]
 
         def local(_: Any, args: Any, kwargs: Any) -> Any:
             source = first_tensor(args, kwargs)
@@ -89,7 +89,7 @@ def pick_each(input: Operand, picks: Sequence[Sequence[Item]]) -> Decided:
 
         return local
 
-    return Decided((placed[0][0],), tuple(outs for _, outs, _ in placed), run=run, fresh=False)
+    return MeshStrategy((placed[0][0],), tuple(outs for _, outs, _ in placed), run=run, fresh=False)
 
 
 def _touched(shape: Sequence[int], picks: Sequence[Sequence[Item]]) -> set[int]:

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from shardwright.layout import Ragged
 from shardwright.tensor.base.registry import rule
-from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Way, Ways, index_ways
+from shardwright.tensor.base.strategy import (
+    Labels,
+    Local,
+    LocalContext,
+    Operand,
+    Strategies,
+    Strategy,
+    index_strategies,
+)
 from shardwright.tensor.dispatch.autocast import low_dtype
 from shardwright.tensor.redistribute.halo import widen
 from shardwright.tensor.rules.shared.neighbourhood import (
@@ -96,7 +104,7 @@ def _conv(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> Ways | None:
+) -> Strategies | None:
     dilations = each(dilation, spatial)
     pads = _padded(padding, weight.shape[2:], dilations)
     if pads is None:
@@ -116,14 +124,14 @@ def _conv_transpose(
     output_padding: Any = 0,
     groups: int = 1,
     dilation: Any = 1,
-) -> Ways | None:
+) -> Strategies | None:
     pads = tuple((pad, pad) for pad in each(padding, spatial))
     extra = each(output_padding, spatial)
     how = _How(spatial, True, each(stride, spatial), pads, each(dilation, spatial), groups, extra)
     return _ways(how, halo, input, weight, bias)
 
 
-def _ways(how: _How, halo: bool, input: Operand, weight: Operand, bias: Operand | None) -> Ways | None:
+def _ways(how: _How, halo: bool, input: Operand, weight: Operand, bias: Operand | None) -> Strategies | None:
     numbers = (how.stride, how.pads, how.dilation, how.output_padding)
     if any(len(each_one) != how.spatial for each_one in numbers) or 0 in (*how.stride, *weight.shape):
         return None  # torch says what is wrong with it
@@ -143,24 +151,24 @@ def _ways(how: _How, halo: bool, input: Operand, weight: Operand, bias: Operand 
     operands = [operand for operand in (input, weight, bias) if operand is not None]
     out: Labels = [*batch, out_of, *places]
     terms = [[0, 1], [2]][: len(operands) - 1]
-    at = index_ways(operands, ins[: len(operands)], [out], terms=terms, whole={"within"})
+    at = index_strategies(operands, ins[: len(operands)], [out], terms=terms, whole={"within"})
     if how.groups > 1:
         at = _whole_groups(at, how, input, weight, len(batch))
     if halo:
         at = with_halo(at, input, reaches, len(operands) - 1, 1)
-    return Ways(at, run=partial(_local, how, reaches))
+    return Strategies(at, run=partial(_local, how, reaches))
 
 
 def _whole_groups(at: Any, how: _How, input: Operand, weight: Operand, channel: int) -> Any:
-    """Only ways in which every rank has whole groups, of inputs and of outputs."""
+    """Only strategies in which every rank has whole groups, of inputs and of outputs."""
     single = (input.shape[channel], *weight.shape[:2]) == (how.groups, how.groups, 1)
     divides = how.groups % input.layout.mesh.size == 0
 
-    def filtered(mesh_dim: int) -> list[Way]:
+    def filtered(mesh_dim: int) -> list[Strategy]:
         return [
-            way
-            for way in at(mesh_dim)
-            if not way.ins[0].is_shard(channel) or single or (divides and not isinstance(way.ins[0], Ragged))
+            strategy
+            for strategy in at(mesh_dim)
+            if not strategy.ins[0].is_shard(channel) or single or (divides and not isinstance(strategy.ins[0], Ragged))
         ]
 
     return filtered
@@ -170,18 +178,18 @@ def _operands(input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any
     return input, weight, bias
 
 
-def _local(how: _How, reaches: dict[int, Reach], situation: Situation) -> Local | None:
+def _local(how: _How, reaches: dict[int, Reach], context: LocalContext) -> Local | None:
     """torch's own call, but where rows are borrowed, groups are fewer, or there is nothing to compute."""
-    source, rank = situation.ins[0], situation.rank
-    shape = situation.outs[0].local_shape(rank)
+    source, rank = context.ins[0], context.rank
+    shape = context.outs[0].local_shape(rank)
     first = source.ndim - how.spatial
-    is_empty = 0 in shape or any(0 in layout.local_shape(rank) for layout in situation.ins)
+    is_empty = 0 in shape or any(0 in layout.local_shape(rank) for layout in context.ins)
     cut = where_cut(source, reaches)
     groups_cut = how.groups > 1 and bool(source.cut_by(first - 1))
     if not (is_empty or cut or groups_cut):
         return None
-    halo = halo_of(source, situation.outs[0], reaches) if cut else None
-    pieces = pieces_on(source, situation.outs[0], reaches, rank)
+    halo = halo_of(source, context.outs[0], reaches) if cut else None
+    pieces = pieces_on(source, context.outs[0], reaches, rank)
     name = f"conv{'_transpose' * how.transposed}{how.spatial}d"
 
     def local(_: Any, args: Any, kwargs: Any) -> Tensor:

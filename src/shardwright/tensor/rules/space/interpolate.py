@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwright.tensor.base.registry import rule
-from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.strategy import Labels, Local, LocalContext, Operand, Strategies, index_strategies
 from shardwright.tensor.redistribute.halo import widen
 from shardwright.tensor.rules.shared.neighbourhood import (
     Reach,
@@ -71,16 +71,16 @@ _WHOLE = [name for name in _BLURRING if hasattr(torch._C._nn, name)]
 
 def _resized(
     name: str, spatial: int, neighbours: int, corners: bool, halo: bool, input: Operand, *args: Any, **named: Any
-) -> Ways:
+) -> Strategies:
     labels: Labels = [0, 1, *[None] * spatial]
     linear = input.dtype.is_floating_point or not neighbours  # a blend of whole numbers is rounded
-    at = index_ways([input], [labels], [labels], terms=[[0]] if linear else None, reduction=None)
+    at = index_strategies([input], [labels], [labels], terms=[[0]] if linear else None, reduction=None)
     if not halo:
-        return Ways(at, run=or_nothing)
+        return Strategies(at, run=or_nothing)
     sizes, scales, aligned = _numbers(spatial, corners, *args, **named)
     reaches = {} if aligned else _enlarged(input, sizes, scales, neighbours)
     options = (False,) if corners else ()
-    return Ways(with_halo(at, input, reaches, 0, 1), run=partial(_local, name, reaches, options, scales))
+    return Strategies(with_halo(at, input, reaches, 0, 1), run=partial(_local, name, reaches, options, scales))
 
 
 def _numbers(
@@ -117,27 +117,27 @@ def _enlarged(input: Operand, sizes: Any, scales: tuple[float | None, ...], neig
     return found
 
 
-def _local(name: str, reaches: dict[int, Reach], options: Any, scales: Any, situation: Situation) -> Local | None:
+def _local(name: str, reaches: dict[int, Reach], options: Any, scales: Any, context: LocalContext) -> Local | None:
     """torch's own call on the window, of which what comes from neighbours alone is dropped."""
-    source, rank = situation.ins[0], situation.rank
+    source, rank = context.ins[0], context.rank
     if not where_cut(source, reaches):
-        return or_nothing(situation)
-    halo = halo_of(source, situation.outs[0], reaches)
-    pieces = pieces_on(source, situation.outs[0], reaches, rank)
-    is_empty = 0 in situation.outs[0].local_shape(rank)
+        return or_nothing(context)
+    halo = halo_of(source, context.outs[0], reaches)
+    pieces = pieces_on(source, context.outs[0], reaches, rank)
+    is_empty = 0 in context.outs[0].local_shape(rank)
     resize = getattr(torch.ops.aten, name).default
 
     def local(_: Any, args: Any, kwargs: Any) -> Tensor:
         x = widen(first_tensor(args, kwargs), halo, name)
         if is_empty:
-            result: Tensor = empty_results(situation, x)
+            result: Tensor = empty_results(context, x)
             return result
-        wanted = list(situation.outs[0].shape[2:])
+        wanted = list(context.outs[0].shape[2:])
         for dim in pieces:
-            wanted[dim - 2] = x.shape[dim] * (situation.outs[0].shape[dim] // source.shape[dim])
+            wanted[dim - 2] = x.shape[dim] * (context.outs[0].shape[dim] // source.shape[dim])
         result = resize(x, wanted, *options, *scales)
         for dim, piece in pieces.items():
-            times = situation.outs[0].shape[dim] // source.shape[dim]
+            times = context.outs[0].shape[dim] // source.shape[dim]
             result = result.narrow(dim, piece.out[0] - piece.window[0] * times, piece.out[1] - piece.out[0])
         return result.contiguous()
 
@@ -156,23 +156,27 @@ for _name in _WHOLE:
 
 
 @rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
-def _grid_sampler(input: Operand, grid: Operand, *_: Any, **__: Any) -> Ways:
+def _grid_sampler(input: Operand, grid: Operand, *_: Any, **__: Any) -> Strategies:
     """Every place of the grid is sampled for itself, of an image that is whole."""
     places = list(range(2, input.ndim))
     ins: list[Labels] = [["n", "c", *[None] * len(places)], ["n", *places, None]]
-    return Ways(index_ways([input, grid], ins, [["n", "c", *places]], terms=[[0]], reduction=None), run=or_nothing)
+    return Strategies(
+        index_strategies([input, grid], ins, [["n", "c", *places]], terms=[[0]], reduction=None), run=or_nothing
+    )
 
 
 @rule("affine_grid_generator")
-def _affine_grid(theta: Operand, size: Any, align_corners: bool) -> Ways:
-    ways = index_ways([theta], [[0, None, None]], [[0, *[None] * (len(size) - 1)]], terms=[[0]], reduction=None)
+def _affine_grid(theta: Operand, size: Any, align_corners: bool) -> Strategies:
+    strategies = index_strategies(
+        [theta], [[0, None, None]], [[0, *[None] * (len(size) - 1)]], terms=[[0]], reduction=None
+    )
 
-    def run(situation: Situation) -> Local | None:
-        images = situation.outs[0].local_shape(situation.rank)[0]
+    def run(context: LocalContext) -> Local | None:
+        images = context.outs[0].local_shape(context.rank)[0]
         if images == 0:
-            return or_nothing(situation)
+            return or_nothing(context)
         return lambda _, args, kwargs: torch.affine_grid_generator(
             first_tensor(args, kwargs), [images, *size[1:]], align_corners
         )
 
-    return Ways(ways, run=run)
+    return Strategies(strategies, run=run)

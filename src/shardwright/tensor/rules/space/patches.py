@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwright.layout import Ragged, Shard
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Labels, Operand, Way, Ways, index_ways
+from shardwright.tensor.base.strategy import Labels, Operand, Strategies, Strategy, index_strategies
 from shardwright.tensor.rules.shared.neighbourhood import each, or_nothing
 from shardwright.tensor.rules.shared.pick import cutting
 from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
@@ -15,10 +15,10 @@ from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
 __all__: list[str] = []
 
 
-def _images(input: Operand, *_: Any, **__: Any) -> Ways:
+def _images(input: Operand, *_: Any, **__: Any) -> Strategies:
     """Whatever comes before channels and space is independent."""
     labels: Labels = [*range(input.ndim - 3), *[None] * 3]
-    return Ways(index_ways([input], [labels], [labels], terms=[[0]], reduction=None), run=or_nothing)
+    return Strategies(index_strategies([input], [labels], [labels], terms=[[0]], reduction=None), run=or_nothing)
 
 
 rule("pixel_shuffle", "pixel_unshuffle")(_images)
@@ -54,19 +54,19 @@ def _pixel_unshuffle(input: Any, downscale_factor: int) -> Any:
 
 
 @rule("channel_shuffle", "native_channel_shuffle")
-def _channel_shuffle(input: Operand, groups: int) -> Ways:
+def _channel_shuffle(input: Operand, groups: int) -> Strategies:
     del groups
     labels: Labels = [None if d == 1 else d for d in range(input.ndim)]
-    return Ways(index_ways([input], [labels], [labels], terms=[[0]], reduction=None), run=or_nothing)
+    return Strategies(index_strategies([input], [labels], [labels], terms=[[0]], reduction=None), run=or_nothing)
 
 
-def _channelwise(input: Operand, lead: int, out_ndim: int, fewer: int, more: int) -> Ways:
+def _channelwise(input: Operand, lead: int, out_ndim: int, fewer: int, more: int) -> Strategies:
     """Batch and channels are independent; `fewer` rows of the input's channel dimension become `more` of the output's.
 
     So channels stay cut where a piece holds whole channels.
     """
     batch = list(range(lead))
-    at = index_ways(
+    at = index_strategies(
         [input],
         [[*batch, *[None] * (input.ndim - lead)]],
         [[*batch, *[None] * (out_ndim - lead)]],
@@ -74,7 +74,7 @@ def _channelwise(input: Operand, lead: int, out_ndim: int, fewer: int, more: int
         reduction=None,
     )
 
-    def extended(mesh_dim: int) -> list[Way]:
+    def extended(mesh_dim: int) -> list[Strategy]:
         placement, ranks = input.layout.placements[mesh_dim], input.layout.mesh.shape[mesh_dim]
         if not isinstance(placement, Shard | Ragged) or cutting(input.layout, lead) != (mesh_dim,):
             return at(mesh_dim)
@@ -82,17 +82,17 @@ def _channelwise(input: Operand, lead: int, out_ndim: int, fewer: int, more: int
         if (pieces % fewer).any():
             return at(mesh_dim)
         sizes = tuple((pieces // fewer * more).tolist())
-        return [*at(mesh_dim), Way((placement,), (evenly(lead, sizes, sum(sizes), ranks),))]
+        return [*at(mesh_dim), Strategy((placement,), (evenly(lead, sizes, sum(sizes), ranks),))]
 
-    return Ways(extended, run=or_nothing)
+    return Strategies(extended, run=or_nothing)
 
 
 @rule("im2col")
-def _im2col(input: Operand, kernel_size: Any, *_: Any, **__: Any) -> Ways:
+def _im2col(input: Operand, kernel_size: Any, *_: Any, **__: Any) -> Strategies:
     return _channelwise(input, input.ndim - 3, input.ndim - 1, 1, prod(each(kernel_size, 2)))
 
 
 @rule("col2im")
-def _col2im(input: Operand, output_size: Any, kernel_size: Any, *_: Any, **__: Any) -> Ways:
+def _col2im(input: Operand, output_size: Any, kernel_size: Any, *_: Any, **__: Any) -> Strategies:
     del output_size
     return _channelwise(input, input.ndim - 2, input.ndim + 1, prod(each(kernel_size, 2)), 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwright.layout import Layout
 from shardwright.tensor.base.registry import composite, rule
-from shardwright.tensor.base.strategy import Labels, Local, Operand, Situation, Ways, index_ways
+from shardwright.tensor.base.strategy import Labels, Local, LocalContext, Operand, Strategies, index_strategies
 from shardwright.tensor.redistribute.halo import widen
 from shardwright.tensor.rules.shared.neighbourhood import (
     Piece,
@@ -82,7 +82,7 @@ def _avg_pool(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
-) -> Ways | None:
+) -> Strategies | None:
     kernel = each(kernel_size, spatial)
     extra: dict[str, Any] = {"count_include_pad": count_include_pad}
     if divisor_override is not None:
@@ -103,7 +103,7 @@ def _max_pool(
     dilation: Any = 1,
     ceil_mode: bool = False,
     return_indices: bool = False,
-) -> Ways | None:
+) -> Strategies | None:
     del return_indices  # the name of the operator says it
     kernel = each(kernel_size, spatial)
     steps = each(stride, spatial) if stride or stride == 0 else kernel
@@ -111,7 +111,7 @@ def _max_pool(
     return _ways(how, halo, input)
 
 
-def _ways(how: _How, halo: bool, input: Operand) -> Ways | None:
+def _ways(how: _How, halo: bool, input: Operand) -> Strategies | None:
     first = input.ndim - how.spatial
     numbers = (how.kernel, how.stride, how.padding, how.dilation)
     if first not in (1, 2) or 0 in how.stride or any(len(each_one) != how.spatial for each_one in numbers):
@@ -120,27 +120,29 @@ def _ways(how: _How, halo: bool, input: Operand) -> Ways | None:
     alone = [d for d, reach in reaches.items() if (reach.kernel, reach.stride, reach.before) == (1, 1, 0)]
     labels: Labels = [d if d < first or (d in alone and not how.indices) else None for d in range(input.ndim)]
     outs = 2 if how.indices else 1
-    at = index_ways([input], [labels], [labels] * outs, terms=[[0]] if how.kind == "avg" else None, reduction=None)
+    at = index_strategies(
+        [input], [labels], [labels] * outs, terms=[[0]] if how.kind == "avg" else None, reduction=None
+    )
     near: dict[int, Reach] = {d: reach for d, reach in reaches.items() if labels[d] is None}
     if halo and not any(how.dilation[d] > 1 and how.padding[d] for d in range(how.spatial)):
         at = with_halo(at, input, near, 0, outs)
-    return Ways(at, run=partial(_local, how, near))
+    return Strategies(at, run=partial(_local, how, near))
 
 
-def _local(how: _How, reaches: dict[int, Reach], situation: Situation) -> Local | None:
+def _local(how: _How, reaches: dict[int, Reach], context: LocalContext) -> Local | None:
     """torch's own call, but where rows are borrowed, or there is nothing to compute."""
-    source, rank = situation.ins[0], situation.rank
+    source, rank = context.ins[0], context.rank
     if not where_cut(source, reaches):
-        return or_nothing(situation)
-    halo = halo_of(source, situation.outs[0], reaches)
-    pieces = pieces_on(source, situation.outs[0], reaches, rank)
-    is_empty = 0 in situation.outs[0].local_shape(rank)
+        return or_nothing(context)
+    halo = halo_of(source, context.outs[0], reaches)
+    pieces = pieces_on(source, context.outs[0], reaches, rank)
+    is_empty = 0 in context.outs[0].local_shape(rank)
     name = f"{how.kind}_pool{how.spatial}d"
 
     def local(_: Any, args: Any, kwargs: Any) -> Any:
         x = widen(first_tensor(args, kwargs), halo, name)
         if is_empty:
-            return empty_results(situation, x)
+            return empty_results(context, x)
         return _pool(how, pieces, source, x)
 
     return local
@@ -198,7 +200,7 @@ def _in_whole(places: Tensor, sizes: Sequence[int], offsets: Sequence[int], whol
 
 def _adaptive(
     spatial: int, results: int, linear: bool, input: Operand, output_size: Any, **options: Any
-) -> Ways | None:
+) -> Strategies | None:
     """Batch and channels are independent, and places that stay as they are; the rest of space is whole."""
     outs = 1 if options.get("return_indices") is False else results  # torch's own always give the places
     first = input.ndim - spatial
@@ -207,15 +209,15 @@ def _adaptive(
         return None  # torch says what is wrong with it
     kept = [first + d for d, size in enumerate(wanted) if outs == 1 and size in (None, input.shape[first + d])]
     labels: Labels = [d if d < first or d in kept else None for d in range(input.ndim)]
-    at = index_ways([input], [labels], [labels] * outs, terms=[[0]] if linear else None, reduction=None)
+    at = index_strategies([input], [labels], [labels] * outs, terms=[[0]] if linear else None, reduction=None)
 
-    def run(situation: Situation) -> Local | None:
-        shape = situation.outs[0].local_shape(situation.rank)
-        if 0 in shape or not any(situation.ins[0].cut_by(d) for d in kept):
-            return or_nothing(situation)
+    def run(context: LocalContext) -> Local | None:
+        shape = context.outs[0].local_shape(context.rank)
+        if 0 in shape or not any(context.ins[0].cut_by(d) for d in kept):
+            return or_nothing(context)
         return lambda func, args, kwargs: func(first_tensor(args, kwargs), shape[first:], **options)
 
-    return Ways(at, run=run)
+    return Strategies(at, run=run)
 
 
 def _window(input: Any, output_size: Any, spatial: int) -> list[int] | None:
@@ -255,22 +257,22 @@ def _adaptive_max(spatial: int, input: Any, output_size: Any, return_indices: bo
     return _POOLS["max"][spatial - 1](input, window, return_indices=return_indices is not False)
 
 
-def _unpool(spatial: int, input: Operand, indices: Operand, *_: Any, **__: Any) -> Ways:
+def _unpool(spatial: int, input: Operand, indices: Operand, *_: Any, **__: Any) -> Strategies:
     labels = [d if d < input.ndim - spatial else None for d in range(input.ndim)]
-    at = index_ways([input, indices], [labels, labels], [labels], terms=[[0]], reduction=None)
-    return Ways(at, run=or_nothing)
+    at = index_strategies([input, indices], [labels, labels], [labels], terms=[[0]], reduction=None)
+    return Strategies(at, run=or_nothing)
 
 
 @rule("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward")
-def _max_pool_backward(grad_output: Operand, self: Operand, *numbers: Any, **named: Any) -> Ways:
+def _max_pool_backward(grad_output: Operand, self: Operand, *numbers: Any, **named: Any) -> Strategies:
     indices = next(value for value in (*numbers, *named.values()) if isinstance(value, Operand))
     spatial = 2 if self.ndim < 5 else 3
     labels = [d if d < self.ndim - spatial else None for d in range(self.ndim)]
-    at = index_ways([grad_output, self, indices], [labels] * 3, [labels], terms=[[0]], reduction=None)
-    return Ways(at, run=or_nothing)
+    at = index_strategies([grad_output, self, indices], [labels] * 3, [labels], terms=[[0]], reduction=None)
+    return Strategies(at, run=or_nothing)
 
 
-def _fractional(spatial: int, input: Operand, *numbers: Any, **named: Any) -> Ways | None:
+def _fractional(spatial: int, input: Operand, *numbers: Any, **named: Any) -> Strategies | None:
     """With given random samples, one set per image and channel."""
     samples = numbers[-1] if numbers else None
     if named or not isinstance(samples, Operand):
@@ -279,7 +281,7 @@ def _fractional(spatial: int, input: Operand, *numbers: Any, **named: Any) -> Wa
     labels: Labels = [*leading, *[None] * spatial]
     # Without a batch, the samples have one of 1.
     drawn: Labels = [*[None] * (2 - len(leading)), *leading, None]
-    return Ways(index_ways([input, samples], [labels, drawn], [labels] * 2, reduction=None), run=or_nothing)
+    return Strategies(index_strategies([input, samples], [labels, drawn], [labels] * 2, reduction=None), run=or_nothing)
 
 
 def _without_indices(spatial: int, input: Any, *args: Any, **options: Any) -> Any:
