@@ -52,14 +52,17 @@ class Reply(NamedTuple):
 
 @final
 class Beacon:
-    """Answers other ranks from a thread, with what `describe(rank that asks)` returns at that moment."""
+    """Answers other ranks from a thread, with what `describe(rank that asks)` returns at that moment.
 
-    def __init__(self, store: Store, key: str, describe: Callable[[int], dict[str, Any]]) -> None:
+    Those who ask must know the token, 16 bytes in hexadecimal, which stands in the store.
+    """
+
+    def __init__(self, store: Store, key: str, describe: Callable[[int], dict[str, Any]], token: str = "") -> None:
         self._listener = listener(backlog=128)
         self._wake, self._woken = socket.socketpair()
         for sock in (self._wake, self._woken):
             close_in_children(sock)
-        self.token = secrets.token_hex(16)
+        self._token = token or secrets.token_hex(16)
         self._describe = describe
         bound, port = self._listener.getsockname()[:2]
         place = {
@@ -67,7 +70,7 @@ class Beacon:
             "bound": bound,
             "addresses": addresses(),
             "port": port,
-            "token": self.token,
+            "token": self._token,
         }
         store.set(key, json.dumps(place))
         self._thread = threading.Thread(target=self._serve, name="shardwright beacon", daemon=True)
@@ -101,7 +104,7 @@ class Beacon:
                 return
             request += part
         token, rank = _REQUEST.unpack(request)
-        if token.hex() == self.token:
+        if token.hex() == self._token:
             sock.sendall(json.dumps(self._describe(rank)).encode())
 
 

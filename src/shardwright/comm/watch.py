@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import threading
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch.distributed as dist
 
-from shardwright.comm.beacon import Beacon, Reply, State, ask
+from shardwright.comm.beacon import Beacon, Reply, State
 from shardwright.comm.group import Group, known_groups, on_enter, on_forget
 from shardwright.comm.leaving import break_off, leaving
 from shardwright.comm.losses import inform
+from shardwright.comm.peers import ANSWER, Peers, beacon_key, names
 from shardwright.comm.stores import STORE_SECONDS, within
 from shardwright.comm.timeout import default_timeout
 from shardwright.comm.waits import line_of, main_line, threads, waiting
@@ -38,9 +40,7 @@ _TICK = 1.0  # seconds between two looks
 _PATIENCE = 2.0  # seconds of waiting before others are asked
 _PAUSE = 2.0  # seconds between two questions, growing to _PAUSE_MOST
 _PAUSE_MOST = 10.0
-_ANSWER = 3.0  # seconds for an answer
 _SIGN = 1.0  # seconds for a connection, which shows that a process is there
-_FORGOTTEN = 60.0  # seconds without a question after which an earlier failure to reach a rank no longer counts
 _TRIES = 3  # questions after a failure
 _VERDICT = "shardwright/verdict"  # in the store
 _MOST_ASKED = 32  # ranks asked at once, where it is not known for whom this rank waits
@@ -80,10 +80,9 @@ class Watch:
         self._earlier_verdict = ""
         self._process_group = everyone.process_group
         self._earlier_verdict = self._read_verdict()  # of a world that had the same store: not about this one
-        self._beacon = Beacon(self._store, self._key(self.rank), self._describe)
-        self.stamp = self._beacon.token
-        self._places: dict[int, dict[str, Any]] = {}
-        self._unreachable: dict[int, tuple[float, float]] = {}  # since when, and when it was last asked
+        self._peers = Peers(store, self.rank)
+        self.stamp = secrets.token_hex(16)
+        self._beacon = Beacon(store, beacon_key(self.rank), self._describe, self.stamp)
         self._seen: dict[int, tuple[int, float, float, float]] = {}  # by thread: wait, since, next question, pause
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwright watch", daemon=True)
@@ -93,10 +92,10 @@ class Watch:
         """Stop watching and answering; others who ask are told whether the process ends."""
         self._stop.set()
         note = {"ended": leaving.is_set(), "token": self.stamp}
-        within(STORE_SECONDS, lambda: self._store.set(self._key(self.rank), json.dumps(note)))
+        within(STORE_SECONDS, lambda: self._store.set(beacon_key(self.rank), json.dumps(note)))
         self._beacon.close()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_ANSWER)
+            self._thread.join(ANSWER)
 
     def why(self, group: Group, peer: int | None) -> CommError | None:
         """Return the reason why a collective has failed on this rank, if this or another rank knows it."""
@@ -105,12 +104,12 @@ class Watch:
         for _ in range(_TRIES):
             if self.verdict is not None:
                 break
-            found = self._ask(others[:_MOST_ASKED])
+            found = self._peers.ask(others[:_MOST_ASKED])
             self._adopt(found.values())
             # It has failed. A third rank that has come to its end in good order is not the reason.
-            ended = self._ended(found, finished=found if peer is None else (others[0],))
+            ended = self._peers.ended(found, finished=found if peer is None else (others[0],))
             if self.verdict is None and ended:
-                self._settle(RankLostError(self._ended_text(ended), ended))
+                self._settle(RankLostError(self._peers.ended_text(ended), ended))
             elif all(reply.state is not State.SILENT for reply in found.values()):
                 break  # else one of them may be about to end
         return self.verdict
@@ -120,24 +119,24 @@ class Watch:
 
         For one who waits for them to come: a rank that has ended in good order does not come any more either.
         """
-        found = self._ask(list(ranks)[:_MOST_ASKED], timeout=_SIGN)
-        ended = self._ended(found, finished=found)
+        found = self._peers.ask(list(ranks)[:_MOST_ASKED], timeout=_SIGN)
+        ended = self._peers.ended(found, finished=found)
         if ended:
-            return RankLostError(self._ended_text(ended), ended)
-        lost = self._lost_for_long(found)
+            return RankLostError(self._peers.ended_text(ended), ended)
+        lost = self._peers.lost_for_long(found)
         return RankLostError(_unreachable_text(lost), lost) if lost else None
 
     def still_stands(self, rank: int, stamp: str) -> bool:
         """Return whether what a rank wrote in the store with this stamp was written in the world it is in now."""
-        reply = self._ask([rank], timeout=_SIGN)[rank]
+        reply = self._peers.ask([rank], timeout=_SIGN)[rank]
         if reply.state is State.ENDED:
-            return bool(self._places[rank].get("token") == stamp)
+            return self._peers.token(rank) == stamp
         return reply.state is State.HERE and reply.body["stamp"] == stamp
 
     def where(self, group: Group) -> str:
         """Return a text that says where the other ranks of a group are."""
         others = [rank for rank in group.ranks if rank != self.rank][:_MOST_ASKED]
-        return "".join(f"\n  {_place_text(rank, reply)}" for rank, reply in sorted(self._ask(others).items()))
+        return "".join(f"\n  {_place_text(rank, reply)}" for rank, reply in sorted(self._peers.ask(others).items()))
 
     # What other ranks are told
 
@@ -187,6 +186,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop.wait(_TICK):
+            self._peers.meet(known_groups())
             for thread, pending in list(waiting.items()):
                 self._look(thread, pending)
             for thread in self._seen.keys() - waiting.keys():
@@ -211,20 +211,20 @@ class Watch:
     def _inquire(self, wait: _Wait) -> CommError | None:
         """Return why the wait can never end, if that is certain."""
         asked = [wait.peer] if wait.peer is not None else [rank for rank in wait.ranks if rank != self.rank]
-        found = self._ask(asked[:_MOST_ASKED])
+        found = self._peers.ask(asked[:_MOST_ASKED])
         self._adopt(found.values())
         if self.verdict is not None:
             return self.verdict
-        lost = self._lost_for_long(found)
+        lost = self._peers.lost_for_long(found)
         if lost:
             return RankLostError(_unreachable_text(lost), lost)
         # A backend does not say for whom it waits: a rank that has come to its end may have done its part before.
-        ended = self._ended(found, finished=() if wait.peer is None else (wait.peer,))
+        ended = self._peers.ended(found, finished=() if wait.peer is None else (wait.peer,))
         if ended:
             # What it has sent before may be on its way: this is certain if this rank still waits after a while.
             if self._stop.wait(_PATIENCE) or not self._still(wait):
                 return None
-            return RankLostError(self._ended_text(ended), ended)
+            return RankLostError(self._peers.ended_text(ended), ended)
         first = self._chain(wait)
         if isinstance(first, CommError) or first is None:
             return first
@@ -240,7 +240,7 @@ class Watch:
         chain = [wait]
         while (peer := chain[-1].peer) is not None:
             last = chain[-1]
-            body = self._describe(last.rank) if peer == self.rank else self._ask([peer], last.rank)[peer].body
+            body = self._describe(last.rank) if peer == self.rank else self._peers.ask([peer], last.rank)[peer].body
             if not body or body["threads"] > 1:
                 return None  # another thread may come to it
             there = body["groups"].get(last.group)
@@ -263,34 +263,6 @@ class Watch:
 
     # Asking
 
-    def _ask(self, ranks: Iterable[int], asker: int | None = None, timeout: float = _ANSWER) -> dict[int, Reply]:
-        ranks = list(ranks)
-        self._find([rank for rank in ranks if rank not in self._places])
-        known = {rank: place for rank in ranks if "port" in (place := self._places.get(rank, {}))}
-        found = ask(known, self.rank if asker is None else asker, timeout)
-        refused = [rank for rank, reply in found.items() if reply.state is State.ENDED]
-        if refused:
-            # It may have opened another door since, or closed this one without ending.
-            self._find(refused)
-            for rank in refused:
-                now = self._places[rank]
-                if now != known[rank] and not now.get("ended"):
-                    found[rank] = Reply(State.UNKNOWN, {})
-        for rank in ranks:
-            if rank not in found:
-                gone = self._places.get(rank, {}).get("ended", False)
-                found[rank] = Reply(State.ENDED if gone else State.UNKNOWN, {})
-        return found
-
-    def _find(self, ranks: list[int]) -> None:
-        """Read from the store where ranks can be asked."""
-
-        def read() -> list[tuple[int, bytes]]:
-            return [(rank, self._store.get(self._key(rank))) for rank in ranks if self._store.check([self._key(rank)])]
-
-        for rank, note in within(STORE_SECONDS, read) or ():
-            self._places[rank] = json.loads(note)
-
     def _adopt(self, replies: Iterable[Reply]) -> None:
         """Take over what another rank has found out, if it has."""
         notes = [reply.body["verdict"] for reply in replies if reply.body.get("verdict")]
@@ -312,37 +284,6 @@ class Watch:
             STORE_SECONDS, lambda: self._store.get(_VERDICT) if self._store.check([_VERDICT]) else b""
         )
         return self._earlier_verdict if noted is None else noted.decode()
-
-    def _lost_for_long(self, found: dict[int, Reply]) -> tuple[int, ...]:
-        """Return those of the ranks just asked that could not be reached for the timeout, whenever they were asked."""
-        now = time.monotonic()
-        lost = []
-        for rank, reply in found.items():
-            if reply.state is not State.UNREACHABLE:
-                self._unreachable.pop(rank, None)
-                continue
-            since, asked = self._unreachable.get(rank, (now - _ANSWER, now))
-            if now - asked > _FORGOTTEN:
-                since = now - _ANSWER  # nobody has asked in between: it may have been there
-            self._unreachable[rank] = (since, now)
-            if now - since > default_timeout():
-                lost.append(rank)
-        return tuple(sorted(lost))
-
-    def _ended(self, found: dict[int, Reply], finished: Container[int]) -> tuple[int, ...]:
-        """Return the ranks that have ended; those that ended in good order only if they are in `finished`."""
-        gone = (rank for rank, reply in found.items() if reply.state is State.ENDED)
-        return tuple(sorted(rank for rank in gone if rank in finished or not self._places.get(rank, {}).get("ended")))
-
-    def _ended_text(self, ranks: tuple[int, ...]) -> str:
-        finished = [rank for rank in ranks if self._places.get(rank, {}).get("ended")]
-        how = "has come to its end" if finished else "has ended: it was killed, or has left without a word"
-        if len(ranks) > 1:
-            how = how.replace("has", "have", 1).replace("its end", "their ends")
-        return f"{_ranks(ranks)} {how}"
-
-    def _key(self, rank: int) -> str:
-        return f"shardwright/beacon/{rank}"
 
 
 def _name(group: Group) -> str:
@@ -392,11 +333,7 @@ def _different(who: str) -> str:
 
 
 def _unreachable_text(ranks: tuple[int, ...]) -> str:
-    return f"{_ranks(ranks)} could not be reached for {default_timeout():g} s: the host or its network is down"
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"{names(ranks)} could not be reached for {default_timeout():g} s: the host or its network is down"
 
 
 def _as_note(verdict: CommError) -> dict[str, Any]:
