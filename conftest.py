@@ -20,9 +20,6 @@ for found in pkgutil.walk_packages(shardwright.__path__, "shardwright."):
     if found.ispkg:
         importlib.import_module(found.name)
 
-# A command, run by its name alone: imported, it would take the place of the function `shardwright.testing.prove`.
-collect_ignore = ["src/shardwright/testing/prove.py"]
-
 # `make test` tries the same examples every time; `make test-full` tries new ones, many more.
 settings.register_profile("default", max_examples=25, derandomize=True, deadline=None)
 settings.register_profile("full", max_examples=1000, deadline=None, print_blob=True)

@@ -111,8 +111,8 @@ def metadata_round(size: tuple[int, int], source: Callable[[], Any], target: Cal
     wanted = timed("its build_metadata", lambda: other.build_metadata(torch.Size(size), properties))
     timed("its validate", wanted.validate)
     wanted_table = timed("its table", lambda: wanted.table(owner))
-    moves = timed("the moves of all ranks", lambda: sharded.moves_between(table, wanted_table))
-    timed("the moves of one rank", lambda: sharded.moves_of(table, wanted_table, 7))
+    moves = timed("the moves of all ranks", lambda: sharded.plan_transfer(table, wanted_table))
+    timed("the moves of one rank", lambda: sharded.plan_transfer_for_rank(table, wanted_table, 7))
     return str(moves)
 
 

@@ -15,7 +15,7 @@ from transformer import Transformer
 
 import shardwright as sw
 from shardwright import comm
-from shardwright.layout import picture
+from shardwright.tensor import picture
 from shardwright.tensor.redistribute import plan
 
 STEPS = 6

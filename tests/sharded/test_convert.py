@@ -125,11 +125,13 @@ def test_any_shards_become_any_dtensor_and_any_dtensor_any_shards(cases: list[tu
 def test_every_rank_lists_its_own_part_of_the_same_moves_from_replicas(layout: Layout, other: Layout) -> None:
     source = layout.table()
     target = Layout(other.mesh, [Replicate()] * other.mesh.ndim, layout.shape).table()
-    every = sharded.moves_between(source, target)
+    every = sharded.plan_transfer(source, target)
     rows = list(zip(*(column.tolist() for column in every), strict=True))
     assert len({(row[1], tuple(row[4])) for row in rows}) == len(rows), "a box comes twice"
     for rank in {*source.ranks.tolist(), *target.ranks.tolist()}:
-        own = list(zip(*(column.tolist() for column in sharded.moves_of(source, target, rank)), strict=True))
+        own = list(
+            zip(*(column.tolist() for column in sharded.plan_transfer_for_rank(source, target, rank)), strict=True)
+        )
         assert own == [row for row in rows if rank in row[2:4]]
         held = [layout.region(rank)] if rank in layout.mesh else []
         wanted = [Region.whole(layout.shape)] if rank in other.mesh else []
@@ -139,7 +141,7 @@ def test_every_rank_lists_its_own_part_of_the_same_moves_from_replicas(layout: L
 def test_replicas_take_turns_to_give() -> None:
     source = Layout(Mesh((4,)), [Replicate()], (6,)).table()
     target = Layout(Mesh((8,)), [Replicate()], (6,)).table()
-    moves = sharded.moves_between(source, target)
+    moves = sharded.plan_transfer(source, target)
     away = moves.senders != moves.receivers
     assert sorted(moves.senders[away].tolist()) == [0, 1, 2, 3]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tilings import random_tiling
 
 from shardwright.layout import RegionTable
-from shardwright.sharded import ShardedTensorMetadata, moves_between, moves_of
+from shardwright.sharded import ShardedTensorMetadata, plan_transfer, plan_transfer_for_rank
 
 RANKS = 5
 
@@ -32,7 +32,7 @@ def held(regions: RegionTable, shape: list[int], what: np.ndarray) -> np.ndarray
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 8), min_size=1, max_size=3))
 def test_moves_carry_every_element_once_from_its_shard_to_its_shard(seed: int, shape: list[int]) -> None:
     source, target = table(seed, shape), table(seed + 1, shape)
-    moves = moves_between(source, target)
+    moves = plan_transfer(source, target)
     old, new = (held(side, shape, np.arange(len(side.ranks))) for side in (source, target))
     times = np.zeros(shape, int)
     for row in range(len(moves.sources)):
@@ -50,11 +50,11 @@ def test_moves_carry_every_element_once_from_its_shard_to_its_shard(seed: int, s
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 8), min_size=1, max_size=3))
 def test_a_ranks_own_list_is_its_part_of_all_moves_in_their_order(seed: int, shape: list[int]) -> None:
     source, target = table(seed, shape), table(seed + 1, shape)
-    everything = moves_between(source, target)
+    everything = plan_transfer(source, target)
     before, after = (held(side, shape, side.ranks) for side in (source, target))
     for rank in range(RANKS + 1):
         part = (everything.senders == rank) | (everything.receivers == rank)
-        for own, all_of_them in zip(moves_of(source, target, rank), everything, strict=True):
+        for own, all_of_them in zip(plan_transfer_for_rank(source, target, rank), everything, strict=True):
             np.testing.assert_array_equal(own, all_of_them[part])
         assert everything.received(rank, 4) == 4 * int(((after == rank) & (before != rank)).sum())
         assert everything.sent(rank, 4) == 4 * int(((before == rank) & (after != rank)).sum())
@@ -63,4 +63,4 @@ def test_a_ranks_own_list_is_its_part_of_all_moves_in_their_order(seed: int, sha
 def test_text_counts_what_travels_and_what_stays() -> None:
     rows = RegionTable(np.array([0, 1]), np.array([[0], [2]]), np.array([[2], [2]]))
     whole = RegionTable(np.array([1]), np.array([[0]]), np.array([[4]]))
-    assert str(moves_between(rows, whole)) == "1 boxes of 2 elements travel, 1 boxes stay"
+    assert str(plan_transfer(rows, whole)) == "1 boxes of 2 elements travel, 1 boxes stay"

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from shardwright import comm, sharded
 from shardwright.errors import UnsupportedError
-from shardwright.sharded import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata, moving
+from shardwright.sharded import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
+from shardwright.sharded.transfer import transfer
 from shardwright.testing import run_ranks
 
 RANKS = 4
@@ -90,7 +91,7 @@ def run_cases(cases: list[Case]) -> Counter[str]:
         whole, size = whole_of(case), whole_of(case).itemsize
         before, after = owners(case.source, case.shape), owners(case.target, case.shape)
         source, target = EnumerableShardingSpec(case.source), EnumerableShardingSpec(case.target)
-        moving._BUFFER = case.buffer
+        transfer._BUFFER = case.buffer
         try:
             garbage = torch.zeros_like(whole, dtype=torch.float32).to(case.dtype)
             with comm.count() as traffic:
@@ -116,7 +117,7 @@ def run_cases(cases: list[Case]) -> Counter[str]:
                 assert gathered.shape == case.shape
                 assert torch.equal(raw(gathered), raw(whole))
         finally:
-            moving._BUFFER = 64 << 20
+            transfer._BUFFER = 64 << 20
         seen["several"] += len(held) > 1
         seen["none"] += not held
         seen["empty"] += not whole.numel()

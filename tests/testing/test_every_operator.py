@@ -34,7 +34,7 @@ def test_no_rule_is_wrong_and_the_page_says_what_was_found() -> None:
     assert not wrong, "\n".join(wrong)
     assert {proof.name for proof in proofs} == set(names)
     stale = [proof.name for proof in proofs if rows.get(proof.name) != row(proof)]
-    assert not stale, f"write {PAGE.name} anew with python -m shardwright.testing.prove --page: {stale}"
+    assert not stale, f"write {PAGE.name} anew with python -m shardwright.testing.proof --page: {stale}"
 
 
 def test_the_page_has_every_operator() -> None:

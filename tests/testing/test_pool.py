@@ -19,7 +19,7 @@ import torch
 from shardwright import comm
 from shardwright.errors import RanksError
 from shardwright.testing import Died, Hung, Raised, RankPool, Returned, on_ranks, outcomes, run_ranks
-from shardwright.testing.pickling import dumps_call
+from shardwright.testing.ranks.pickling import dumps_call
 
 
 @dataclasses.dataclass

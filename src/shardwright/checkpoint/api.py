@@ -18,7 +18,7 @@ from shardwright.checkpoint.runtime.alike import raised_as_itself
 from shardwright.checkpoint.runtime.progress import Meter, ProgressCallback, reporting
 from shardwright.checkpoint.save import SaveOperation
 from shardwright.checkpoint.state.flatten import flatten
-from shardwright.layout.collecting import not_collecting
+from shardwright.layout.gc import gc_paused
 from shardwright.storage import LocalStorage, Storage
 
 __all__ = ["async_save", "load", "save"]
@@ -63,7 +63,7 @@ def save(
         wait_for_saves()
 
     with raised_as_itself(group):
-        with not_collecting():
+        with gc_paused():
             saving.begin(lambda: flatten(state, group, codecs), before, check_replicas=check_replicas)
         saving.write(threads, lambda total: reporting("saving", total, progress, group), memory)
 
@@ -121,7 +121,7 @@ def async_save(
             saving.finish(aside)
 
     with raised_as_itself(group):
-        with not_collecting():
+        with gc_paused():
             saving.begin(lambda: flatten(state, group, codecs), before, check_replicas=check_replicas)
         saving.stage(threads, meter, memory)
     storage = as_storage(path)
@@ -181,7 +181,7 @@ def load(
         check_limits(memory, threads)
         check_codecs(codecs)
         wait_for_saves_to(location_id(storage))
-        with not_collecting():
+        with gc_paused():
             return load_all(storage, codecs or {}, threads, progress, memory)
     group, check_group = resolve_group(process_group)
     choice = Choice(strict, only, rename, cast, on_missing, codecs)
@@ -195,6 +195,6 @@ def load(
         wait_for_saves_to(location_id(place))
         return place
 
-    with raised_as_itself(group), not_collecting():
+    with raised_as_itself(group), gc_paused():
         loading = LoadOperation(group, choice, threads, progress, memory)
         return read_current_on_ranks(prepare, group, lambda current: loading.fill(state, current))

@@ -35,7 +35,7 @@ from shardwright.sharded import (
     ShardMetadata,
     TensorProperties,
 )
-from shardwright.sharded.checks import refuse_nested
+from shardwright.sharded.base.checks import refuse_nested
 from shardwright.tensor import DTensor
 
 __all__ = [

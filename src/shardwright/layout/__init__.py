@@ -1,12 +1,10 @@
 """The pure geometry: regions, placements, meshes, layouts. Values only: no process group, no communication."""
 
-from shardwright.layout.cover import Coverage, Exact, Gap, Outside, Overlap
 from shardwright.layout.layout import Holding, Layout, RegionTable
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.overlap import Boxes, Overlaps, overlaps
-from shardwright.layout.picture import picture
 from shardwright.layout.placement import Partial, Placement, Ragged, Replicate, Shard, as_placement
-from shardwright.layout.region import ByteRuns, Region
+from shardwright.layout.region import ByteRuns, Coverage, Exact, Gap, Outside, Overlap, Region
 
 __all__ = [
     "Boxes",
@@ -29,5 +27,4 @@ __all__ = [
     "Shard",
     "as_placement",
     "overlaps",
-    "picture",
 ]

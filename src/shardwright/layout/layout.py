@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.errors import ArgumentTypeError, LayoutError, MeshError, PlacementError, RegionError
-from shardwright.layout.collecting import not_collecting
+from shardwright.layout.gc import gc_paused
 from shardwright.layout.integers import integers
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.placement import Placement, Ragged, Replicate, Shard, StridedShard, as_placement
@@ -163,7 +163,7 @@ class Layout:
         places = np.arange(mesh.size).reshape(mesh.shape).transpose(*cutting, *others)
         places = places.reshape(-1, int(np.prod([mesh.shape[m] for m in others], dtype=np.int64)))
         places = places[table.sizes[places[:, 0]].all(axis=1)]
-        with not_collecting():
+        with gc_paused():
             offsets = map(tuple, table.offsets[places[:, 0]].tolist())
             sizes = map(tuple, table.sizes[places[:, 0]].tolist())
             owners = map(tuple, table.ranks[places].tolist())

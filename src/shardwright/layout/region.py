@@ -1,21 +1,31 @@
-"""`Region`: an axis-aligned box of a tensor."""
+"""`Region`: an axis-aligned box of a tensor; and `Coverage`: whether regions tile another one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwright.errors import RegionError
 from shardwright.layout.integers import integers
+from shardwright.layout.tiling import Integers, first_mismatch, gap_end
 
-if TYPE_CHECKING:
-    from shardwright.layout.cover import Coverage
-
-__all__ = ["ByteRuns", "Region"]
+__all__ = [
+    "ByteRuns",
+    "Coverage",
+    "Exact",
+    "Gap",
+    "Outside",
+    "Overlap",
+    "Region",
+    "coverage",
+    "coverage_of_boxes",
+    "region_unchecked",
+]
 
 
 class ByteRuns(NamedTuple):
@@ -224,8 +234,6 @@ class Region:
         >>> print(Region((0, 0), (2, 4)).covers([Region((0, 0), (2, 3))]))
         gap: nothing holds [0:2, 3:4] of [0:2, 0:4]
         """
-        from shardwright.layout.cover import coverage  # cover builds Regions: a cycle, were it imported above
-
         return coverage(self, list(regions))
 
     def to_json(self) -> dict[str, list[int]]:
@@ -286,3 +294,121 @@ def region_unchecked(offset: tuple[int, ...], size: tuple[int, ...]) -> Region:
     _set_offset(region, offset)
     _set_size(region, size)
     return region
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """The regions tile the parent: every element is held once. True in a condition; the others are false.
+
+    >>> Region((0,), (4,)).covers([Region((0,), (1,)), Region((1,), (3,))])
+    Exact()
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return "exact"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """No region holds `region`, a box that starts at the first missing element.
+
+    >>> print(Region((0,), (8,)).covers([Region((0,), (2,)), Region((5,), (3,))]))
+    gap: nothing holds [2:5] of [0:8]
+    """
+
+    region: Region
+    parent: Region
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        return f"gap: nothing holds {self.region} of {self.parent}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Regions number `first` and `second` both hold `region`.
+
+    >>> print(Region((0,), (8,)).covers([Region((0,), (5,)), Region((4,), (4,))]))
+    overlap: region 0 [0:5] and region 1 [4:8] both hold [4:5]
+    """
+
+    region: Region
+    first: int
+    second: int
+    regions: tuple[Region, Region]
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        (a, b), (i, j) = self.regions, (self.first, self.second)
+        return f"overlap: region {i} {a} and region {j} {b} both hold {self.region}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """Region number `index` reaches outside the parent.
+
+    >>> print(Region((0,), (8,)).covers([Region((0,), (9,))]))
+    outside: region 0 [0:9] is not inside [0:8]
+    """
+
+    region: Region
+    index: int
+    parent: Region
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        return f"outside: region {self.index} {self.region} is not inside {self.parent}"
+
+
+Coverage: TypeAlias = Exact | Gap | Overlap | Outside
+
+
+def coverage(parent: Region, regions: Sequence[Region]) -> Coverage:
+    """Return `Exact` if `regions` tile `parent`, else the first gap, overlap or region outside."""
+    for index, region in enumerate(regions):
+        if region.ndim != parent.ndim:
+            raise RegionError(
+                f"region {index} {region} has {region.ndim} dimensions, {parent} has {parent.ndim}: "
+                "only regions of one tensor can tile it"
+            )
+    starts = np.array([r.offset for r in regions], np.int64).reshape(len(regions), parent.ndim)
+    return coverage_of_boxes(parent, starts, np.array([r.size for r in regions], np.int64).reshape(starts.shape))
+
+
+def coverage_of_boxes(parent: Region, starts: Integers, sizes: Integers) -> Coverage:
+    """Like `coverage`, for boxes given as arrays with one row per box."""
+    stops = starts + sizes
+
+    def region(index: int) -> Region:
+        return Region(starts[index].tolist(), sizes[index].tolist())
+
+    low, high = np.array(parent.offset, np.int64), np.array(parent.end, np.int64)
+    stray = np.flatnonzero(((starts < low) | (stops > high)).any(axis=1))
+    if stray.size:
+        return Outside(region(int(stray[0])), int(stray[0]), parent)
+    wrong = first_mismatch(starts, stops, low, high)
+    if wrong is None:
+        return Exact()
+    point, count = wrong
+    held = (starts <= point) & (point < stops)
+    if count > 0:
+        first, second = (int(i) for i in np.flatnonzero(held.all(axis=1))[:2])
+        both = region(first), region(second)
+        common = both[0].intersect(both[1])
+        assert common is not None  # both hold `point`
+        return Overlap(common, first, second, both)
+    end = gap_end(point, starts, stops, high)
+    return Gap(region_unchecked(tuple(point.tolist()), tuple((end - point).tolist())), parent)

@@ -12,14 +12,14 @@ from shardwright import comm
 from shardwright.errors import DisagreementError, ShardError, ShardwrightError
 from shardwright.layout import Region
 from shardwright.layout.integers import integers
-from shardwright.sharded.checks import check_kinds, check_shards, common_properties, has_nested
-from shardwright.sharded.metadata import ShardedTensorMetadata, ShardMetadata
-from shardwright.sharded.owners import owner_in
-from shardwright.sharded.process_group import group_of
-from shardwright.sharded.properties import TensorProperties
-from shardwright.sharded.remote import offer
-from shardwright.sharded.shard import Shard
+from shardwright.sharded.base.checks import check_kinds, check_shards, common_properties, has_nested
+from shardwright.sharded.metadata.owners import owner_in
+from shardwright.sharded.metadata.process_group import group_of
+from shardwright.sharded.metadata.properties import TensorProperties
+from shardwright.sharded.metadata.shard import Shard
+from shardwright.sharded.metadata.tensor_metadata import ShardedTensorMetadata, ShardMetadata
 from shardwright.sharded.tensor import ShardedTensor
+from shardwright.sharded.transfer.remote_shards import offer
 
 __all__ = ["Said", "assemble", "init_from_local_shards"]
 

@@ -15,17 +15,17 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, MeshError, PlacementError
 from shardwright.layout import Layout, Mesh, Placement, Ragged, Region, RegionTable, Replicate, Shard
-from shardwright.sharded.agreement import digest, together
-from shardwright.sharded.checks import refuse_nested, refuse_sparse
-from shardwright.sharded.metadata import ShardedTensorMetadata
-from shardwright.sharded.moving import Relocation
-from shardwright.sharded.owners import owner_in
-from shardwright.sharded.plan import holds
-from shardwright.sharded.process_group import group_of
-from shardwright.sharded.properties import TensorProperties
-from shardwright.sharded.shard import Shard as LocalShard
-from shardwright.sharded.spec import LayoutShardingSpec, ShardingSpec, metadata_for
+from shardwright.sharded.base.agreement import digest, together
+from shardwright.sharded.base.checks import refuse_nested, refuse_sparse
+from shardwright.sharded.metadata.owners import owner_in
+from shardwright.sharded.metadata.process_group import group_of
+from shardwright.sharded.metadata.properties import TensorProperties
+from shardwright.sharded.metadata.shard import Shard as LocalShard
+from shardwright.sharded.metadata.spec import LayoutShardingSpec, ShardingSpec, metadata_for
+from shardwright.sharded.metadata.tensor_metadata import ShardedTensorMetadata
 from shardwright.sharded.tensor import ShardedTensor
+from shardwright.sharded.transfer.transfer import Transfer
+from shardwright.sharded.transfer.transfer_plan import holds
 from shardwright.tensor import DTensor
 from shardwright.tensor.base.tagging import alias, local_region, tag
 
@@ -128,7 +128,7 @@ def _moved_to(
         group = comm.subgroup(sorted(members))
     target = _with_empty_rows(layout.table(), sorted(members - set(layout.mesh.ranks)))
     _agree("to_dtensor", table, target, like, needs, group)
-    relocation = Relocation(table, target, group)
+    relocation = Transfer(table, target, group)
     # One region for each rank. Replicas have gradients that are alike, so on the way back one of them is enough: a
     # rank's own, where it has one.
     moved = relocation.apply(held, like) if needs else relocation.run(held, like)
@@ -205,7 +205,7 @@ def from_dtensor(x: DTensor, sharding_spec: ShardingSpec | None = None, process_
         if sharding_spec is not None:
             _agree("from_dtensor", source, table, like, needs, made._group)
         held = [local] if comm.rank() in layout.mesh else []
-        relocation = Relocation(source, table, made._group)
+        relocation = Transfer(source, table, made._group)
         pieces = relocation.apply(held, like) if needs else relocation.run(held, like)
         pieces = [
             piece if shard.placement is None else piece.to(shard.placement.device())

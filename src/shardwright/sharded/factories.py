@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypedDict, Unpack
 
 import torch
 
-from shardwright.layout import Mesh, Region
-from shardwright.sharded.checks import refuse_nested
-from shardwright.sharded.spec import ShardingSpec
+from shardwright.sharded.metadata.spec import ShardingSpec
+from shardwright.sharded.ops.draw import fill_shards
 from shardwright.sharded.tensor import ShardedTensor
 from shardwright.tensor.random import fill_normal, fill_uniform
-from shardwright.tensor.random.local import next_key
 
-__all__ = ["Making", "empty", "fill_shards", "full", "ones", "rand", "randn", "zeros"]
+__all__ = ["ShardedFactoryOptions", "empty", "full", "ones", "rand", "randn", "zeros"]
 
 
-class Making(TypedDict, total=False):
+class ShardedFactoryOptions(TypedDict, total=False):
     """What every factory takes by keyword: torch's own, the process group, and whether to make RRefs for RPC.
 
     >>> from shardwright import sharded
-    >>> how: sharded.Making = {"dtype": torch.float64}
+    >>> how: sharded.ShardedFactoryOptions = {"dtype": torch.float64}
     >>> sharded.zeros(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 2, **how).dtype
     torch.float64
     """
@@ -35,7 +33,7 @@ class Making(TypedDict, total=False):
     init_rrefs: bool
 
 
-def empty(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[Making]) -> ShardedTensor:
+def empty(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[ShardedFactoryOptions]) -> ShardedTensor:
     """A ShardedTensor whose values are not set.
 
     >>> from shardwright import sharded
@@ -45,7 +43,7 @@ def empty(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[Making]) -> Sha
     return ShardedTensor(sharding_spec, *size, **how)
 
 
-def zeros(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[Making]) -> ShardedTensor:
+def zeros(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[ShardedFactoryOptions]) -> ShardedTensor:
     """A ShardedTensor of zeros.
 
     >>> from shardwright import sharded
@@ -55,7 +53,7 @@ def zeros(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[Making]) -> Sha
     return full(sharding_spec, size, 0, **how)
 
 
-def ones(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[Making]) -> ShardedTensor:
+def ones(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[ShardedFactoryOptions]) -> ShardedTensor:
     """A ShardedTensor of ones.
 
     >>> from shardwright import sharded
@@ -65,7 +63,9 @@ def ones(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[Making]) -> Shar
     return full(sharding_spec, size, 1, **how)
 
 
-def full(sharding_spec: ShardingSpec, size: Sequence[Any], fill_value: Any, **how: Unpack[Making]) -> ShardedTensor:
+def full(
+    sharding_spec: ShardingSpec, size: Sequence[Any], fill_value: Any, **how: Unpack[ShardedFactoryOptions]
+) -> ShardedTensor:
     """A ShardedTensor of one value.
 
     >>> from shardwright import sharded
@@ -79,7 +79,7 @@ def full(sharding_spec: ShardingSpec, size: Sequence[Any], fill_value: Any, **ho
     return made
 
 
-def rand(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[Making]) -> ShardedTensor:
+def rand(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[ShardedFactoryOptions]) -> ShardedTensor:
     """Uniform numbers of [0, 1): those of `shardwright.rand`, the same for every spec and number of ranks.
 
     >>> import shardwright as sw
@@ -90,7 +90,7 @@ def rand(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[Making]) -> Shar
     return fill_shards(ShardedTensor(sharding_spec, *size, **how), fill_uniform)
 
 
-def randn(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[Making]) -> ShardedTensor:
+def randn(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[ShardedFactoryOptions]) -> ShardedTensor:
     """Normal numbers of mean 0 and standard deviation 1: those of `shardwright.randn`, the same for every spec.
 
     >>> import shardwright as sw
@@ -99,17 +99,3 @@ def randn(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[Making]) -> Sha
     tensor([0.8912, 0.5441, 0.4056])
     """
     return fill_shards(ShardedTensor(sharding_spec, *size, **how), fill_normal)
-
-
-def fill_shards(tensor: ShardedTensor, fill: Callable[..., Any], **how: Any) -> ShardedTensor:
-    """The tensor, its shards filled with random numbers that depend on seed and global index alone."""
-    refuse_nested(tensor, "random numbers")
-    ranks = tensor._group.ranks
-    key = next_key(Mesh((len(ranks),), ranks=ranks))
-    with torch.no_grad():
-        for shard in tensor.local_shards():
-            fill(shard.tensor, shard.metadata.region, tuple(tensor.shape), key.seed, key.offset, **how)
-        if not tensor.local_shards():  # parameters that are refused are refused on every rank
-            nothing = Region.whole([0] * tensor.ndim)
-            fill(torch.empty(nothing.size, dtype=tensor.dtype), nothing, nothing.size, key.seed, key.offset, **how)
-    return tensor

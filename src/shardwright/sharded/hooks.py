@@ -18,10 +18,10 @@ from torch import nn
 
 from shardwright import comm
 from shardwright.errors import DisagreementError
-from shardwright.sharded.agreement import digest
-from shardwright.sharded.cut_like import cut_like
-from shardwright.sharded.process_group import listed
+from shardwright.sharded.base.agreement import digest
+from shardwright.sharded.metadata.process_group import listed
 from shardwright.sharded.tensor import ShardedTensor
+from shardwright.sharded.transfer.reshard_like import reshard_like
 
 __all__ = ["pre_load_state_dict_hook", "state_dict_hook"]
 
@@ -153,7 +153,7 @@ def _fault(held: ShardedTensor, loaded: Any) -> str | None:
 
 
 def _cut(loaded: ShardedTensor, held: ShardedTensor) -> ShardedTensor:
-    return loaded if loaded._is_cut_like(held) else cut_like(loaded.detach(), held)
+    return loaded if loaded._is_cut_like(held) else reshard_like(loaded.detach(), held)
 
 
 def _holders(module: nn.Module, prefix: str, but: Callable[..., Any] | None = None) -> Iterator[tuple[str, nn.Module]]:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import ArgumentTypeError, ShardError
-from shardwright.sharded.agreement import together
-from shardwright.sharded.base import ShardedTensorBase
-from shardwright.sharded.collect import collect_local_shard, reshard_output
-from shardwright.sharded.process_group import group_of
-from shardwright.sharded.spec import ShardingSpec
+from shardwright.sharded.base.agreement import together
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
+from shardwright.sharded.metadata.process_group import group_of
+from shardwright.sharded.metadata.spec import ShardingSpec
+from shardwright.sharded.output_hooks import collect_local_shard, reshard_output
 
 __all__ = ["Sharder", "ShardingPlan", "shard_module", "shard_parameter"]
 

@@ -18,9 +18,9 @@ from shardwright import comm
 from shardwright.errors import DisagreementError, LayoutError, ShardwrightError, TensorError, TilingError
 from shardwright.sharded.build import Said, assemble
 from shardwright.sharded.convert import from_dtensor
-from shardwright.sharded.metadata import ShardMetadata
-from shardwright.sharded.remote_device import RemoteDevice
-from shardwright.sharded.shard import Shard
+from shardwright.sharded.metadata.remote_device import RemoteDevice
+from shardwright.sharded.metadata.shard import Shard
+from shardwright.sharded.metadata.tensor_metadata import ShardMetadata
 from shardwright.sharded.tensor import ShardedTensor
 from shardwright.tensor import DTensor
 

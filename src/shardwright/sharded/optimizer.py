@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import ArgumentTypeError, ShardError, UnsupportedError
-from shardwright.sharded.agreement import together
+from shardwright.sharded.base.agreement import together
 from shardwright.sharded.optimizer_state import by_group, export_state, import_state
 from shardwright.sharded.tensor import ShardedTensor
 

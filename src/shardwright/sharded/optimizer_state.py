@@ -15,10 +15,10 @@ from torch import Tensor
 
 from shardwright import comm
 from shardwright.errors import ShardError
-from shardwright.sharded.agreement import together
-from shardwright.sharded.cut_like import cut_like
-from shardwright.sharded.process_group import listed
+from shardwright.sharded.base.agreement import together
+from shardwright.sharded.metadata.process_group import listed
 from shardwright.sharded.tensor import ShardedTensor
+from shardwright.sharded.transfer.reshard_like import reshard_like
 
 __all__ = ["by_group", "export_state", "import_state"]
 
@@ -162,7 +162,7 @@ def _disassemble(tensor: ShardedTensor, saved: Mapping[str, Any]) -> list[dict[s
     found: list[dict[str, Any]] = [{} for _ in tensor.local_shards()]
     for key, value in sorted(saved.items()):
         if isinstance(value, ShardedTensor):
-            values: Sequence[Any] = [shard.tensor for shard in cut_like(value.detach(), tensor).local_shards()]
+            values: Sequence[Any] = [shard.tensor for shard in reshard_like(value.detach(), tensor).local_shards()]
         else:
             values = [value] * len(found)
         for each, one in zip(found, values, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -12,28 +12,29 @@ from torch import Tensor
 
 from shardwright import comm, layout
 from shardwright.errors import ArgumentTypeError, ShardError, UnsupportedError
-from shardwright.layout import RegionTable
 from shardwright.layout.integers import integers
-from shardwright.sharded import process_group as current
-from shardwright.sharded.agreement import digest, together_telling
-from shardwright.sharded.base import ShardedTensorBase
-from shardwright.sharded.checks import check_kinds, check_shards, has_nested, refuse_nested
-from shardwright.sharded.gather import gather
-from shardwright.sharded.metadata import ShardedTensorMetadata, ShardMetadata
-from shardwright.sharded.ops.locally import kind_of
-from shardwright.sharded.owners import owner_in, placed, same_device
-from shardwright.sharded.properties import MEM_FORMAT_ENCODING, TensorProperties, empty_of
-from shardwright.sharded.remote import RemoteShards, offer
-from shardwright.sharded.remote_device import RemoteDevice
-from shardwright.sharded.reshard import reshard
-from shardwright.sharded.shard import Shard
-from shardwright.sharded.spec import (
+from shardwright.sharded.base.agreement import digest, together_telling
+from shardwright.sharded.base.checks import check_kinds, check_shards, has_nested, refuse_nested
+from shardwright.sharded.base.shardwise import kind_of
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
+from shardwright.sharded.metadata import process_group as current
+from shardwright.sharded.metadata.owners import placed, same_device
+from shardwright.sharded.metadata.properties import MEM_FORMAT_ENCODING, TensorProperties, empty_of
+from shardwright.sharded.metadata.remote_device import RemoteDevice
+from shardwright.sharded.metadata.shard import Shard
+from shardwright.sharded.metadata.spec import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     LayoutShardingSpec,
     ShardingSpec,
+    implement_shard,
     metadata_for,
 )
+from shardwright.sharded.metadata.tensor_metadata import ShardedTensorMetadata, ShardMetadata
+from shardwright.sharded.transfer.gather import gather
+from shardwright.sharded.transfer.remote_shards import RemoteShards, offer
+from shardwright.sharded.transfer.reshard import reshard
+from shardwright.sharded.transfer.scatter import scatter
 
 __all__ = ["ShardedTensor"]
 
@@ -53,8 +54,7 @@ class ShardedTensor(ShardedTensorBase):
     10.0
     """
 
-    _group: comm.Group
-    _remote: RemoteShards | None
+    _remote: RemoteShards | None = None
 
     def __new__(
         cls,
@@ -90,14 +90,6 @@ class ShardedTensor(ShardedTensorBase):
         made._local_shards = [Shard(_allocate(shard, properties), shard) for shard in made._own()]
         if init_rrefs:
             made._remote = offer(made, group)
-        return made
-
-    @classmethod
-    def _bind(
-        cls, metadata: ShardedTensorMetadata, spec: ShardingSpec | None, shards: Sequence[Shard], group: comm.Group
-    ) -> Self:
-        made = cls._wrap(metadata, spec, shards)
-        made._group, made._remote = group, None
         return made
 
     @classmethod
@@ -181,20 +173,6 @@ class ShardedTensor(ShardedTensorBase):
         return cls._init_from_local_shards_and_global_metadata(
             [Shard(local_tensor, own[0])], metadata, group.process_group, init_rrefs, sharding_spec
         )
-
-    @cached_property
-    def _table(self) -> RegionTable:
-        """All shards as arrays, with the ranks that own them."""
-        return self._metadata.table(owner_in(self._group))
-
-    def _own(self) -> list[ShardMetadata]:
-        """The metadata of this rank's shards."""
-        mine = (self._table.ranks == self._group.ranks[self._group.rank]).nonzero()[0].tolist()
-        return [self._metadata.shards_metadata[number] for number in mine]
-
-    @property
-    def _process_group(self) -> Any:
-        return self._group.process_group
 
     def local_tensor(self) -> Tensor:
         """The tensor of this rank's only shard; with several or none it says so."""
@@ -325,19 +303,6 @@ class ShardedTensor(ShardedTensorBase):
         same = all(new is old for new, old in zip(shards, self._metadata.shards_metadata, strict=True))
         return self._metadata.shards_metadata if same else shards
 
-    def _made_like(self, metadata: ShardedTensorMetadata, shards: Sequence[Shard]) -> Self:
-        made = type(self)._bind(metadata, self._spec, shards, self._group)
-        made._nested = self._nested
-        if "_table" in self.__dict__ and metadata.shards_metadata is self._metadata.shards_metadata:
-            made.__dict__["_table"] = self._table
-        return made
-
-    def _become(self, other: ShardedTensorBase) -> None:
-        super()._become(other)
-        self.__dict__.pop("_table", None)
-        if isinstance(other, ShardedTensor):
-            self._group = other._group
-
     def __copy__(self) -> Self:
         made = super().__copy__()
         made._remote = None  # what other ranks fetch are the shards of the tensor that was offered to them
@@ -361,6 +326,8 @@ def _rebuild(
         made._is_param = True  # what makes isinstance(x, nn.Parameter) true
     return made
 
+
+implement_shard(partial(scatter, ShardedTensor))
 
 # torch.load with weights_only=True makes only what it was told is safe: these are values, and make nothing else.
 torch.serialization.add_safe_globals(

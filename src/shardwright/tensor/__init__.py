@@ -23,6 +23,7 @@ from shardwright.tensor.base.policy import CommunicationWarning, communication, 
 from shardwright.tensor.base.trace import Movement, Operation, Trace, trace
 from shardwright.tensor.compiled import Compiled, compile
 from shardwright.tensor.debug.explain import explain
+from shardwright.tensor.debug.picture import picture
 from shardwright.tensor.debug.visualize import visualize
 from shardwright.tensor.extend.custom import Registration, register_rule
 from shardwright.tensor.extend.local_map import local_map
@@ -54,6 +55,7 @@ __all__ = [
     "manual_seed",
     "normal",
     "ones",
+    "picture",
     "rand",
     "randint",
     "randn",

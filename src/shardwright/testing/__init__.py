@@ -1,9 +1,9 @@
 """Ranks to test on: a pool of local processes that share a gloo process group. Proofs of rules and of storages."""
 
 from shardwright.testing.crashes import RecordedCalls, crash_states, put_tree
-from shardwright.testing.outcome import Died, Hung, Outcome, Raised, Returned
-from shardwright.testing.pool import RankPool, on_ranks, outcomes, run_ranks
 from shardwright.testing.proof import Proof, Verdict, prove
+from shardwright.testing.ranks.outcome import Died, Hung, Outcome, Raised, Returned
+from shardwright.testing.ranks.pool import RankPool, on_ranks, outcomes, run_ranks
 from shardwright.testing.storage_contract import StorageContract
 
 __all__ = [

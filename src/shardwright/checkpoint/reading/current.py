@@ -13,7 +13,7 @@ from shardwright.checkpoint.format.manifest import KEY, MAX_BYTES, Manifest
 from shardwright.checkpoint.reading.host_window import this_host
 from shardwright.checkpoint.runtime.alike import same_on_all
 from shardwright.errors import CheckpointError, CorruptionError, MissingKeyError, NotACheckpointError, RankFailedError
-from shardwright.layout.collecting import not_collecting
+from shardwright.layout.gc import gc_paused
 from shardwright.storage import LocalStorage, Storage
 
 __all__ = ["Current", "check_sizes", "read_current", "read_current_on_ranks", "read_manifest"]
@@ -53,7 +53,7 @@ def read_manifest(storage: Storage) -> Manifest:
             raise CorruptionError(f"the manifest has {reader.size} bytes, and none has more than {MAX_BYTES}")
         data = bytearray(reader.size)
         reader.read([memoryview(data)], 0)
-    with not_collecting():
+    with gc_paused():
         return Manifest.decode(bytes(data))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from shardwright import comm
-from shardwright.sharded.agreement import together
+from shardwright.sharded.base.agreement import together
 
 __all__ = ["announce"]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import ArgumentTypeError, UnsupportedError
-from shardwright.sharded.base import ShardedTensorBase
-from shardwright.sharded.ops.locally import kind_of
-from shardwright.sharded.ops.registry import getters, implements, implements_named, name_of
+from shardwright.sharded.base.registry import getters, implements, implements_named, name_of
+from shardwright.sharded.base.shardwise import kind_of
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
 
 __all__: list[str] = []
 

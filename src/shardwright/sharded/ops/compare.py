@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import MixedTensorsError, ShardError
-from shardwright.sharded.base import ShardedTensorBase
+from shardwright.sharded.base.registry import implements_named
+from shardwright.sharded.base.shardwise import on_shards
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
 from shardwright.sharded.ops.announce import announce
-from shardwright.sharded.ops.locally import on_shards
 from shardwright.sharded.ops.reduce import along
-from shardwright.sharded.ops.registry import implements_named
-from shardwright.sharded.tensor import ShardedTensor
 from shardwright.tensor.base.registry import canonical_name
 
 __all__: list[str] = []
@@ -65,7 +64,7 @@ def _truth(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 
 def _told(name: str, mine: Callable[[], bool], *given: Any) -> list[bool]:
     """What every rank says; where one of them cannot tell, all raise."""
-    tensor = next(one for one in given if isinstance(one, ShardedTensor))
+    tensor = next(one for one in given if isinstance(one, ShardedTensorBase))
 
     def say() -> tuple[None, bytes]:
         return None, b"1" if mine() else b"0"
@@ -84,7 +83,9 @@ def _check_kinds(name: str, *tensors: Any) -> None:
             )
 
 
-def _alike(name: str, func: Callable[[Tensor, Tensor], bool], first: ShardedTensor, second: ShardedTensor) -> bool:
+def _alike(
+    name: str, func: Callable[[Tensor, Tensor], bool], first: ShardedTensorBase, second: ShardedTensorBase
+) -> bool:
     """Whether the function says so of all of this rank's shards."""
     # All ranks say the same, so none says what it holds itself.
     if first._group.ranks != second._group.ranks:

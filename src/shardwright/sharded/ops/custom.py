@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 from torch.utils import _pytree as pytree
 
 from shardwright.errors import ArgumentTypeError
-from shardwright.sharded.base import ShardedTensorBase
-from shardwright.sharded.ops.registry import implements
+from shardwright.sharded.base.registry import implements
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
 
 __all__ = ["Implementation", "custom_sharded_op_impl"]
 
@@ -39,7 +39,7 @@ def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[Implementation
         @implements(func)
         def call(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedTensorBase)]
-            group = next((tensor._process_group for tensor in given if hasattr(tensor, "_process_group")), None)
+            group = given[0]._process_group if given else None
             return implementation(tuple(dict.fromkeys(map(type, given))), args, kwargs, group)
 
         return implementation

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.errors import InPlaceError
-from shardwright.sharded.base import ShardedTensorBase
-from shardwright.sharded.factories import fill_shards
-from shardwright.sharded.ops.locally import check_operands
-from shardwright.sharded.ops.registry import implements, implements_named, unsupported
+from shardwright.layout import Mesh, Region
+from shardwright.sharded.base.checks import refuse_nested
+from shardwright.sharded.base.registry import implements, implements_named, unsupported
+from shardwright.sharded.base.shardwise import check_operands
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
 from shardwright.tensor.base.registry import canonical_name
 from shardwright.tensor.dispatch.decompose import body_of
 from shardwright.tensor.random import fill_integers, fill_normal, fill_scaled_mask, fill_uniform
-from shardwright.tensor.random.local import refuse_generator
+from shardwright.tensor.random.local import next_key, refuse_generator
 from shardwright.tensor.rules.create.random import IN_PLACE, Draw
 
-__all__: list[str] = []
+__all__ = ["fill_shards"]
+
+T = TypeVar("T", bound=ShardedTensorBase)
+
+
+def fill_shards(tensor: T, fill: Callable[..., Any], **how: Any) -> T:
+    """The tensor, its shards filled with random numbers that depend on seed and global index alone."""
+    refuse_nested(tensor, "random numbers")
+    ranks = tensor._group.ranks
+    key = next_key(Mesh((len(ranks),), ranks=ranks))
+    with torch.no_grad():
+        for shard in tensor.local_shards():
+            fill(shard.tensor, shard.metadata.region, tuple(tensor.shape), key.seed, key.offset, **how)
+        if not tensor.local_shards():  # parameters that are refused are refused on every rank
+            nothing = Region.whole([0] * tensor.ndim)
+            fill(torch.empty(nothing.size, dtype=tensor.dtype), nothing, nothing.size, key.seed, key.offset, **how)
+    return tensor
 
 
 def _register(draw: Draw) -> None:

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwright.errors import ArgumentTypeError, ShardError, UnsupportedError
-from shardwright.sharded.checks import refuse_nested
-from shardwright.sharded.ops.registry import implements
+from shardwright.sharded.base.checks import refuse_nested
+from shardwright.sharded.base.registry import implements
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
 from shardwright.sharded.ops.rows import Distinct, Lookup, distinct, fetch_rows
-from shardwright.sharded.tensor import ShardedTensor
 
 __all__ = ["padding_row", "table_of"]
 
@@ -46,9 +46,9 @@ def _embed(
     return functional.embedding(wanted.inverse, rows, wanted.place_of(padding))
 
 
-def table_of(weight: Any, what: str) -> ShardedTensor:
+def table_of(weight: Any, what: str) -> ShardedTensorBase:
     """The weight, which must be a sharded matrix: all ranks see alike whether it is."""
-    if not isinstance(weight, ShardedTensor):
+    if not isinstance(weight, ShardedTensorBase):
         raise UnsupportedError(
             f"{what}: the weight is a {type(weight).__name__}: the weight is the ShardedTensor, and what each rank "
             "gives beside it is plain"

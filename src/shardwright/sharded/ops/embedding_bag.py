@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwright.errors import ArgumentTypeError, ShardError
+from shardwright.sharded.base.registry import implements
 from shardwright.sharded.ops.embedding import padding_row, table_of
-from shardwright.sharded.ops.registry import implements
 from shardwright.sharded.ops.rows import Distinct, Lookup, distinct, fetch_rows
 
 __all__: list[str] = []

@@ -17,12 +17,12 @@ from torch.nn import functional
 
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, ShardError
-from shardwright.sharded.checks import refuse_nested
+from shardwright.sharded.base.checks import refuse_nested
+from shardwright.sharded.base.registry import implements
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
 from shardwright.sharded.ops.announce import announce
 from shardwright.sharded.ops.embedding import table_of
-from shardwright.sharded.ops.registry import implements
 from shardwright.sharded.ops.route import Part, Route, Slot, deliver, merged, spread
-from shardwright.sharded.tensor import ShardedTensor
 
 __all__: list[str] = []
 
@@ -44,7 +44,7 @@ def _multiply(input: Any, weight: Any, bias: Any = None) -> Tensor:  # torch's o
         batch = input.reshape(input.shape[:-1].numel(), weight.shape[1])
         return (batch, dtype), _SAID.pack(len(batch), input.requires_grad)
 
-    told = f"{type(bias).__name__} {list(bias.shape)}" if isinstance(bias, ShardedTensor) else "no sharded bias"
+    told = f"{type(bias).__name__} {list(bias.shape)}" if isinstance(bias, ShardedTensorBase) else "no sharded bias"
     alike = (
         f"a weight of {list(weight.shape)} {weight.dtype}, {getattr(input, 'dtype', type(input))}, {told}, "
         f"gradients {'on' if torch.is_grad_enabled() else 'off'}"
@@ -65,12 +65,12 @@ def _multiply(input: Any, weight: Any, bias: Any = None) -> Tensor:  # torch's o
     out = out.view(*input.shape[:-1], out_features)
     if bias is None:
         return out
-    return out + (_whole(bias) if isinstance(bias, ShardedTensor) else bias).to(dtype)
+    return out + (_whole(bias) if isinstance(bias, ShardedTensorBase) else bias).to(dtype)
 
 
-def _check(given: Any, weight: ShardedTensor, bias: Any) -> torch.dtype:
+def _check(given: Any, weight: ShardedTensorBase, bias: Any) -> torch.dtype:
     """The dtype of the result; everything that can be wrong is said here."""
-    if not isinstance(given, Tensor) or isinstance(given, ShardedTensor):
+    if not isinstance(given, Tensor) or isinstance(given, ShardedTensorBase):
         raise ArgumentTypeError(f"the input is a {type(given).__name__}: each rank gives a plain tensor")
     if given.device.type != weight.device.type:
         raise ShardError(f"the input is on {given.device}, the weight on {weight.device}: move the input there")
@@ -82,7 +82,7 @@ def _check(given: Any, weight: ShardedTensor, bias: Any) -> torch.dtype:
         )
     if given.dtype != weight.dtype and not torch.is_autocast_enabled(given.device.type):
         raise ShardError(f"the input is {given.dtype}, and the weight is {weight.dtype}: convert one of them")
-    if isinstance(bias, ShardedTensor):
+    if isinstance(bias, ShardedTensorBase):
         refuse_nested(bias, "the bias")
         if bias._group.ranks != weight._group.ranks:
             raise ShardError(f"the bias lies on ranks {bias._group.ranks}, the weight on {weight._group.ranks}")
@@ -111,7 +111,7 @@ class _Held(NamedTuple):
     columns: list[list[tuple[int, int]]]
 
     @classmethod
-    def of(cls, weight: ShardedTensor) -> _Held:
+    def of(cls, weight: ShardedTensorBase) -> _Held:
         table, group = weight._table, weight._group
         index = {rank: place for place, rank in enumerate(group.ranks)}
         sides: tuple[list[set[tuple[int, int]]], ...] = tuple([set() for _ in group.ranks] for _ in range(2))
@@ -134,7 +134,7 @@ def _route(
 
 
 def _products(
-    weight: ShardedTensor, held: _Held, stacks: Sequence[Tensor], anchor: Tensor
+    weight: ShardedTensorBase, held: _Held, stacks: Sequence[Tensor], anchor: Tensor
 ) -> tuple[list[Tensor], Tensor]:
     """What the local shards make of the stacked batches, for each interval of rows; and what ties in the rest."""
     rows, columns = held.rows[weight._group.rank], held.columns[weight._group.rank]
@@ -153,7 +153,7 @@ def _products(
     return [part for part in found if part is not None], anchor
 
 
-def _whole(bias: ShardedTensor) -> Tensor:
+def _whole(bias: ShardedTensorBase) -> Tensor:
     """A sharded vector as every rank needs it, whole; gradients of all ranks add up in its shards."""
     group, table = bias._group, bias._table
     index = {rank: place for place, rank in enumerate(group.ranks)}

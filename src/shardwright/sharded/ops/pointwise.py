@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import ArgumentTypeError, MixedTensorsError, ShardError
-from shardwright.sharded.base import ShardedTensorBase
-from shardwright.sharded.cut_like import cut_like
-from shardwright.sharded.ops.locally import check_operands, kind_of, made_like, on_shards
-from shardwright.sharded.ops.registry import getters, implements, implements_named, name_of, unsupported
-from shardwright.sharded.tensor import ShardedTensor
+from shardwright.sharded.base.registry import getters, implements, implements_named, name_of, unsupported
+from shardwright.sharded.base.shardwise import check_operands, kind_of, made_like, on_shards
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
+from shardwright.sharded.transfer.reshard_like import reshard_like
 from shardwright.tensor.base.registry import canonical_name
 from shardwright.tensor.rules.elementwise.pointwise import CASTS, COPIES, LINEAR_UNARY, NONLINEAR
 
@@ -87,7 +86,7 @@ def _write_where(func: Callable[..., Any], args: Sequence[Any], _: dict[str, Any
 def _copy(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`copy_`: from a tensor that is cut in another way, values travel, and all ranks must take part."""
     target, source, *rest = (*args, *(kwargs[name] for name in ("src", "other") if name in kwargs))
-    both = isinstance(target, ShardedTensor) and isinstance(source, ShardedTensor)
+    both = isinstance(target, ShardedTensorBase) and isinstance(source, ShardedTensorBase)
     if not both or target._is_cut_like(source) or target.shape != source.shape:
         return pointwise(func, args, kwargs)
     if target._group.ranks != source._group.ranks:
@@ -96,7 +95,7 @@ def _copy(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
             f"{list(source._group.ranks)}: nothing moves between groups; use shardwright.checkpoint"
         )
     options = {name: value for name, value in kwargs.items() if name not in ("src", "other")}
-    return pointwise(func, (target, cut_like(source, target), *rest), options)
+    return pointwise(func, (target, reshard_like(source, target), *rest), options)
 
 
 @implements(Tensor.cpu, Tensor.cuda, Tensor.to, Tensor.type_as)
@@ -104,7 +103,7 @@ def _moved(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     """Where torch is asked past the class: `Tensor.cpu(x)`; and `plain.to(x)`, which wants x's dtype and device."""
     tensor, *rest = args
     kinds = [kind_of(value) if isinstance(value, ShardedTensorBase) else value for value in rest]
-    if not isinstance(tensor, ShardedTensor):
+    if not isinstance(tensor, ShardedTensorBase):
         return func(tensor, *kinds, **kwargs)
     return getattr(tensor, "to" if func is Tensor.type_as else func.__name__)(*kinds, **kwargs)
 

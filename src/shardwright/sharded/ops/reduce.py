@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from shardwright.errors import TilingError
-from shardwright.sharded.base import ShardedTensorBase
-from shardwright.sharded.metadata import check_tiling
-from shardwright.sharded.ops.locally import check_operands, made_like, recut, recut_shard, whole_of
+from shardwright.sharded.base.registry import implements_named, unsupported
+from shardwright.sharded.base.shardwise import check_operands, made_like, recut, recut_shard, whole_of
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
+from shardwright.sharded.metadata.tensor_metadata import check_tiling
 from shardwright.sharded.ops.pointwise import pointwise
-from shardwright.sharded.ops.registry import implements_named, unsupported
 from shardwright.tensor.base.registry import canonical_name
 
 __all__ = ["along", "cut_dims"]

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
 from shardwright.sharded.ops.route import Route, deliver, spread
-from shardwright.sharded.tensor import ShardedTensor
 
 __all__ = ["renormalise"]
 
 
 def renormalise(
-    table: ShardedTensor, route: Route, shards: Sequence[Tensor], rows: Sequence[Tensor], most: float, order: float
+    table: ShardedTensorBase, route: Route, shards: Sequence[Tensor], rows: Sequence[Tensor], most: float, order: float
 ) -> None:
     """Scales the rows that any rank looks up to the norm `most`, where theirs is larger, as torch's embeddings do.
 
@@ -42,7 +42,7 @@ def renormalise(
                 shard.index_copy_(0, ours, (piece * factor).to(shard.dtype))
 
 
-def _one_column_a_piece(route: Route, table: ShardedTensor) -> Route:
+def _one_column_a_piece(route: Route, table: ShardedTensorBase) -> Route:
     """The route by which one number goes with each piece of a row, in place of its columns."""
     offsets, widths = table._table.offsets[:, 1], table._table.sizes[:, 1]
     starts = np.unique(offsets[widths > 0]).tolist()

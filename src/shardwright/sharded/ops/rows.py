@@ -17,10 +17,10 @@ from torch.nn import functional
 
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, ShardError
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
 from shardwright.sharded.ops.announce import announce
 from shardwright.sharded.ops.renorm import renormalise
 from shardwright.sharded.ops.route import Part, Route, Slot, deliver, merged
-from shardwright.sharded.tensor import ShardedTensor
 
 __all__ = ["Distinct", "Lookup", "distinct", "fetch_rows"]
 
@@ -61,7 +61,7 @@ class Distinct(NamedTuple):
         return place if place < len(self.indices) and int(self.indices[place]) == index else None
 
 
-def distinct(table: ShardedTensor, given: Any) -> Distinct:
+def distinct(table: ShardedTensorBase, given: Any) -> Distinct:
     """The indices in an input, which are checked against the table.
 
     >>> from shardwright import sharded
@@ -73,7 +73,7 @@ def distinct(table: ShardedTensor, given: Any) -> Distinct:
     Traceback (most recent call last):
     shardwright.errors.ShardError: index 9, at [1] of the input, is not a row of a table of size [9, 2]: 0 to 8 are
     """
-    if not isinstance(given, Tensor) or isinstance(given, ShardedTensor):
+    if not isinstance(given, Tensor) or isinstance(given, ShardedTensorBase):
         raise ArgumentTypeError(f"the input is a {type(given).__name__}: each rank gives a plain tensor of indices")
     if given.dtype not in (torch.int32, torch.int64):
         raise ArgumentTypeError(f"the input is {given.dtype}: indices are torch.int32 or torch.int64")
@@ -92,7 +92,7 @@ def distinct(table: ShardedTensor, given: Any) -> Distinct:
 
 
 def fetch_rows(
-    table: ShardedTensor, prepare: Callable[[], Distinct], how: Lookup, what: str
+    table: ShardedTensorBase, prepare: Callable[[], Distinct], how: Lookup, what: str
 ) -> tuple[Tensor, Distinct]:
     """The rows that this rank asks for, in the order of its distinct indices, and what `prepare` made.
 
@@ -149,7 +149,7 @@ class _Question(NamedTuple):
         return np.array([len(rows) for rows in self.rows], np.int64)
 
 
-def _ask(table: ShardedTensor, wanted: Distinct, frequencies: bool) -> _Question:
+def _ask(table: ShardedTensorBase, wanted: Distinct, frequencies: bool) -> _Question:
     regions, group = table._table, table._group
     low, high = _stretches(wanted.indices, regions.offsets[:, 0], regions.sizes[:, 0])
     index = {rank: place for place, rank in enumerate(group.ranks)}
@@ -175,7 +175,7 @@ class _Sought(NamedTuple):
     uses: Tensor | None
 
 
-def _sought(table: ShardedTensor, asked: Sequence[Tensor]) -> list[_Sought]:
+def _sought(table: ShardedTensorBase, asked: Sequence[Tensor]) -> list[_Sought]:
     offsets = np.array([shard.metadata.shard_offsets[0] for shard in table._local_shards], np.int64)
     sizes = np.array([shard.metadata.shard_sizes[0] for shard in table._local_shards], np.int64)
     stretches = [_stretches(rows[:, 0].contiguous(), offsets, sizes) for rows in asked]

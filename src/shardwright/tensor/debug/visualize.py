@@ -7,8 +7,9 @@ from typing import Any
 from rich.console import Console
 
 from shardwright.errors import ArgumentTypeError
-from shardwright.layout import Layout, picture
+from shardwright.layout import Layout
 from shardwright.tensor.api.dtensor import DTensor
+from shardwright.tensor.debug.picture import picture
 
 __all__ = ["visualize"]
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.testing.proof.sample import tensors_in
+from shardwright.testing.operators.sample import tensors_in
 
 __all__ = ["Entry", "OpSample", "entries", "entry", "samples_of"]
 

@@ -16,7 +16,7 @@ from shardwright.layout import Layout, Mesh, Partial, Placement, Replicate
 from shardwright.tensor import DTensor, manual_seed, trace
 from shardwright.testing.operators.cases import Case
 from shardwright.testing.operators.database import OpSample, samples_of
-from shardwright.testing.proof.sample import tensors_in
+from shardwright.testing.operators.sample import tensors_in
 
 __all__ = ["Ours", "Outcome", "System", "run_case"]
 

@@ -8,8 +8,8 @@ from typing import Literal, final
 
 from shardwright.testing.operators.cases import Case, cases_of
 from shardwright.testing.operators.running import Ours, Outcome, System, run_case
-from shardwright.testing.outcome import Returned
-from shardwright.testing.pool import RankPool
+from shardwright.testing.ranks.outcome import Returned
+from shardwright.testing.ranks.pool import RankPool
 
 __all__ = ["Surveyed", "survey", "survey_operator"]
 

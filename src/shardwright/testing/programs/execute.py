@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwright.errors import ShardwrightError
 from shardwright.layout import Layout
 from shardwright.tensor.base.tagging import DTensorBase
-from shardwright.testing.programs.compare import (
+from shardwright.testing.programs.draft.compare import (
     difference,
     is_readable,
     live_values,
@@ -32,7 +32,7 @@ from shardwright.testing.programs.compare import (
     reduced,
     region_of,
 )
-from shardwright.testing.programs.namespace import plain_namespace, sharded_namespace
+from shardwright.testing.programs.draft.namespace import plain_namespace, sharded_namespace
 from shardwright.testing.programs.program import Program, used_names
 from shardwright.testing.programs.witness import GOES_ON, StepResult, witness
 

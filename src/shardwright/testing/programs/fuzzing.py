@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from shardwright.testing.pool import RankPool
 from shardwright.testing.programs.execute import Setup
 from shardwright.testing.programs.generate import generate
 from shardwright.testing.programs.judge import TIMEOUT, Judgement, Verdict, judge
 from shardwright.testing.programs.minimise import minimise
 from shardwright.testing.programs.program import Program
 from shardwright.testing.programs.witness import StepResult
+from shardwright.testing.ranks.pool import RankPool
 
 __all__ = ["Fuzzing", "fuzz"]
 

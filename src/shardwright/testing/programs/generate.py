@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-from shardwright.testing.programs.draft import Draft, NoChoice
+from shardwright.testing.programs.draft.draft import Draft, NoChoice
 from shardwright.testing.programs.program import Program, defined_names
 from shardwright.testing.programs.steps import KINDS, Step
 from shardwright.testing.programs.steps.values import new_leaf

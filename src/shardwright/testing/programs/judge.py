@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from shardwright.testing.outcome import Died, Hung, Outcome, Raised, Returned, report
-from shardwright.testing.pool import RankPool, outcomes
 from shardwright.testing.programs.execute import Course, Setup, run_program
 from shardwright.testing.programs.program import Program
 from shardwright.testing.programs.witness import StepResult
+from shardwright.testing.ranks.outcome import Died, Hung, Outcome, Raised, Returned, report
+from shardwright.testing.ranks.pool import RankPool, outcomes
 
 __all__ = ["FAILURES", "Judgement", "Outcome", "Verdict", "judge"]
 

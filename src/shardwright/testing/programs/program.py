@@ -14,7 +14,7 @@ __all__ = ["Program", "defined_names", "used_names"]
 class Program:
     """The lines of a program, the mesh that its DTensors are on, and the seed that it was generated from.
 
-    A line is one statement. It may use torch, `F`, `nn` and the names in `shardwright.testing.programs.namespace`.
+    A line is one statement. It may use torch, `F`, `nn` and the names in `testing.programs.draft.namespace`.
 
     >>> program = Program(("a = leaf([1, 2], (2,), torch.float32, [Shard(0)])", "b = a * 2"), mesh=(2,))
     >>> program.ranks

@@ -13,7 +13,7 @@ from shardwright.tensor.base.registry import Rule
 from shardwright.tensor.base.rounding import completing_first, never_partial
 from shardwright.tensor.base.strategy import MeshStrategy, Operand, Run, Strategies, Strategy
 from shardwright.tensor.dispatch.choose import Impossible, choose
-from shardwright.testing.proof.sample import Reference, Sample
+from shardwright.testing.operators.sample import Reference, Sample
 from shardwright.testing.proof.splitting import Mismatch
 
 __all__ = ["Answer", "Claim", "ask"]

@@ -17,12 +17,12 @@ from shardwright.layout import Layout, Mesh, Placement
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.base.trace import trace
 from shardwright.testing.operators.database import Entry, OpSample, entry, samples_of
+from shardwright.testing.operators.sample import Sample
 from shardwright.testing.proof.apart import apart
 from shardwright.testing.proof.parts import PartCall, parts_of, pattern_of
 from shardwright.testing.proof.placing import combinations_of, placements_of
 from shardwright.testing.proof.possible import candidates_of, possible
 from shardwright.testing.proof.proving import prove
-from shardwright.testing.proof.sample import Sample
 
 __all__ = ["EntryProof", "Prover", "prove_all"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from shardwright.layout import Layout, Partial
 from shardwright.tensor.base.gradient_types import dual
 from shardwright.tensor.base.strategy import LocalContext
+from shardwright.testing.operators.sample import Reference, Sample, reaching_gradients
 from shardwright.testing.proof.claims import Claim
-from shardwright.testing.proof.sample import Reference, Sample, reaching_gradients
 from shardwright.testing.proof.splitting import Mismatch, assemble, check_shapes, compare, split
 
 __all__ = ["judge"]

@@ -16,7 +16,7 @@ _SHOWN = 4
 _HEAD = """# Operators
 
 Every operator of PyTorch's own operator database (torch {torch}), as the prover found it. This page is written by
-`python -m shardwright.testing.prove --page docs/reference/operators.md`; a test sees that it is true.
+`python -m shardwright.testing.proof --page docs/reference/operators.md`; a test sees that it is true.
 
 For samples of each operator, placements of its inputs on one mesh dimension of 3 ranks in which something is cut were
 looked at (all of them up to three tensors, every pair beyond; at most 60 for a sample, evenly chosen). Columns:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwright.errors import ShardwrightError
 from shardwright.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
-from shardwright.testing.proof.sample import Sample
+from shardwright.testing.operators.sample import Sample
 from shardwright.testing.proof.splitting import Mismatch, assemble, compare, split
 
 __all__ = ["possible"]

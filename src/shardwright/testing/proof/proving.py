@@ -12,11 +12,11 @@ from shardwright.errors import TensorError
 from shardwright.layout import Layout, Placement
 from shardwright.tensor.base.registry import Rule, canonical_name, operator
 from shardwright.tensor.base.strategy import Strategy
+from shardwright.testing.operators.sample import Reference, Sample, refer
 from shardwright.testing.proof.claims import Claim, ask
 from shardwright.testing.proof.judge import DIFFERENTIABLE, judge
 from shardwright.testing.proof.placing import combinations_of, placements_of
 from shardwright.testing.proof.result import Proof, Verdict
-from shardwright.testing.proof.sample import Reference, Sample, refer
 from shardwright.testing.proof.splitting import Mismatch
 
 __all__ = ["prove"]

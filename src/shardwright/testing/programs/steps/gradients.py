@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.testing.programs.draft import Draft, NoChoice
+from shardwright.testing.programs.draft.draft import Draft, NoChoice
 
 __all__ = ["about_gradients", "backward", "checkpointed", "quiet", "user_function"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwright.testing.programs.draft import Draft, NoChoice
+from shardwright.testing.programs.draft.draft import Draft, NoChoice
 
 __all__ = ["index_text", "indexed", "picked_by_tensor"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwright.testing.programs.draft import Draft
+from shardwright.testing.programs.draft.draft import Draft
 from shardwright.testing.programs.steps.gradients import about_gradients, backward, checkpointed, quiet, user_function
 from shardwright.testing.programs.steps.indexing import indexed, picked_by_tensor
 from shardwright.testing.programs.steps.modules import forget, module, optimizer, read_number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwright.testing.programs.draft import NUMBERS, Draft, NoChoice
+from shardwright.testing.programs.draft.draft import NUMBERS, Draft, NoChoice
 
 __all__ = ["forget", "module", "optimizer", "read_number"]
 

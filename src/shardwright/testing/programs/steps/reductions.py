@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwright.testing.programs.draft import NUMBERS, Draft, NoChoice
+from shardwright.testing.programs.draft.draft import NUMBERS, Draft, NoChoice
 
 __all__ = ["average", "embedding", "joined", "product_of_matrices", "reduction", "sorted_values"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwright.testing.programs.draft import NUMBERS, Draft, NoChoice, broadcasts
+from shardwright.testing.programs.draft.draft import NUMBERS, Draft, NoChoice, broadcasts
 
 __all__ = [
     "cast",

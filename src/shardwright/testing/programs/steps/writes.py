@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardwright.testing.programs.draft import NUMBERS, Draft, NoChoice, broadcasts
+from shardwright.testing.programs.draft.draft import NUMBERS, Draft, NoChoice, broadcasts
 from shardwright.testing.programs.steps.indexing import index_text, indexed
 from shardwright.testing.programs.steps.values import copied
 from shardwright.testing.programs.steps.views import split_up, view

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwright import comm
 from shardwright.layout import Layout, Partial
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function
-from shardwright.testing.programs.namespace import KEPT
+from shardwright.testing.programs.draft.namespace import KEPT
 
 __all__ = ["difference", "is_readable", "live_values", "local_part", "loosest", "metadata_difference", "region_of"]
 

@@ -9,9 +9,9 @@ import torch
 
 from shardwright import comm
 from shardwright.errors import PlacementError
-from shardwright.sharded.metadata import ShardMetadata
-from shardwright.sharded.process_group import listed
-from shardwright.sharded.remote_device import RemoteDevice
+from shardwright.sharded.metadata.process_group import listed
+from shardwright.sharded.metadata.remote_device import RemoteDevice
+from shardwright.sharded.metadata.tensor_metadata import ShardMetadata
 
 __all__ = ["moved_to", "owner_in", "placed", "same_device"]
 

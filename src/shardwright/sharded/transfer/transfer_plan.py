@@ -12,18 +12,18 @@ import numpy.typing as npt
 
 from shardwright.layout import Boxes, Region, RegionTable, overlaps
 
-__all__ = ["Moves", "holds", "moves_between", "moves_of"]
+__all__ = ["TransferPlan", "holds", "plan_transfer", "plan_transfer_for_rank"]
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 
 
-class Moves(NamedTuple):
+class TransferPlan(NamedTuple):
     """Row k says: the box of `offsets[k]` and `sizes[k]` goes from shard `sources[k]`, which rank `senders[k]` holds,
     into shard `targets[k]` of rank `receivers[k]`; it stays where it is if they are the same rank.
 
     >>> rows = RegionTable(np.array([0, 1]), np.array([[0], [2]]), np.array([[2], [2]]))
     >>> one = RegionTable(np.array([1]), np.array([[0]]), np.array([[4]]))
-    >>> moves = moves_between(rows, one)
+    >>> moves = plan_transfer(rows, one)
     >>> moves.senders.tolist(), moves.receivers.tolist(), moves.received(1, itemsize=4)
     ([0, 1], [1, 1], 8)
     """
@@ -55,7 +55,7 @@ class Moves(NamedTuple):
         return f"{int(away.sum())} boxes of {elements} elements travel, {int((~away).sum())} boxes stay"
 
 
-def moves_between(source: RegionTable, target: RegionTable) -> Moves:
+def plan_transfer(source: RegionTable, target: RegionTable) -> TransferPlan:
     """All moves of all ranks, by number of the source shard, then of the target shard.
 
     The source shards are disjoint, or they are whole replicas of each other: then a rank that has one keeps to it, and
@@ -63,19 +63,19 @@ def moves_between(source: RegionTable, target: RegionTable) -> Moves:
 
     >>> copies = RegionTable(np.array([0, 1]), np.array([[0], [0]]), np.array([[4], [4]]))
     >>> wanted = RegionTable(np.array([1, 2]), np.array([[0], [2]]), np.array([[2], [2]]))
-    >>> moves = moves_between(copies, wanted)
+    >>> moves = plan_transfer(copies, wanted)
     >>> print(moves)
     1 boxes of 2 elements travel, 1 boxes stay
     """
     return _in_order(_from(source, _all_of(source), target, _all_of(target)))
 
 
-def moves_of(source: RegionTable, target: RegionTable, rank: int) -> Moves:
+def plan_transfer_for_rank(source: RegionTable, target: RegionTable, rank: int) -> TransferPlan:
     """The moves that this rank has part in, in the order in which all ranks list them.
 
     >>> rows = RegionTable(np.array([0, 1]), np.array([[0], [2]]), np.array([[2], [2]]))
     >>> swapped = RegionTable(np.array([1, 0]), np.array([[0], [2]]), np.array([[2], [2]]))
-    >>> [(s, r) for s, r in zip(*moves_of(rows, swapped, 0)[2:4])] == [(0, 1), (1, 0)]
+    >>> [(s, r) for s, r in zip(*plan_transfer_for_rank(rows, swapped, 0)[2:4])] == [(0, 1), (1, 0)]
     True
     """
     mine, ours = np.flatnonzero(source.ranks == rank), np.flatnonzero(target.ranks == rank)
@@ -83,7 +83,7 @@ def moves_of(source: RegionTable, target: RegionTable, rank: int) -> Moves:
     coming = _from(source, _all_of(source), target, ours)
     # What stays is among what comes.
     away = np.flatnonzero((going.senders == rank) & (going.receivers != rank))
-    return _in_order(Moves(*(np.concatenate([a[away], b]) for a, b in zip(going, coming, strict=True))))
+    return _in_order(TransferPlan(*(np.concatenate([a[away], b]) for a, b in zip(going, coming, strict=True))))
 
 
 def holds(source: RegionTable, target: RegionTable) -> bool:
@@ -103,7 +103,7 @@ def _distinct(table: RegionTable) -> set[tuple[int, ...]]:
     return set(map(tuple, np.column_stack([table.ranks, table.offsets, table.sizes])[full].tolist()))
 
 
-def _from(source: RegionTable, rows: Integers, target: RegionTable, columns: Integers) -> Moves:
+def _from(source: RegionTable, rows: Integers, target: RegionTable, columns: Integers) -> TransferPlan:
     """The moves from these source shards, or from their replicas, into these target shards."""
     boxes = Boxes(target.offsets[columns], target.sizes[columns])
     if _has_replicas(source):
@@ -115,7 +115,7 @@ def _from(source: RegionTable, rows: Integers, target: RegionTable, columns: Int
     else:
         found = overlaps(Boxes(source.offsets[rows], source.sizes[rows]), boxes)
         first, second = rows[found.first], columns[found.second]
-    return Moves(first, second, source.ranks[first], target.ranks[second], found.offsets, found.sizes)
+    return TransferPlan(first, second, source.ranks[first], target.ranks[second], found.offsets, found.sizes)
 
 
 def _has_replicas(table: RegionTable) -> bool:
@@ -150,9 +150,9 @@ class _Givers:
         return self._rows[np.where(self._held[place] == sought, place, turn)]
 
 
-def _in_order(moves: Moves) -> Moves:
+def _in_order(moves: TransferPlan) -> TransferPlan:
     order = np.lexsort((moves.targets, moves.sources))
-    return Moves(*(column[order] for column in moves))
+    return TransferPlan(*(column[order] for column in moves))
 
 
 def _all_of(table: RegionTable) -> Integers:

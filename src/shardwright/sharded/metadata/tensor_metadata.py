@@ -12,11 +12,11 @@ import torch
 
 from shardwright.errors import ShardError, TilingError
 from shardwright.layout import Boxes, Gap, Outside, Overlap, Region, RegionTable
-from shardwright.layout.cover import coverage_of_boxes
 from shardwright.layout.integers import integers
 from shardwright.layout.overlap import overlapping_pair
-from shardwright.sharded.properties import TensorProperties
-from shardwright.sharded.remote_device import RemoteDevice
+from shardwright.layout.region import coverage_of_boxes
+from shardwright.sharded.metadata.properties import TensorProperties
+from shardwright.sharded.metadata.remote_device import RemoteDevice
 
 __all__ = ["ShardMetadata", "ShardedTensorMetadata", "check_disjoint", "check_tiling"]
 

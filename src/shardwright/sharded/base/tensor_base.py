@@ -9,23 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from shardwright import comm
 from shardwright.errors import ShardError, UnsupportedError
-from shardwright.sharded.metadata import ShardedTensorMetadata, ShardMetadata
-from shardwright.sharded.ops.registry import call
-from shardwright.sharded.owners import moved_to
-from shardwright.sharded.shard import Shard
-from shardwright.sharded.spec import ShardingSpec, infer_sharding_spec
+from shardwright.layout import RegionTable
+from shardwright.sharded.base.registry import call
+from shardwright.sharded.metadata.owners import moved_to, owner_in
+from shardwright.sharded.metadata.shard import Shard
+from shardwright.sharded.metadata.spec import ShardingSpec, infer_sharding_spec
+from shardwright.sharded.metadata.tensor_metadata import ShardedTensorMetadata, ShardMetadata
 
 __all__ = ["ShardedTensorBase"]
 
 
 class ShardedTensorBase(Tensor):
-    """What every sharded tensor has: local shards, the metadata of all shards, and a spec. It talks to nobody.
+    """The state of every sharded tensor: local shards, the metadata of all shards, a spec and a group of ranks.
 
     `size`, `shape`, `dtype` and their like answer for the whole tensor.
 
@@ -40,6 +43,7 @@ class ShardedTensorBase(Tensor):
     _local_shards: list[Shard]
     _leaf: bool = True  # said for all ranks: one without shards could not tell from them
     _nested: bool = False  # whether shards are sharded themselves, on any rank
+    _group: comm.Group
 
     @classmethod
     def _wrap(cls, metadata: ShardedTensorMetadata, spec: ShardingSpec | None, local_shards: Sequence[Shard]) -> Self:
@@ -52,6 +56,28 @@ class ShardedTensorBase(Tensor):
         torch._C._set_throw_on_mutable_data_ptr(made)
         made._metadata, made._spec, made._local_shards = metadata, spec, list(local_shards)
         return made
+
+    @classmethod
+    def _bind(
+        cls, metadata: ShardedTensorMetadata, spec: ShardingSpec | None, shards: Sequence[Shard], group: comm.Group
+    ) -> Self:
+        made = cls._wrap(metadata, spec, shards)
+        made._group = group
+        return made
+
+    @cached_property
+    def _table(self) -> RegionTable:
+        """All shards as arrays, with the ranks that own them."""
+        return self._metadata.table(owner_in(self._group))
+
+    def _own(self) -> list[ShardMetadata]:
+        """The metadata of this rank's shards."""
+        mine = (self._table.ranks == self._group.ranks[self._group.rank]).nonzero()[0].tolist()
+        return [self._metadata.shards_metadata[number] for number in mine]
+
+    @property
+    def _process_group(self) -> Any:
+        return self._group.process_group
 
     def local_shards(self) -> list[Shard]:
         """This rank's shards, in the order of the metadata; none where it holds none."""
@@ -235,13 +261,17 @@ class ShardedTensorBase(Tensor):
         return made
 
     def _made_like(self, metadata: ShardedTensorMetadata, shards: Sequence[Shard]) -> Self:
-        made = type(self)._wrap(metadata, self._spec, shards)
+        made = type(self)._bind(metadata, self._spec, shards, self._group)
         made._nested = self._nested
+        if "_table" in self.__dict__ and metadata.shards_metadata is self._metadata.shards_metadata:
+            made.__dict__["_table"] = self._table
         return made
 
     def _become(self, other: ShardedTensorBase) -> None:
         self._metadata, self._spec = other._metadata, other._spec
         self._local_shards, self._leaf, self._nested = list(other._local_shards), other._leaf, other._nested
+        self._group = other._group
+        self.__dict__.pop("_table", None)
 
     def _is_cut_like(self, other: ShardedTensorBase) -> bool:
         """Whether the shards are the same boxes on the same ranks, in the same order."""

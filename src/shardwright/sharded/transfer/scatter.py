@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -10,26 +10,28 @@ from torch import Tensor
 
 from shardwright.errors import ArgumentTypeError, PlacementError, ShardError
 from shardwright.layout import RegionTable
-from shardwright.sharded.agreement import digest, together
-from shardwright.sharded.metadata import ShardedTensorMetadata
-from shardwright.sharded.moving import Relocation
-from shardwright.sharded.process_group import group_of
-from shardwright.sharded.properties import TensorProperties
-from shardwright.sharded.shard import Shard
-from shardwright.sharded.spec import ShardingSpec, metadata_for
-from shardwright.sharded.tensor import ShardedTensor
+from shardwright.sharded.base.agreement import digest, together
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
+from shardwright.sharded.metadata.process_group import group_of
+from shardwright.sharded.metadata.properties import TensorProperties
+from shardwright.sharded.metadata.shard import Shard
+from shardwright.sharded.metadata.spec import ShardingSpec, metadata_for
+from shardwright.sharded.metadata.tensor_metadata import ShardedTensorMetadata
+from shardwright.sharded.transfer.transfer import Transfer
 from shardwright.tensor import DTensor
 
 __all__ = ["scatter"]
 
+T = TypeVar("T", bound=ShardedTensorBase)
 
-def scatter(tensor: Tensor, spec: ShardingSpec, src_rank: int, process_group: Any) -> ShardedTensor:
+
+def scatter(cls: type[T], tensor: Tensor, spec: ShardingSpec, src_rank: int, process_group: Any) -> T:
     """See `ShardingSpec.shard`."""
     group = group_of(process_group)
     rank = group.ranks[group.rank]
 
-    def prepare() -> tuple[ShardedTensor, str]:
-        if not isinstance(tensor, Tensor) or isinstance(tensor, ShardedTensor | DTensor):
+    def prepare() -> tuple[T, str]:
+        if not isinstance(tensor, Tensor) or isinstance(tensor, ShardedTensorBase | DTensor):
             raise ArgumentTypeError(
                 f"shard: {type(tensor).__name__} is not a plain tensor; a ShardedTensor has reshard(spec), and a "
                 "DTensor becomes one by sharded.from_dtensor"
@@ -43,7 +45,7 @@ def scatter(tensor: Tensor, spec: ShardingSpec, src_rank: int, process_group: An
                 f"shard: rank {rank} is the source, and its tensor is on meta: it has no values to scatter"
             )
         properties = TensorProperties(tensor.dtype, requires_grad=tensor.requires_grad)
-        made = ShardedTensor._bind(metadata_for(spec, tensor.shape, properties), spec, (), group)
+        made = cls._bind(metadata_for(spec, tensor.shape, properties), spec, (), group)
         needs = "requires_grad" if tensor.requires_grad else "no gradient"
         what = f"{list(tensor.shape)} of {tensor.dtype}, {needs}, from rank {src_rank}, cut into {digest(made._table)}"
         return made, what
@@ -55,7 +57,7 @@ def scatter(tensor: Tensor, spec: ShardingSpec, src_rank: int, process_group: An
     if _is_meta(made.metadata()):
         pieces = [torch.empty(shard.shard_sizes, dtype=tensor.dtype, device="meta") for shard in own]
     else:
-        pieces = Relocation(whole, made._table, group).run([tensor] if rank == src_rank else [], _like(tensor, made))
+        pieces = Transfer(whole, made._table, group).run([tensor] if rank == src_rank else [], _like(tensor, made))
     made._local_shards = [
         Shard(piece if where is None else piece.to(where.device()), shard)
         for piece, shard, where in zip(pieces, own, (shard.placement for shard in own), strict=True)
@@ -69,7 +71,7 @@ def _is_meta(metadata: ShardedTensorMetadata) -> bool:
     return all(placement is not None and placement.device().type == "meta" for placement in placements)
 
 
-def _like(tensor: Tensor, made: ShardedTensor) -> Tensor:
+def _like(tensor: Tensor, made: ShardedTensorBase) -> Tensor:
     """What a rank's pieces are like: a rank that only receives may have given a meta tensor, which holds nothing."""
     if not tensor.is_meta:
         return tensor.detach()

@@ -1,8 +1,8 @@
-"""`python -m shardwright.testing.prove`: proves the rules of all operators of torch's database, or of some.
+"""`python -m shardwright.testing.proof`: proves the rules of all operators of torch's database, or of some.
 
-    python -m shardwright.testing.prove                       all of them, a line for what is not as it should be
-    python -m shardwright.testing.prove --op cumsum --op sort these, with all that was found
-    python -m shardwright.testing.prove --page FILE           writes the page of the documentation
+    python -m shardwright.testing.proof                       all of them, a line for what is not as it should be
+    python -m shardwright.testing.proof --op cumsum --op sort these, with all that was found
+    python -m shardwright.testing.proof --page FILE           writes the page of the documentation
 
 It ends with 1 if anything is wrong.
 """
@@ -26,7 +26,7 @@ __all__: list[str] = []
 
 def main(arguments: list[str]) -> int:
     """Proves what the command line asks for; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m shardwright.testing.prove", description=__doc__.partition(":")[0])
+    parser = argparse.ArgumentParser(prog="python -m shardwright.testing.proof", description=__doc__.partition(":")[0])
     parser.add_argument("--op", action="append", metavar="NAME", help="an operator, as torch's database names it")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of all operators here")
     parser.add_argument("--workers", type=int, default=2, help="processes that prove (2)")

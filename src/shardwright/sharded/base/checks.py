@@ -11,11 +11,11 @@ from torch import Tensor
 
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, ShardError, UnsupportedError
-from shardwright.sharded.base import ShardedTensorBase
-from shardwright.sharded.metadata import ShardMetadata
-from shardwright.sharded.owners import same_device
-from shardwright.sharded.properties import TensorProperties, lies_as, memory_format_of
-from shardwright.sharded.shard import Shard
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
+from shardwright.sharded.metadata.owners import same_device
+from shardwright.sharded.metadata.properties import TensorProperties, lies_as, memory_format_of
+from shardwright.sharded.metadata.shard import Shard
+from shardwright.sharded.metadata.tensor_metadata import ShardMetadata
 from shardwright.tensor import DTensor
 
 __all__ = ["check_kinds", "check_shards", "common_properties", "has_nested", "refuse_nested", "refuse_sparse"]

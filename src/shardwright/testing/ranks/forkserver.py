@@ -75,7 +75,7 @@ class ForkServer:
 
 def main(descriptor: int, folder: str) -> None:
     """Forks on request until the caller is gone, however it went; then ends the children and removes the folder."""
-    from shardwright.testing import worker
+    from shardwright.testing.ranks import worker
 
     control = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, who then closes the connection

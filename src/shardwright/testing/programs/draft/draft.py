@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardwright.testing.programs.compare import is_readable
-from shardwright.testing.programs.namespace import plain_namespace
+from shardwright.testing.programs.draft.compare import is_readable
+from shardwright.testing.programs.draft.namespace import plain_namespace
 
 __all__ = ["FLOATS", "NUMBERS", "Draft", "NoChoice", "broadcasts"]
 

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from shardwright.errors import ArgumentTypeError, PlacementError, ShardError
 from shardwright.layout import RegionTable
-from shardwright.sharded.agreement import digest, together
-from shardwright.sharded.base import ShardedTensorBase
-from shardwright.sharded.checks import refuse_nested, refuse_sparse
-from shardwright.sharded.moving import Relocation
+from shardwright.sharded.base.agreement import digest, together
+from shardwright.sharded.base.checks import refuse_nested, refuse_sparse
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
+from shardwright.sharded.transfer.transfer import Transfer
 from shardwright.tensor import DTensor
-
-if TYPE_CHECKING:
-    from shardwright.sharded.tensor import ShardedTensor
 
 __all__ = ["gather"]
 
 
 def gather(
-    tensor: ShardedTensor, dst: int, out: Tensor | None, *, enforce_dtype: bool, dtype: torch.dtype | None
+    tensor: ShardedTensorBase, dst: int, out: Tensor | None, *, enforce_dtype: bool, dtype: torch.dtype | None
 ) -> Tensor | None:
     """See `ShardedTensor.gather`."""
     group = tensor._group
@@ -41,7 +36,7 @@ def gather(
     like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     direct = out is not None and out.dtype == tensor.dtype and out.device == like.device
     direct = direct and out is not None and not (out.is_conj() or out.is_neg())  # whose bytes are not their values
-    filled = Relocation(tensor._table, whole, group).run(
+    filled = Transfer(tensor._table, whole, group).run(
         [shard.tensor for shard in tensor._local_shards], like, [out] if direct and out is not None else None
     )
     if rank != dst:
@@ -54,7 +49,7 @@ def gather(
 
 
 def _check(
-    tensor: ShardedTensor, dst: int, rank: int, out: Tensor | None, enforce_dtype: bool, dtype: torch.dtype | None
+    tensor: ShardedTensorBase, dst: int, rank: int, out: Tensor | None, enforce_dtype: bool, dtype: torch.dtype | None
 ) -> None:
     if dst not in tensor._group.ranks:
         raise PlacementError(f"gather: dst {dst} is not in the group of ranks {list(tensor._group.ranks)}")

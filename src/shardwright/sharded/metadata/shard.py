@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, ShardError
-from shardwright.sharded.metadata import ShardMetadata
-from shardwright.sharded.remote_device import RemoteDevice
+from shardwright.sharded.metadata.remote_device import RemoteDevice
+from shardwright.sharded.metadata.tensor_metadata import ShardMetadata
 
 __all__ = ["Shard"]
 

@@ -7,22 +7,20 @@ Before any rank goes on, all have RRefs of all shards: an RRef holds its shard, 
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 from weakref import WeakValueDictionary
 
 import msgspec
 
 from shardwright import comm
 from shardwright.errors import CommError, ShardError
-from shardwright.sharded.shard import Shard
-
-if TYPE_CHECKING:
-    from shardwright.sharded.metadata import ShardMetadata
-    from shardwright.sharded.tensor import ShardedTensor
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
+from shardwright.sharded.metadata.shard import Shard
+from shardwright.sharded.metadata.tensor_metadata import ShardMetadata
 
 __all__ = ["RemoteShards", "offer"]
 
-_offered: WeakValueDictionary[str, ShardedTensor] = WeakValueDictionary()
+_offered: WeakValueDictionary[str, ShardedTensorBase] = WeakValueDictionary()
 
 
 class _Offer(NamedTuple):
@@ -41,7 +39,7 @@ class RemoteShards:
         self._shards: list[ShardMetadata] = []  # those that the references are of: a tensor can be resharded
         self._references: dict[int, list[Any]] = {}
 
-    def references(self, tensor: ShardedTensor) -> dict[int, list[Any]]:
+    def references(self, tensor: ShardedTensorBase) -> dict[int, list[Any]]:
         """By global rank, in the order of the metadata; ranks without shards are left out."""
         if comm.worker_name() is None:
             raise CommError("remote_shards: RPC is not running here; call torch.distributed.rpc.init_rpc first")
@@ -57,7 +55,7 @@ class RemoteShards:
         return {rank: list(references) for rank, references in self._references.items()}
 
 
-def offer(tensor: ShardedTensor, group: comm.Group) -> RemoteShards:
+def offer(tensor: ShardedTensorBase, group: comm.Group) -> RemoteShards:
     """Makes this rank's shards reachable for the others, and says how to reach theirs. All ranks of the group call it.
 
     Where RPC does not run on some of them, all get the same error.

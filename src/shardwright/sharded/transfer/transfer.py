@@ -13,24 +13,24 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import UnsupportedError
 from shardwright.layout import Region, RegionTable
-from shardwright.sharded.plan import Moves, moves_of
+from shardwright.sharded.transfer.transfer_plan import TransferPlan, plan_transfer_for_rank
 from shardwright.tensor.redistribute.chunking import cut
 from shardwright.tensor.redistribute.packing import bits
 
-__all__ = ["Relocation"]
+__all__ = ["Transfer"]
 
 _BUFFER = 64 << 20  # bytes that are packed and landed at a time, each
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Relocation:
+class Transfer:
     """From the shards of one table to those of another, on the ranks of a group. Pure until it is run.
 
     >>> import numpy as np
     >>> halves = RegionTable(np.array([0, 0]), np.array([[0], [2]]), np.array([[2], [2]]))
     >>> whole = RegionTable(np.array([0]), np.array([[0]]), np.array([[4]]))
-    >>> Relocation(halves, whole, comm.world()).run([torch.ones(2), torch.zeros(2)], like=torch.empty(0))
+    >>> Transfer(halves, whole, comm.world()).run([torch.ones(2), torch.zeros(2)], like=torch.empty(0))
     [tensor([1., 1., 0., 0.])]
     """
 
@@ -52,7 +52,7 @@ class Relocation:
         held = [tensor.to(like.device) for tensor in held]
         if out is None:
             out = [like.new_empty(self.target.sizes[number].tolist()) for number in ours]
-        moves = moves_of(self.source, self.target, self.rank)
+        moves = plan_transfer_for_rank(self.source, self.target, self.rank)
         with torch.no_grad():
             self._carry(
                 moves,
@@ -79,9 +79,9 @@ class Relocation:
         anchor = like.new_empty(0).requires_grad_()
         return list(_Move.apply(self, like, anchor, *held))  # type: ignore[no-untyped-call]  # torch's stubs lack it
 
-    def reverse(self) -> Relocation:
+    def reverse(self) -> Transfer:
         """The way back."""
-        return Relocation(self.target, self.source, self.group)
+        return Transfer(self.target, self.source, self.group)
 
     def _numbers(self, table: RegionTable) -> list[int]:
         found: list[int] = np.flatnonzero(table.ranks == self.rank).tolist()
@@ -96,7 +96,7 @@ class Relocation:
                 most = max(most, int(held.max()) * itemsize)
         return max(1, -(-most // _BUFFER))
 
-    def _carry(self, moves: Moves, held: dict[int, _Box], wanted: dict[int, _Box], rounds: int) -> None:
+    def _carry(self, moves: TransferPlan, held: dict[int, _Box], wanted: dict[int, _Box], rounds: int) -> None:
         index = {rank: place for place, rank in enumerate(self.group.ranks)}
         going: dict[int, list[tuple[Region, _Box]]] = {}
         coming: dict[int, list[tuple[Region, _Box]]] = {}
@@ -162,7 +162,7 @@ class _Move(torch.autograd.Function):
     """A relocation; its backward is the relocation back, as a function, so that it can be differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, relocation: Relocation, like: Tensor, _: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, relocation: Transfer, like: Tensor, _: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
         ctx.relocation, ctx.like = relocation, like.detach()
         return tuple(relocation.run(held, like))
 

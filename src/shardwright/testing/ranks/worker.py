@@ -18,9 +18,9 @@ import torch
 
 from shardwright import comm
 from shardwright.comm.forked import close_in_children
-from shardwright.testing.filters import Filter, apply_filters
-from shardwright.testing.outcome import Raised, Returned
-from shardwright.testing.pickling import dumps, loads
+from shardwright.testing.ranks.filters import Filter, apply_filters
+from shardwright.testing.ranks.outcome import Raised, Returned
+from shardwright.testing.ranks.pickling import dumps, loads
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

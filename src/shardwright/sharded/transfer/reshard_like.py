@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
-from shardwright.sharded.spec import EnumerableShardingSpec
-from shardwright.sharded.tensor import ShardedTensor
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
+from shardwright.sharded.metadata.spec import EnumerableShardingSpec
+from shardwright.sharded.transfer.reshard import reshard
 
-__all__ = ["cut_like"]
+__all__ = ["reshard_like"]
+
+T = TypeVar("T", bound=ShardedTensorBase)
 
 
-def cut_like(source: ShardedTensor, target: ShardedTensor) -> ShardedTensor:
+def reshard_like(source: T, target: ShardedTensorBase) -> T:
     """The values of `source` in the boxes of `target`: the tensor itself where it has those, else a new one.
 
     Where they differ, values travel, and all ranks call it. Gradients flow back to a source that has any.
 
     >>> from shardwright import sharded
     >>> one, two = (sharded.ones(sharded.ChunkShardingSpec(0, ["rank:0/cpu"] * n), 4) for n in (1, 2))
-    >>> cut_like(one, two)
+    >>> reshard_like(one, two)
     ShardedTensor([4], torch.float32, 2 shards; here: [0:2], [2:4])
     >>> one
     ShardedTensor([4], torch.float32, 1 shards; here: [0:4])
@@ -26,11 +31,9 @@ def cut_like(source: ShardedTensor, target: ShardedTensor) -> ShardedTensor:
         return source
     wanted = source.requires_grad and torch.is_grad_enabled()
     if wanted:
-        moving = source._with(
-            [shard.tensor.view_as(shard.tensor) for shard in source._local_shards], requires_grad=True
-        )
+        made = source._with([shard.tensor.view_as(shard.tensor) for shard in source._local_shards], requires_grad=True)
     else:
-        moving = source.detach()  # another object, as the one given stays as it is
-    made = moving.reshard(EnumerableShardingSpec(target.shards_metadata()))
+        made = source.detach()  # another object, as the one given stays as it is
+    reshard(made, EnumerableShardingSpec(target.shards_metadata()))
     made._spec = target._spec
     return made

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.sharded.base import ShardedTensorBase
-from shardwright.sharded.ops.locally import check_operands, recut, whole_of
+from shardwright.sharded.base.registry import getters, implements, implements_named, unsupported
+from shardwright.sharded.base.shardwise import check_operands, recut, whole_of
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
 from shardwright.sharded.ops.reduce import cut_dims
-from shardwright.sharded.ops.registry import getters, implements, implements_named, unsupported
 from shardwright.tensor.base.registry import canonical_name
 
 __all__: list[str] = []

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from shardwright import Layout, Mesh, Partial, Ragged, Replicate, Shard
-from shardwright.layout import picture
+from shardwright.tensor import picture
 
 
 def drawn(layout: Layout, title: str | None = None) -> str:
@@ -28,11 +28,11 @@ def test_a_matrix_is_a_grid_of_owners() -> None:
     ("layout", "words"),
     [
         (Layout(Mesh((2,)), [Ragged(0, (0, 5))], (5,)), ["0:5", "rank 1"]),
-        (Layout(Mesh((2,)), [Partial()], (5,)), ["addends of 0 1"]),
+        (Layout(Mesh((2,)), [Partial()], (5,)), ["partial values of rank 0 1"]),
         (Layout(Mesh((2,)), [Shard(1)], (2, 4, 3)), ["[0:2, 0:2, 0:3]", "rank 0"]),
         (Layout(Mesh((2,)), [Replicate()], ()), ["[]", "rank 0 1"]),
         (Layout(Mesh((2,)), [Shard(0)], (0, 3)), ["region", "held by"]),
-        (Layout(Mesh((400,)), [Shard(0)], (400,)), ["144 regions more"]),
+        (Layout(Mesh((400,)), [Shard(0)], (400,)), ["and 144 more regions"]),
         (Layout(Mesh((40,)), [Replicate()], (4,)), ["40 in all"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""A layout, drawn for a terminal: which ranks hold which region."""
+"""Render a layout for a terminal: which ranks hold which region."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.layout.layout import Layout
-from shardwright.layout.region import Region
+from shardwright.layout import Layout, Region
 
 __all__ = ["picture"]
 
-# Distinct on dark and on light backgrounds; ranks beyond take them again.
+# Readable on dark and light backgrounds; reused cyclically.
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
 MAX_CELLS = 256
 
 
 def picture(layout: Layout, title: str | None = None) -> Group:
-    """A rich picture of who holds what: a grid for one or two dimensions, a list of regions otherwise.
+    """Return a rich renderable of the layout: a grid for one or two dimensions, a list of regions otherwise.
 
     >>> from rich.console import Console
     >>> from shardwright import Mesh, Replicate, Shard
@@ -32,12 +31,12 @@ def picture(layout: Layout, title: str | None = None) -> Group:
     │ 2:4 │ rank 2 3 │
     └─────┴──────────┘
     """
-    # The title stands above the table, not in it: a table would fold it to its own width.
+    # The title is printed above the table: inside, it would be wrapped to the table's width.
     return Group(Text(title or str(layout)), _grid(layout) or _list(layout))
 
 
 def _grid(layout: Layout) -> Table | None:
-    """One cell per region, for tensors of one or two dimensions with few enough regions."""
+    """One cell per region; None unless the tensor has one or two dimensions and at most MAX_CELLS regions."""
     if layout.ndim not in (1, 2):
         return None
     held = dict(layout.regions())
@@ -67,14 +66,14 @@ def _list(layout: Layout) -> Table:
     for region, ranks in holdings[:MAX_CELLS]:
         table.add_row(str(region), _owners(ranks, layout))
     if len(holdings) > MAX_CELLS:
-        table.add_row("…", f"{len(holdings) - MAX_CELLS} regions more")
+        table.add_row("…", f"and {len(holdings) - MAX_CELLS} more regions")
     return table
 
 
 def _owners(ranks: tuple[int, ...], layout: Layout) -> Text:
-    text = Text("addends of " if layout.is_partial else "rank ")
-    for place, rank in enumerate(ranks[:16]):
-        text.append(f"{' ' * bool(place)}{rank}", style=f"bold {COLOURS[layout.mesh.position(rank) % len(COLOURS)]}")
+    text = Text("partial values of rank " if layout.is_partial else "rank ")
+    for index, rank in enumerate(ranks[:16]):
+        text.append(f"{' ' * bool(index)}{rank}", style=f"bold {COLOURS[layout.mesh.position(rank) % len(COLOURS)]}")
     if len(ranks) > 16:
         text.append(f" … {len(ranks)} in all")
     return text

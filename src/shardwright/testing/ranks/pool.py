@@ -20,11 +20,11 @@ from typing import Any, ParamSpec, TypeVar, final
 
 from shardwright import comm
 from shardwright.errors import RanksError
-from shardwright.testing.filters import current_filters
-from shardwright.testing.forkserver import ForkServer
-from shardwright.testing.outcome import Died, Hung, Outcome, Raised, Returned, report
-from shardwright.testing.pickling import dumps, dumps_call, loads
-from shardwright.testing.worker import Task, Welcome
+from shardwright.testing.ranks.filters import current_filters
+from shardwright.testing.ranks.forkserver import ForkServer
+from shardwright.testing.ranks.outcome import Died, Hung, Outcome, Raised, Returned, report
+from shardwright.testing.ranks.pickling import dumps, dumps_call, loads
+from shardwright.testing.ranks.worker import Task, Welcome
 
 __all__ = ["RankPool", "on_ranks", "outcomes", "run_ranks"]
 

@@ -5,29 +5,48 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 
 from shardwright.errors import ArgumentTypeError, PlacementError, TilingError
 from shardwright.layout import Layout, Mesh
-from shardwright.layout.collecting import not_collecting
-from shardwright.sharded.metadata import ShardedTensorMetadata, ShardMetadata, check_disjoint, check_tiling
-from shardwright.sharded.properties import TensorProperties
-from shardwright.sharded.remote_device import RemoteDevice
-
-if TYPE_CHECKING:
-    from shardwright.sharded.tensor import ShardedTensor
+from shardwright.layout.gc import gc_paused
+from shardwright.sharded.metadata.properties import TensorProperties
+from shardwright.sharded.metadata.remote_device import RemoteDevice
+from shardwright.sharded.metadata.tensor_metadata import (
+    ShardedTensorMetadata,
+    ShardMetadata,
+    check_disjoint,
+    check_tiling,
+)
 
 __all__ = [
     "ChunkShardingSpec",
     "EnumerableShardingSpec",
     "LayoutShardingSpec",
+    "Scatter",
     "ShardingSpec",
+    "implement_shard",
     "infer_sharding_spec",
     "metadata_for",
 ]
+
+
+class Scatter(Protocol):
+    """The function behind `ShardingSpec.shard`."""
+
+    def __call__(self, tensor: Tensor, spec: ShardingSpec, src_rank: int, process_group: Any) -> Any:
+        """Return the ShardedTensor of this spec with the values that rank `src_rank` has."""
+
+
+_scatter: list[Scatter] = []
+
+
+def implement_shard(scatter: Scatter) -> None:
+    """Set the function behind `ShardingSpec.shard`: it builds a ShardedTensor, which is defined in a layer above."""
+    _scatter[:] = [scatter]
 
 
 class ShardingSpec(ABC):
@@ -48,7 +67,7 @@ class ShardingSpec(ABC):
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """The shards of a tensor of this size, which tile it, and their owners."""
 
-    def shard(self, tensor: Tensor, src_rank: int = 0, process_group: Any = None) -> ShardedTensor:
+    def shard(self, tensor: Tensor, src_rank: int = 0, process_group: Any = None) -> Any:
         """The tensor of rank `src_rank`, cut and scattered: each rank receives its own shards and nothing else.
 
         Every rank of the group calls it with a tensor of the same size and dtype; only the values of the source count,
@@ -58,9 +77,7 @@ class ShardingSpec(ABC):
         >>> [piece.tensor.tolist() for piece in spec.shard(torch.arange(3)).local_shards()]
         [[0, 1], [2]]
         """
-        from shardwright.sharded.scatter import scatter  # it builds a ShardedTensor, which knows its spec: a cycle
-
-        return scatter(tensor, self, src_rank, process_group)
+        return _scatter[0](tensor, self, src_rank, process_group)
 
 
 @final
@@ -98,7 +115,7 @@ class ChunkShardingSpec(ShardingSpec):
         extent = whole[dim]
         step = -(-extent // count)
         shards = []
-        with not_collecting():
+        with gc_paused():
             for number, placement in enumerate(self.placements):
                 start = min(number * step, extent)
                 offsets, sizes = [0] * ndim, whole.copy()

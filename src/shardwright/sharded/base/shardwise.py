@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import MixedTensorsError, ShardError
-from shardwright.sharded.base import ShardedTensorBase
-from shardwright.sharded.metadata import ShardedTensorMetadata, ShardMetadata
-from shardwright.sharded.ops.registry import name_of, unsupported
-from shardwright.sharded.shard import Shard
+from shardwright.sharded.base.registry import name_of, unsupported
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
+from shardwright.sharded.metadata.shard import Shard
+from shardwright.sharded.metadata.tensor_metadata import ShardedTensorMetadata, ShardMetadata
 
 __all__ = [
     "Given",

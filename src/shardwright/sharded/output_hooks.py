@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from shardwright.errors import ArgumentTypeError
-from shardwright.sharded.spec import ShardingSpec
+from shardwright.sharded.metadata.spec import ShardingSpec
 from shardwright.sharded.tensor import ShardedTensor
 
 __all__ = ["collect_local_shard", "reshard_output"]

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from shardwright.layout import RegionTable
-from shardwright.sharded.agreement import digest, together_telling
-from shardwright.sharded.checks import refuse_nested, refuse_sparse
-from shardwright.sharded.metadata import ShardedTensorMetadata, ShardMetadata
-from shardwright.sharded.moving import Relocation
-from shardwright.sharded.owners import owner_in
-from shardwright.sharded.properties import TensorProperties, empty_of
-from shardwright.sharded.shard import Shard
-from shardwright.sharded.spec import ShardingSpec, metadata_for
-
-if TYPE_CHECKING:
-    from shardwright.sharded.tensor import ShardedTensor
+from shardwright.sharded.base.agreement import digest, together_telling
+from shardwright.sharded.base.checks import refuse_nested, refuse_sparse
+from shardwright.sharded.base.tensor_base import ShardedTensorBase
+from shardwright.sharded.metadata.owners import owner_in
+from shardwright.sharded.metadata.properties import TensorProperties, empty_of
+from shardwright.sharded.metadata.shard import Shard
+from shardwright.sharded.metadata.spec import ShardingSpec, metadata_for
+from shardwright.sharded.metadata.tensor_metadata import ShardedTensorMetadata, ShardMetadata
+from shardwright.sharded.transfer.transfer import Transfer
 
 __all__ = ["reshard"]
 
 
-def reshard(tensor: ShardedTensor, spec: ShardingSpec) -> None:
+def reshard(tensor: ShardedTensorBase, spec: ShardingSpec) -> None:
     """See `ShardedTensor.reshard`."""
     group = tensor._group
     recording = tensor.requires_grad and torch.is_grad_enabled()
@@ -51,7 +48,7 @@ def reshard(tensor: ShardedTensor, spec: ShardingSpec) -> None:
         requires_grad=differentiable or (tensor.requires_grad and tensor._leaf),
         pin_memory=metadata.tensor_properties.pin_memory and not differentiable and _in_host_memory(metadata),
     )
-    pieces = _moved(tensor, own, Relocation(tensor._table, table, group), properties, differentiable)
+    pieces = _moved(tensor, own, Transfer(tensor._table, table, group), properties, differentiable)
     if not differentiable:
         pieces = [piece.requires_grad_(properties.requires_grad) for piece in pieces]
         tensor._leaf = True
@@ -61,9 +58,9 @@ def reshard(tensor: ShardedTensor, spec: ShardingSpec) -> None:
 
 
 def _moved(
-    tensor: ShardedTensor,
+    tensor: ShardedTensorBase,
     own: Sequence[ShardMetadata],
-    relocation: Relocation,
+    relocation: Transfer,
     properties: TensorProperties,
     differentiable: bool,
 ) -> list[Tensor]:
