@@ -330,3 +330,46 @@ def load_into_a_copy(folder: str) -> None:
 
 def test_a_checkpoint_is_not_loaded_into_a_copy_that_looks_like_a_view(tmp_path: Path) -> None:
     run_ranks(4, load_into_a_copy, str(tmp_path / "saved"))
+
+
+WRITES: list[Callable[[Any], Any]] = [
+    lambda x: x.add_(1),
+    lambda x: x.mul_(rows(whole(4, 2))),
+    lambda x: x.__setitem__(2, 5.0),
+    lambda x: x.__setitem__((slice(None), 1), 5.0),
+    lambda x: x.__setitem__(x > 3, 5.0),
+    lambda x: x[2:3].zero_(),
+    lambda x: x.view(4, 2, 1).neg_(),
+    lambda x: x.data.add_(1),
+    lambda x: x.detach()[:, :1].copy_(x[:, 1:]),
+    lambda x: torch.add(rows(whole(4, 2)), 1, out=x),
+    lambda x: torch._foreach_add_([x], 1),
+    lambda x: x.fill_(3),
+    lambda x: x.copy_(rows(whole(4, 2), sw.Shard(1)) * 2),
+    lambda x: x.index_add_(0, rows(torch.tensor([2, 2]), sw.Replicate()), rows(torch.ones(2, 2), sw.Replicate())),
+    lambda x: x.cumsum_(1),
+    lambda x: x.clamp_(max=2),
+]
+
+
+@on_ranks(4)
+def test_a_pick_in_inference_mode_shows_no_old_values() -> None:
+    for made_inside in (True, False):
+        for write in WRITES:
+            x = rows(whole(4, 2))
+            with torch.inference_mode():
+                x = rows(whole(4, 2)) if made_inside else x
+                alias = x.view(4, 2, 1)
+                row = x[2]
+                assert torch.equal((row * 1).full_tensor(), whole(4, 2)[2])
+                write(x)
+                with pytest.raises(InPlaceError, match="written to since"):
+                    row * 1
+                row = x[2]
+                assert torch.equal((row * 1).full_tensor(), x.full_tensor()[2])
+                alias.add_(1)
+                with pytest.raises(InPlaceError, match="written to since"):
+                    row.tolist()
+                row = x[2]
+                row.mul_(2)  # written to the original too, and up to date after
+                assert torch.equal((row * 1).full_tensor(), x.full_tensor()[2])

@@ -18,12 +18,34 @@ from shardwright.layout import Layout
 from shardwright.tensor.base.capture import is_recording
 from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function
 
-__all__ = ["Written", "count_writes_through", "data_of", "storage_of", "was_written", "writes_to"]
+__all__ = [
+    "WATCH",
+    "Written",
+    "count_write",
+    "count_writes_through",
+    "data_of",
+    "storage_of",
+    "was_written",
+    "writes_to",
+]
 
 _use_count = torch._C._storage_Use_Count
 _get_data = Tensor.data.__get__  # type: ignore[attr-defined]  # a getset descriptor
+_OF_INFERENCE = "_shardwright_inference_writes"  # an attribute of a storage: the number of writes
 # Attributes of a storage: two counters, and the tensor whose `.data` was first asked for, as a weak reference.
 _OF_DATA, _OF_OTHERS, _OWNER = "_shardwright_data_counter", "_shardwright_counters", "_shardwright_owner"
+
+
+class _Watch:
+    """Whether writes to tensors of inference mode are counted: as soon as one of them has a copy that may be stale."""
+
+    __slots__ = ("inference",)
+
+    def __init__(self) -> None:
+        self.inference = False
+
+
+WATCH = _Watch()
 
 
 class Written(NamedTuple):
@@ -40,11 +62,16 @@ def storage_of(tensor: Tensor) -> Any:
 
 
 def writes_to(tensor: DTensorBase) -> Written:
-    """Return the present state of a tensor's memory. Tensors of inference mode do not count writes."""
+    """Return the present state of a tensor's memory.
+
+    Tensors of inference mode have no version counter: from the first time on that one is asked for here, operators
+    count their writes with `count_write`.
+    """
     with no_torch_function():
         storage: Any = storage_of(tensor)
         if tensor.is_inference():
-            return Written(storage, tensor._layout, ())
+            WATCH.inference = True
+            return Written(storage, tensor._layout, (storage.__dict__.get(_OF_INFERENCE, 0),))
         counters = storage.__dict__
         data, others = counters.get(_OF_DATA), counters.get(_OF_OTHERS, ())
         past = 0 if data is None else data._version
@@ -55,6 +82,14 @@ def was_written(tensor: DTensorBase, before: Written) -> bool:
     """Return whether a tensor's memory may have been written to, or replaced, since `before`."""
     now = writes_to(tensor)
     return now.storage is not before.storage or now.layout is not before.layout or now.counts != before.counts
+
+
+def count_write(tensor: Tensor) -> None:
+    """Count a write to a tensor, if it is one of inference mode. Call it if `WATCH.inference` is set."""
+    with no_torch_function():
+        if tensor.is_inference():
+            counters = storage_of(tensor).__dict__
+            counters[_OF_INFERENCE] = counters.get(_OF_INFERENCE, 0) + 1
 
 
 def data_of(tensor: DTensorBase) -> Tensor:

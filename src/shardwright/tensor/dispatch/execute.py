@@ -34,6 +34,7 @@ from shardwright.tensor.base.tagging import (
     tag_results,
     with_dtypes,
 )
+from shardwright.tensor.base.writes import WATCH, count_write
 from shardwright.tensor.dispatch.arguments import Call, map_tensors, take_apart
 from shardwright.tensor.dispatch.autocast import cast_to
 from shardwright.tensor.dispatch.choose import Impossible, choose
@@ -86,6 +87,8 @@ def call_uniform(cls: Any, inplace: bool, func: Any, types: Any, args: Any, kwar
             return NotImplemented
     result = disabled(func, types, args, kwargs or {})
     if inplace:
+        if WATCH.inference:
+            count_write(first)
         return first
     result.__class__ = cls
     result._layout = layout
@@ -141,6 +144,8 @@ def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call:
         with no_torch_function():
             result = plan.run(func, args, kwargs)
     if plan.inplace:
+        if WATCH.inference:
+            count_write(call.tensors[0])
         return call.tensors[0]
     if plan.dtypes is not None:
         result = with_dtypes(result, plan.dtypes)

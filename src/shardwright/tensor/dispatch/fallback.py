@@ -13,6 +13,7 @@ from shardwright.tensor.base.copied import is_copied, mark_copied, refuse_copied
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import canonical_name
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag_results, version_of
+from shardwright.tensor.base.writes import WATCH, count_write
 from shardwright.tensor.dispatch.arguments import map_tensors, take_apart
 from shardwright.tensor.dispatch.outside import call_outside, is_outside
 from shardwright.tensor.dispatch.write_through import refuse_unwritable
@@ -44,6 +45,8 @@ def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> 
         plain_args, plain_kwargs = map_tensors(args, kwargs, lambda _: next(each))
         with draws_alike(name, func, mesh):
             result = func(*plain_args, **plain_kwargs)
+        if WATCH.inference and canonical_name(func)[1]:
+            count_write(call.tensors[0])
         silent = [args[i] for i in _SILENT_WRITES.get(name, ()) if i < len(args)]
         written = []
         for tensor, moved, version, target in zip(call.tensors, whole, versions, targets, strict=True):
@@ -56,6 +59,8 @@ def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> 
                     written.append((tensor, moved, target))
         for tensor, moved, target in written:  # nothing was refused
             tensor.copy_(move(moved, target, tensor._layout))
+            if WATCH.inference:
+                count_write(tensor)
     returned = {id(moved): tensor for moved, tensor in zip(whole, call.tensors, strict=True)}
     tagged = _tag(result, mesh, returned)
     for tensor, moved in zip(call.tensors, whole, strict=True):

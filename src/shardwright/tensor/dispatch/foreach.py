@@ -17,6 +17,7 @@ from shardwright import comm
 from shardwright.errors import InPlaceError, TensorError
 from shardwright.layout import Layout
 from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function, tag_replicated
+from shardwright.tensor.base.writes import WATCH, count_write
 from shardwright.tensor.redistribute.steps import line
 
 __all__ = ["LISTS", "LIST_FUNCTIONS", "call_on_lists"]
@@ -43,6 +44,9 @@ def _elementwise(name: str, inplace: bool, func: Any, args: list[Any], kwargs: d
         _refuse_copies(name, args[0])
     result = disabled(func, (), tuple(args), kwargs)
     if inplace:
+        if WATCH.inference:
+            for tensor in args[0]:
+                count_write(tensor)
         return result
     concrete = DTensorBase.concrete
     for tensor, layout in zip(result, layouts, strict=True):

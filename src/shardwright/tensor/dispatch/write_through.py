@@ -18,7 +18,7 @@ from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import canonical_name
 from shardwright.tensor.base.strides import global_stride
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
-from shardwright.tensor.base.writes import writes_to
+from shardwright.tensor.base.writes import WATCH, count_write, writes_to
 from shardwright.tensor.redistribute.autograd import move
 
 __all__ = ["is_looked_up", "overwrite", "refuse_unwritable", "write_through", "written_with"]
@@ -34,6 +34,8 @@ def overwrite(func: Any, target: DTensorBase, *args: Any, **kwargs: Any) -> DTen
     fresh = _written(func, target, args, kwargs)
     with no_torch_function():
         target.copy_(move(fresh, fresh._layout, target._layout))
+    if WATCH.inference:
+        count_write(target)
     return target
 
 
