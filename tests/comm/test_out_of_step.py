@@ -160,3 +160,17 @@ def test_a_tensor_without_dimensions_comes_from_a_submesh_to_all_ranks() -> None
         return moved.to_local().item(), back.to_local().item()
 
     assert outcomes(3, work, timeout=30) == [Returned((5.0, 5.0))] * 3
+
+
+def test_a_tensor_distributed_after_one_rank_has_forgotten_its_groups_has_the_same_number_on_all_ranks():
+    def body() -> list[float]:
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        sw.distribute_tensor(torch.ones(4), mesh, [sw.Shard(0)])
+        if comm.world().rank == 0:
+            comm.forget()
+        second = sw.distribute_tensor(torch.arange(4.0), mesh, [sw.Shard(0)])
+        whole: list[float] = second.full_tensor().tolist()
+        comm.forget()  # on all ranks, so that they can open their channels again
+        return whole
+
+    assert outcomes(2, body) == [Returned([0.0, 1.0, 2.0, 3.0])] * 2

@@ -115,13 +115,14 @@ class Ledger:
     ['all_gather', 'all_reduce']
     """
 
-    __slots__ = ("count", "messages", "received", "recent", "sent")
+    __slots__ = ("count", "messages", "received", "recent", "sent", "tensors")
 
     def __init__(self) -> None:
         self.count = 0
         self.recent: deque[Entry] = deque(maxlen=_RECENT)
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
+        self.tensors: dict[Hashable, int] = {}
         self.messages: deque[tuple[int, int, int]] = deque(maxlen=_RECENT)  # sent last: peer, number, bytes
 
     def begin(self, kind: str, details: tuple[object, ...], sent: dict[int, int] | None = None) -> int:
@@ -141,4 +142,14 @@ class Ledger:
         """Record the next message of `exchange` expected from a peer and return its number."""
         number = self.received.get(peer, 0) + 1
         self.received[peer] = number
+        return number
+
+    def number_tensor(self, mesh: Hashable) -> int:
+        """Return a number for the next tensor that is distributed over a mesh, see `moving_tensor`.
+
+        >>> Ledger().number_tensor("mesh")
+        1
+        """
+        number = self.tensors.get(mesh, 0) + 1
+        self.tensors[mesh] = number
         return number

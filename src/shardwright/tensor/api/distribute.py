@@ -70,12 +70,9 @@ def distribute_tensor(
     if isinstance(tensor, nn.Parameter):
         result = nn.Parameter(result, requires_grad=tensor.requires_grad)  # type: ignore[assignment]  # it stays a DTensor
     if sent:
-        result._number = _sent[layout.mesh] = _sent.get(layout.mesh, 0) + 1
+        # In the world's record, which outlives `comm.forget`: ranks that forget at different times number alike.
+        result._number = comm.world().ledger.number_tensor(layout.mesh)
     return result
-
-
-_sent: dict[Mesh, int] = {}  # how many tensors have been sent over a mesh
-comm.on_forget(_sent.clear)
 
 
 def _memory(tensor: Tensor) -> int:
