@@ -347,7 +347,7 @@ def traced_movements() -> None:
         lambda local: compiled(sw.DTensor.from_local(local, mesh, [sw.Shard(0)], shape=(5, 2))).to_local()
     )(local)
     assert torch.equal(traced(local + 1), 2 * (x + 1).full_tensor())
-    assert any(str(node.target).startswith("shardwright.move") for node in traced.graph.nodes)
+    assert any(str(node.target).startswith("shardwright.redistribute") for node in traced.graph.nodes)
 
 
 def test_a_movement_is_one_operator_to_make_fx() -> None:

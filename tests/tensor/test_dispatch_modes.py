@@ -146,8 +146,8 @@ def explained() -> None:
                 continue
             with sw.trace() as seen:
                 step(x, w)
-            mine = [(str(move.source), str(move.target)) for move in foreseen.movements if move.received]
-            if mine != [(str(move.source), str(move.target)) for move in seen.movements if move.received]:
+            mine = [(str(move.source), str(move.target)) for move in foreseen.redistributions if move.received]
+            if mine != [(str(move.source), str(move.target)) for move in seen.redistributions if move.received]:
                 failed[name, placement] = "other movements than those of the program itself"
     assert not failed, "\n".join(f"{key}: {value}" for key, value in failed.items())
 

@@ -53,7 +53,8 @@ def test_a_narrower_dtype_is_what_is_sent() -> None:
             x.redistribute(placements=[sw.Replicate()])
         with sw.trace() as narrow:
             x.redistribute(placements=[sw.Replicate()], forward_dtype=BF16)
-        assert sum(move.received for move in narrow.movements) * 2 == sum(move.received for move in wide.movements) > 0
+        half, full = (sum(each.received for each in seen.redistributions) for seen in (narrow, wide))
+        assert half * 2 == full > 0
 
     run_ranks(2, work)
 

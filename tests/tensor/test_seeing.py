@@ -36,7 +36,7 @@ def test_a_trace_holds_operators_movements_and_collectives_with_bytes_and_lines(
             loss.item()
         assert [operation.name for operation in seen.operations] == ["matmul", "relu", "sum"]
         assert seen.operations[0].where.startswith("test_seeing.py:")
-        gather, scatter, total = seen.movements
+        gather, scatter, total = seen.redistributions
         assert (gather.operation, gather.requested, gather.backward) == ("matmul", False, False)
         assert scatter.backward
         assert total.requested
@@ -65,7 +65,7 @@ def test_explaining_moves_nothing_and_foresees_every_byte() -> None:
         with sw.trace() as real:
             step(x, w)
         assert quiet.calls.total() == 0
-        assert [m.received for m in foreseen.movements] == [m.received for m in real.movements]
+        assert [m.received for m in foreseen.redistributions] == [m.received for m in real.redistributions]
         assert foreseen.received == real.received
 
     run_ranks(4, work)

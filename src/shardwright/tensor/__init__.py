@@ -20,7 +20,7 @@ from shardwright.tensor.api.modules import distribute_module
 from shardwright.tensor.api.tensor_meta import TensorMeta
 from shardwright.tensor.base.divergence import verify_ranks
 from shardwright.tensor.base.policy import CommunicationWarning, communication, implicit_replication
-from shardwright.tensor.base.trace import Movement, Operation, Trace, trace
+from shardwright.tensor.base.trace import Operation, Redistribution, Trace, trace
 from shardwright.tensor.compiled import Compiled, compile
 from shardwright.tensor.debug.explain import explain
 from shardwright.tensor.debug.picture import picture
@@ -35,9 +35,9 @@ __all__ = [
     "Compiled",
     "DTensor",
     "FactoryOptions",
-    "Movement",
     "OffsetBasedRNGTracker",
     "Operation",
+    "Redistribution",
     "Registration",
     "TensorMeta",
     "Trace",

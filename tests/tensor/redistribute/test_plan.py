@@ -12,7 +12,7 @@ from shardwright.layout import Layout, Mesh, Partial, Placement, Ragged, Region,
 from shardwright.tensor.redistribute import Plan, execute, plan
 from shardwright.tensor.redistribute import schedule as schedule_module
 from shardwright.tensor.redistribute.chunking import cut
-from shardwright.tensor.redistribute.identity import neutral
+from shardwright.tensor.redistribute.identity import identity_element
 from shardwright.tensor.redistribute.schedule import schedule
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -214,10 +214,10 @@ def test_where_nothing_changes_the_tensor_is_the_one_given() -> None:
     ],
 )
 def test_padding_changes_nothing_in_a_reduction(dtype: torch.dtype, op: str, expected: float) -> None:
-    assert neutral(dtype, op) == expected
-    torch.full((2,), neutral(dtype, op), dtype=dtype)
+    assert identity_element(dtype, op) == expected
+    torch.full((2,), identity_element(dtype, op), dtype=dtype)
 
 
 def test_a_dtype_without_a_neutral_element_is_refused() -> None:
     with pytest.raises(ArgumentTypeError, match="float8_e8m0fnu has no neutral element for 'sum'"):
-        neutral(torch.float8_e8m0fnu, "sum")
+        identity_element(torch.float8_e8m0fnu, "sum")

@@ -79,7 +79,7 @@ def test_a_lookup_along_a_cut_dimension_moves_nothing() -> None:
     wide = index.unsqueeze(1).expand(3, 4)
     with sw.trace() as seen:
         results = [x[index], x.index_select(0, index), x.gather(0, wide)]
-    assert not seen.movements
+    assert not seen.redistributions
     for result in results:
         assert result.placements == (sw.Partial(),)
         assert result.full_tensor()[:, 0].tolist() == [12, 396, 200]
@@ -99,7 +99,7 @@ def test_a_write_along_a_cut_dimension_moves_nothing_and_stays_cut() -> None:
             x.index_put((index,), values, accumulate=True),
         ]
         x.index_add_(0, index, values)
-    assert not seen.movements
+    assert not seen.redistributions
     for result in (*results, x):
         assert result.placements == (sw.Shard(0),)
         assert result.full_tensor()[:, 0].tolist() == [0, 0, 0, 2, 0, 0, 0, 0, 0, 1]

@@ -41,8 +41,8 @@ def test_an_activation_of_a_fully_sharded_tensor_parallel_model_is_never_gathere
             mixed = torch.nn.functional.linear(hidden, stand_in(mesh, (3 * width, width), S(0), S(0)))
             viewed = mixed.view(batch * length, 3 * width) if join else mixed.view(batch, length, 48, width // 16)
         received = Counter[str]()
-        for movement in seen.movements:
-            received[movement.operation] += movement.received
+        for redistribution in seen.redistributions:
+            received[redistribution.operation] += redistribution.received
         per_rank = batch * length * 3 * width * 4 // data  # bytes of the activations of a data-parallel rank
         assert not viewed.sharding.is_replicated
         assert received["view"] <= per_rank // tensor if join else not received["view"], (data, tensor, received)
@@ -76,7 +76,7 @@ def test_a_view_that_keeps_a_nested_dimension_moves_nothing_and_is_a_view() -> N
         x = sw.distribute_tensor(torch.zeros(rows, 12), mesh, [S(0), S(0)])
         with sw.trace() as seen:
             y = x.view(rows, 3, 4)
-        assert not seen.movements
+        assert not seen.redistributions
         assert y.placements == x.placements
         y.add_(1)
         assert x.full_tensor().sum().item() == rows * 12
@@ -90,7 +90,7 @@ def test_a_sum_is_scattered_into_equal_pieces_where_it_can_be() -> None:
         with sw.trace() as seen:
             torch.nn.functional.gelu(hidden + stand_in(mesh, (2 * data, 512, 1024), S(0), S(1)))
             torch.nn.functional.linear(hidden, stand_in(mesh, (3072, 1024), S(0), S(0)))
-        for movement in seen.movements:
-            for step in plan(movement.source, movement.target, itemsize=4).steps:
+        for redistribution in seen.redistributions:
+            for step in plan(redistribution.source, redistribution.target, itemsize=4).steps:
                 sizes = {step.after.local_shape(rank) for rank in mesh.ranks[:: max(1, data // 8)]}
                 assert step.kind != "reduce-scatter" or len(sizes) == 1, (str(step), str(step.after))

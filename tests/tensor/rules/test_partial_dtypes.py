@@ -72,7 +72,7 @@ def test_casts_that_round_nothing_leave_a_partial_sum_as_it_is() -> None:
     x = partial_sum(CANCEL, torch.float32)
     with sw.trace() as seen:
         results = [x.double(), x.to(torch.float64), x.to(torch.complex64), x.float(), x.to(x.double())]
-    assert not seen.movements
+    assert not seen.redistributions
     assert all(result.sharding.is_partial for result in results)
     assert all(result.full_tensor().real[0] == 1 for result in results)
 
@@ -94,7 +94,7 @@ def test_only_the_dtype_of_the_other_counts_and_it_stays_where_it_is() -> None:
     other = sw.distribute_tensor(torch.zeros(64, dtype=torch.float64), sw.init_device_mesh("cpu", (2,)), [S(0)])
     with sw.trace() as seen:
         found = x.to(other), x.type_as(other)
-    assert not seen.movements
+    assert not seen.redistributions
     assert all(one.dtype == torch.float64 and one.full_tensor()[0] == 1 for one in found)
 
 

@@ -196,7 +196,7 @@ def test_borrowing_is_seen_and_can_be_refused() -> None:
     x, w = spread(real(1, 1, 8), mesh, Shard(2)), spread(real(1, 1, 3).detach(), mesh, Replicate())
     with sw.trace() as seen:
         F.conv1d(x, w)
-    assert [(movement.operation, movement.received) for movement in seen.movements] == [("conv1d", 8)]
+    assert [(each.operation, each.received) for each in seen.redistributions] == [("conv1d", 8)]
     with sw.communication("explicit"):
         F.max_pool1d(x, 2)
         with pytest.raises(CommunicationError, match=r"conv1d needs .*S\(2\).* as .*S\(2: 5\+5\)"):

@@ -120,7 +120,7 @@ def test_diagonals_and_replaced_views_of_cut_dimensions_move_nothing() -> None:
             x.diagonal(-1), x[:, 0].diag(2), x.select_scatter(row, 0, 3), x.slice_scatter(x[2:8] * 2, 0, 2, 8),
             x.diagonal_scatter(row), torch.permute_copy(x, (1, 0)), x.repeat_interleave(3, 0),
         ]  # fmt: skip
-    assert not seen.movements
+    assert not seen.redistributions
     assert all(any(p.is_shard() for p in result.placements) for result in results)
     x.diagonal().zero_()  # every rank's part is a view
     assert x.full_tensor().trace().item() == 0

@@ -16,8 +16,8 @@ from shardwright.tensor.base import trace
 from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.gradients.below_autograd import expect_plain_roots
 from shardwright.tensor.redistribute import plan, start
-from shardwright.tensor.redistribute.autograd import move
-from shardwright.tensor.redistribute.cast import cast_before_sending, check_dtypes, move_as
+from shardwright.tensor.redistribute.autograd import redistribute_local
+from shardwright.tensor.redistribute.cast import cast_and_redistribute, cast_before_sending, check_dtypes
 
 __all__ = ["rebuild", "redistribute", "to_local"]
 
@@ -30,7 +30,7 @@ def to_local(tensor: DTensorBase, grad_placements: Sequence[object] | None) -> T
         if grad_placements is None:
             return tensor.view_as(tensor)
         target = for_gradient(layout, grad_placements)
-        moved = move(tensor, layout, target)
+        moved = redistribute_local(tensor, layout, target)
         return tensor.view_as(tensor) if moved is tensor else moved
 
 
@@ -62,9 +62,9 @@ def redistribute(
         return _start_moving(cast, source, target)
     with no_torch_function(), trace.asked(), comm.moving_tensor(tensor.__dict__.get("_number", 0)):
         if forward == backward == before:
-            moved = move(tensor, source, target)
+            moved = redistribute_local(tensor, source, target)
         else:
-            moved = move_as(tensor, source, target, forward, backward)
+            moved = cast_and_redistribute(tensor, source, target, forward, backward)
         return tag(tensor.view_as(tensor) if moved is tensor else moved, target)
 
 
@@ -74,7 +74,7 @@ def _start_moving(tensor: DTensorBase, source: Layout, target: Layout) -> Any:
         steps = plan(source, target, tensor.element_size())
         if trace.current() is not None:
             with trace.asked():
-                trace.note_movement(source, target, 0, backward=False)
+                trace.note_redistribution(source, target, 0, backward=False)
         moving = start(steps, tensor.clone())  # a copy: the tensor may be written to before all of it is sent
         result = tag(torch.empty(0, dtype=tensor.dtype, device=tensor.device), target)
     result.__class__ = DTensorBase.pending

@@ -23,7 +23,7 @@ from shardwright.layout.placement import StridedShard
 from shardwright.tensor.base.capture import refuse_to_record
 from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE
 from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, nothing_of, tag
-from shardwright.tensor.redistribute.autograd import move
+from shardwright.tensor.redistribute.autograd import redistribute_local
 from shardwright.tensor.redistribute.steps import line
 
 __all__ = ["bound_mesh", "for_gradient", "from_local", "layout_of_shards", "verify_local"]
@@ -61,7 +61,7 @@ def from_local(
         local = nothing_of(local_tensor, layout)
     if grad_placements is not None:
         with no_torch_function():
-            moved = move(local, for_gradient(layout, grad_placements), layout)
+            moved = redistribute_local(local, for_gradient(layout, grad_placements), layout)
             local = local if moved is local else moved
     return tag(local, layout)
 

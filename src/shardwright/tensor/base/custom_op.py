@@ -1,4 +1,4 @@
-"""Movements as torch's tracers see them: one operator, `shardwright::move`, whatever collectives it is made of."""
+"""Redistribution as torch's tracers see it: one operator, `shardwright::redistribute`."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from torch.library import Library
 
 from shardwright.layout import Layout
 
-__all__ = ["define_move", "is_traced", "move_as_operator"]
+__all__ = ["call_operator", "define_operator", "is_traced"]
 
-Movement: TypeAlias = Callable[[Tensor, Layout, Layout], Tensor]
+Kernel: TypeAlias = Callable[[Tensor, Layout, Layout], Tensor]
 
-_numbers: dict[tuple[Layout, Layout], int] = {}  # operators take no layouts: a movement is told by its number
-_movements: list[tuple[Layout, Layout]] = []
+_numbers: dict[tuple[Layout, Layout], int] = {}  # an operator cannot take layouts, only their index
+_redistributions: list[tuple[Layout, Layout]] = []
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 
 def is_traced() -> bool:
-    """Whether somebody listens to torch's operators: a tracer such as make_fx, or another dispatch mode."""
+    """Return whether torch's operators are being traced, by make_fx or another dispatch mode."""
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
 
 
-def define_move(movement: Movement) -> Library:
-    """The operator, which makes this movement; it exists as long as what is returned."""
+def define_operator(redistribute: Kernel) -> Library:
+    """Define the operator with this function as its kernel; it exists as long as the returned library."""
 
     def kernel(local: Tensor, number: int) -> Tensor:
-        source, target = _movements[number]
-        moved = movement(local, source, target)
+        source, target = _redistributions[number]
+        moved = redistribute(local, source, target)
         same = moved.untyped_storage()._cdata == local.untyped_storage()._cdata
-        return moved.clone() if same else moved  # an operator's result is memory of its own
+        return moved.clone() if same else moved  # an operator must not return its input's memory
 
     library = Library("shardwright", "DEF")  # type: ignore[no-untyped-call]  # torch's own is untyped
-    library.define("move(Tensor local, int number) -> Tensor")  # type: ignore[no-untyped-call]  # likewise
-    library.impl("move", kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # likewise
+    library.define("redistribute(Tensor local, int number) -> Tensor")  # type: ignore[no-untyped-call]  # likewise
+    library.impl("redistribute", kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # likewise
     return library
 
 
-def move_as_operator(local: Tensor, source: Layout, target: Layout) -> Tensor:
-    """The movement, as one operator."""
-    number = _numbers.setdefault((source, target), len(_movements))
-    if number == len(_movements):
-        _movements.append((source, target))
-    return torch.ops.shardwright.move(local, number)  # type: ignore[no-any-return]  # operators are untyped
+def call_operator(local: Tensor, source: Layout, target: Layout) -> Tensor:
+    """Redistribute by calling the operator."""
+    number = _numbers.setdefault((source, target), len(_redistributions))
+    if number == len(_redistributions):
+        _redistributions.append((source, target))
+    return torch.ops.shardwright.redistribute(local, number)  # type: ignore[no-any-return]  # operators are untyped

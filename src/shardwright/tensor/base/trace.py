@@ -19,14 +19,14 @@ from shardwright import comm
 from shardwright.layout import Layout
 
 __all__ = [
-    "Movement",
     "Operation",
+    "Redistribution",
     "Trace",
     "asked",
     "current",
     "doing",
     "is_of_the_user",
-    "note_movement",
+    "note_redistribution",
     "on_trace",
     "operation",
     "source_line",
@@ -49,12 +49,12 @@ class Operation:
 
 
 @dataclass(slots=True)
-class Movement:
-    """One tensor brought from one layout to another.
+class Redistribution:
+    """One tensor redistributed from one layout to another.
 
     >>> from shardwright import Layout, Mesh, Replicate, Shard
     >>> rows, whole = (Layout(Mesh((2,)), [p], (4,)) for p in (Shard(0), Replicate()))
-    >>> Movement("mul", "train.py:12", rows, whole, received=8, requested=False).received
+    >>> Redistribution("mul", "train.py:12", rows, whole, received=8, requested=False).received
     8
     """
 
@@ -69,7 +69,7 @@ class Movement:
 
 @dataclass(slots=True)
 class Trace:
-    """What was recorded, in order: `operations`, `movements`, and the `collectives` they were made of.
+    """What was recorded, in order: `operations`, `redistributions`, and the `collectives` they were made of.
 
     >>> import shardwright as sw
     >>> x = sw.ones(4, mesh=sw.init_device_mesh("cpu", (1,)), placements=[sw.Shard(0)])
@@ -79,7 +79,7 @@ class Trace:
     ['mul', 'sum']
     """
 
-    events: list[Operation | Movement | comm.Transfer] = field(default_factory=list)
+    events: list[Operation | Redistribution | comm.Transfer] = field(default_factory=list)
 
     @property
     def operations(self) -> list[Operation]:
@@ -87,9 +87,9 @@ class Trace:
         return [event for event in self.events if isinstance(event, Operation)]
 
     @property
-    def movements(self) -> list[Movement]:
+    def redistributions(self) -> list[Redistribution]:
         """The tensors moved, in order."""
-        return [event for event in self.events if isinstance(event, Movement)]
+        return [event for event in self.events if isinstance(event, Redistribution)]
 
     @property
     def collectives(self) -> list[comm.Transfer]:
@@ -100,7 +100,7 @@ class Trace:
     def received(self) -> int:
         """The bytes this rank received from others, or would, where nothing was really moved."""
         collectives = self.collectives
-        return sum(c.received for c in collectives) if collectives else sum(m.received for m in self.movements)
+        return sum(c.received for c in collectives) if collectives else sum(m.received for m in self.redistributions)
 
     def table(self) -> Table:
         """A rich table: a row an operator, the movements it needed below it."""
@@ -110,7 +110,7 @@ class Trace:
         for event in self.events:
             if isinstance(event, Operation):
                 table.add_row(event.name, "everything replicated: no rule" if event.fell_back else "", "", event.where)
-            elif isinstance(event, Movement):
+            elif isinstance(event, Redistribution):
                 why = "asked for" if event.requested else "backward" if event.backward else f"for {event.operation}"
                 table.add_row("", f"{event.source} → {event.target} ({why})", f"{event.received:,}", event.where)
         table.add_section()
@@ -193,14 +193,14 @@ def asked() -> Iterator[None]:
         _asked.reset(token)
 
 
-def note_movement(source: Layout, target: Layout, received: int, backward: bool) -> None:
+def note_redistribution(source: Layout, target: Layout, received: int, backward: bool) -> None:
     """Records one movement, where a trace is open."""
     seen = current()
     if seen is None:
         return
     doing = _operation.get()
     name, where = (doing.name, doing.where) if doing is not None else ("", source_line())
-    seen.events.append(Movement(name, where, source, target, received, _asked.get(), backward))
+    seen.events.append(Redistribution(name, where, source, target, received, _asked.get(), backward))
 
 
 def doing() -> str:

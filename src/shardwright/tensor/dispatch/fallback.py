@@ -18,7 +18,7 @@ from shardwright.tensor.dispatch.arguments import map_tensors, take_apart
 from shardwright.tensor.dispatch.outside import call_outside, is_outside
 from shardwright.tensor.dispatch.write_through import refuse_unwritable
 from shardwright.tensor.random.local import draws_alike
-from shardwright.tensor.redistribute.autograd import move
+from shardwright.tensor.redistribute.autograd import redistribute_local
 
 __all__ = ["call_replicated"]
 
@@ -36,7 +36,10 @@ def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     targets = [Layout(mesh, [REPLICATE] * mesh.ndim, tensor._layout.shape) for tensor in call.tensors]
     policy.check(name, [(tensor._layout, target) for tensor, target in zip(call.tensors, targets, strict=True)])
     with no_torch_function():
-        whole = [move(tensor, tensor._layout, target) for tensor, target in zip(call.tensors, targets, strict=True)]
+        whole = [
+            redistribute_local(tensor, tensor._layout, target)
+            for tensor, target in zip(call.tensors, targets, strict=True)
+        ]
         whole = [moved.clone() if is_copied(moved) else moved for moved in whole]  # a write to it must be refused first
         if "::" in name:
             whole = [tensor.view_as(tensor) for tensor in whole]  # a user's operator may save them for its backward
@@ -58,7 +61,7 @@ def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> 
                     refuse_unwritable(name, tensor, records)
                     written.append((tensor, moved, target))
         for tensor, moved, target in written:  # nothing was refused
-            tensor.copy_(move(moved, target, tensor._layout))
+            tensor.copy_(redistribute_local(moved, target, tensor._layout))
             if WATCH.inference:
                 count_write(tensor)
     returned = {id(moved): tensor for moved, tensor in zip(whole, call.tensors, strict=True)}

@@ -19,7 +19,7 @@ from shardwright.tensor.base.registry import canonical_name
 from shardwright.tensor.base.strides import global_stride
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.base.writes import WATCH, count_write, writes_to
-from shardwright.tensor.redistribute.autograd import move
+from shardwright.tensor.redistribute.autograd import redistribute_local
 
 __all__ = ["is_looked_up", "overwrite", "refuse_unwritable", "write_through", "written_with"]
 
@@ -33,7 +33,7 @@ def overwrite(func: Any, target: DTensorBase, *args: Any, **kwargs: Any) -> DTen
     """Call an in-place operator on a partial result of a lookup, and return the result. Collective."""
     fresh = _written(func, target, args, kwargs)
     with no_torch_function():
-        target.copy_(move(fresh, fresh._layout, target._layout))
+        target.copy_(redistribute_local(fresh, fresh._layout, target._layout))
     if WATCH.inference:
         count_write(target)
     return target
@@ -59,7 +59,7 @@ def write_through(func: Any, target: DTensorBase, *args: Any, **kwargs: Any) -> 
         refuse_unwritable(name, tensor, records)
     with torch.set_grad_enabled(records):
         with no_torch_function():
-            target.copy_(move(fresh, fresh._layout, target._layout))
+            target.copy_(redistribute_local(fresh, fresh._layout, target._layout))
         _pass_on(source_of(target))
     return target
 
@@ -89,7 +89,7 @@ def _written(func: Any, target: DTensorBase, args: Any, kwargs: dict[str, Any]) 
     placements = [REPLICATE if placement.is_partial() else placement for placement in layout.placements]
     complete = layout.replace(placements=placements, order=layout.order)
     with no_torch_function():
-        fresh: DTensorBase = tag(move(target, layout, complete).clone(), complete)
+        fresh: DTensorBase = tag(redistribute_local(target, layout, complete).clone(), complete)
     func(fresh, *args, **kwargs)
     return fresh
 

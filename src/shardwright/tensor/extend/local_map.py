@@ -21,7 +21,7 @@ from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_functio
 from shardwright.tensor.dispatch.outside import Kind
 from shardwright.tensor.extend.local_map_outside import map_outside
 from shardwright.tensor.gradients.below_autograd import expect_plain_roots
-from shardwright.tensor.redistribute.autograd import move
+from shardwright.tensor.redistribute.autograd import redistribute_local
 
 __all__ = ["local_map"]
 
@@ -217,7 +217,7 @@ def _flattened(outs: Sequence[Any]) -> list[list[Placement] | None]:
 def _local(value: DTensorBase, target: Layout | None) -> Tensor:
     assert target is not None
     expect_plain_roots()
-    moved = move(value, value._layout, target)
+    moved = redistribute_local(value, value._layout, target)
     return value.view_as(value) if moved is value else moved
 
 

@@ -20,7 +20,7 @@ from shardwright.tensor.base.gradient_types import dual, settled
 from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.gradients.below_autograd import run_backward
 from shardwright.tensor.gradients.enter import forget_entered, reducing_now
-from shardwright.tensor.redistribute.autograd import move
+from shardwright.tensor.redistribute.autograd import redistribute_local
 
 __all__ = ["backward", "grad", "gradient_layout", "plain_gradient", "register_hook", "shown_gradient"]
 
@@ -136,7 +136,7 @@ def _seed(root: Any, given: Tensor | None) -> Tensor | None:
         if given._layout.shape != layout.shape:
             raise TensorError(f"backward: the gradient {given._layout} has not the shape of the tensor {layout}")
         with no_torch_function():
-            moved = move(given, given._layout, dual(layout))
+            moved = redistribute_local(given, given._layout, dual(layout))
             seed = moved if type(moved) is Tensor else moved.view_as(moved)
             return seed * _share(layout) if _share(layout) != 1.0 else seed
     raise MixedTensorsError(
@@ -161,7 +161,7 @@ def shown_gradient(gradient: Tensor, layout: Layout) -> Any:
     with no_torch_function():
         if gradient.requires_grad and layout.is_partial:
             # Its type is Entered: users compute on with a replicate, whose own gradient is counted once.
-            gradient = move(gradient, dual(layout), gradient_layout(layout))
+            gradient = redistribute_local(gradient, dual(layout), gradient_layout(layout))
         share = _share(layout)
         fresh = gradient.view_as(gradient) if share == 1.0 else gradient / share
     return tag(fresh, gradient_layout(layout))
@@ -177,7 +177,7 @@ def plain_gradient(answer: Any, layout: Layout, who: str) -> Tensor:
     if answer._layout.shape != layout.shape:
         raise TensorError(f"{who} of a DTensor {layout} returned {answer._layout}: a gradient has its tensor's shape")
     with no_torch_function():
-        moved = move(answer, answer._layout, dual(layout))
+        moved = redistribute_local(answer, answer._layout, dual(layout))
         share = _share(layout)
         if share != 1.0:
             return moved * share

@@ -22,7 +22,7 @@ from shardwright.tensor.base.capture import as_step, is_recording
 from shardwright.tensor.base.custom_op import is_traced
 from shardwright.tensor.base.gradient_types import ENTERED, dual, settled
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
-from shardwright.tensor.redistribute.autograd import differs, move
+from shardwright.tensor.redistribute.autograd import differs, redistribute_local
 
 __all__ = ["defer_gradient_reduction", "forget_entered", "prepare_operand", "reducing_now"]
 
@@ -47,9 +47,9 @@ class _Deferral(NamedTuple):
 
 
 def prepare_operand(tensor: DTensorBase, source: Layout, target: Layout) -> Tensor:
-    """An operand brought to where its operator wants it; shared where it is a parameter that enters."""
+    """An operand redistributed to where its operator wants it; shared where it is a parameter that enters."""
     if not (tensor.requires_grad and torch.is_grad_enabled() and tensor.is_leaf and ENTERED in target.placements):
-        return move(tensor, source, target)
+        return redistribute_local(tensor, source, target)
     if is_recording():
         return as_step(prepare_operand, tensor, source, target)  # type: ignore[no-any-return]  # it is this function's
     if is_traced() and _saving_is_hooked():
@@ -96,7 +96,7 @@ class EnterParameter(torch.autograd.Function):
     def forward(ctx: Any, parameter: DTensorBase, source: Layout, target: Layout) -> Tensor:
         ctx.parameter, ctx.source, ctx.target = parameter, source, target
         with torch.no_grad():
-            moved = move(parameter, source, target)
+            moved = redistribute_local(parameter, source, target)
         return moved.view_as(moved) if moved is parameter else moved
 
     @staticmethod
@@ -105,7 +105,7 @@ class EnterParameter(torch.autograd.Function):
         if _deferred is not None and not (_reducing_now or torch.is_grad_enabled() or _has_hooks(ctx.parameter)):
             _defer(ctx.parameter, dual(ctx.target), gradient)
             return None, None, None
-        return move(gradient, dual(ctx.target), dual(ctx.source)), None, None
+        return redistribute_local(gradient, dual(ctx.target), dual(ctx.source)), None, None
 
 
 def _has_hooks(parameter: DTensorBase) -> bool:
@@ -138,7 +138,7 @@ def defer_gradient_reduction() -> Iterator[None]:
     with no_torch_function(), torch.no_grad():
         for deferral in waiting:
             layout = settled(dual(deferral.parameter._layout))
-            reduced = move(deferral.gradient[0], deferral.layout, layout)
+            reduced = redistribute_local(deferral.gradient[0], deferral.layout, layout)
             if deferral.parameter.grad is None:
                 deferral.parameter.grad = tag(reduced.detach(), layout)
             else:

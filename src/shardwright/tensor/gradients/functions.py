@@ -29,7 +29,7 @@ from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.tagging import DTensorBase, alias, disabled, no_torch_function, tag, tag_replicated
 from shardwright.tensor.gradients.below_autograd import expect_plain_roots
 from shardwright.tensor.gradients.engine import plain_gradient, shown_gradient
-from shardwright.tensor.redistribute.autograd import move
+from shardwright.tensor.redistribute.autograd import redistribute_local
 
 __all__ = ["install", "layouts_of", "with_layout"]
 
@@ -251,7 +251,7 @@ def _gradient_for(answer: Any, layout: Layout | None, name: str, place: int) -> 
 def _replicated(gradient: DTensorBase) -> Tensor:
     layout = gradient._layout
     with no_torch_function():
-        moved = move(gradient, layout, layout.replace(placements=[REPLICATE] * layout.mesh.ndim))
+        moved = redistribute_local(gradient, layout, layout.replace(placements=[REPLICATE] * layout.mesh.ndim))
         return moved if type(moved) is Tensor else moved.view_as(moved)
 
 

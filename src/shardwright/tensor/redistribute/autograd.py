@@ -16,12 +16,12 @@ from shardwright.errors import CommError, PartialGradientError
 from shardwright.layout import Layout, Partial
 from shardwright.tensor.base import divergence, trace
 from shardwright.tensor.base.capture import as_step, is_recording
-from shardwright.tensor.base.custom_op import define_move, is_traced, move_as_operator
+from shardwright.tensor.base.custom_op import call_operator, define_operator, is_traced
 from shardwright.tensor.base.gradient_types import dual
 from shardwright.tensor.redistribute.execute import execute, local_shape
 from shardwright.tensor.redistribute.planner import plan
 
-__all__ = ["differs", "move", "shares", "summed_up", "unaveraged"]
+__all__ = ["differs", "redistribute_local", "shares", "summed_up", "unaveraged"]
 
 
 def differs(source: Layout, target: Layout) -> bool:
@@ -43,19 +43,19 @@ def _cutting_order(layout: Layout) -> list[int]:
     return [mesh_dim for mesh_dim in layout.order if layout.mesh.shape[mesh_dim] > 1]
 
 
-def move(local: Tensor, source: Layout, target: Layout) -> Tensor:
+def redistribute_local(local: Tensor, source: Layout, target: Layout) -> Tensor:
     """The local tensor under `target`, differentiably. Call it where torch functions are not intercepted."""
     if not differs(source, target):
         return local
     if is_recording():
-        return as_step(move, local, source, target)  # type: ignore[no-any-return]  # it is this function's
+        return as_step(redistribute_local, local, source, target)  # type: ignore[no-any-return]  # it is this function's
     if not (local.requires_grad and torch.is_grad_enabled()):
-        return _move(local, source, target)
+        return _redistribute(local, source, target)
     scaled, summed = summed_up(local, source)
     share, sums = shares(target)
     moved: Tensor = scaled
     if differs(summed, sums):
-        moved = Move.apply(scaled, summed, sums)  # type: ignore[no-untyped-call]  # torch's apply is untyped
+        moved = Redistribute.apply(scaled, summed, sums)  # type: ignore[no-untyped-call]  # torch's apply is untyped
     return moved if share == 1.0 else moved / share
 
 
@@ -90,31 +90,31 @@ def shares(layout: Layout) -> tuple[float, Layout]:
     return share, layout.replace(placements=placements, order=layout.order)
 
 
-class Move(torch.autograd.Function):
+class Redistribute(torch.autograd.Function):
     """One movement, and its dual on the way back."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, source: Layout, target: Layout) -> Tensor:
         ctx.source, ctx.target, ctx.shape = source, target, local.shape
-        return _move(local, source, target)
+        return _redistribute(local, source, target)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        moved = move(gradient, dual(ctx.target), dual(ctx.source))
+        moved = redistribute_local(gradient, dual(ctx.target), dual(ctx.source))
         if moved.shape != ctx.shape:  # on a rank outside the source's mesh, whose tensor may have had any shape
             moved = moved.new_zeros(ctx.shape)
         return moved, None, None
 
 
-def _move(local: Tensor, source: Layout, target: Layout) -> Tensor:
-    return move_as_operator(local, source, target) if is_traced() else _move_now(local, source, target)
+def _redistribute(local: Tensor, source: Layout, target: Layout) -> Tensor:
+    return call_operator(local, source, target) if is_traced() else _redistribute_now(local, source, target)
 
 
-def _move_now(local: Tensor, source: Layout, target: Layout) -> Tensor:
+def _redistribute_now(local: Tensor, source: Layout, target: Layout) -> Tensor:
     steps = plan(source, target, local.element_size())
     if trace.current() is not None:
         received = steps.received_bytes(comm.rank())
-        trace.note_movement(source, target, received, torch._C._current_graph_task_id() != -1)
+        trace.note_redistribution(source, target, received, torch._C._current_graph_task_id() != -1)
     if local.is_meta:
         return torch.empty(local_shape(target, comm.rank()), dtype=local.dtype, device="meta")
     divergence.compare_notes(source, target)
@@ -129,4 +129,4 @@ def _move_now(local: Tensor, source: Layout, target: Layout) -> Tensor:
     return moved.view_as(moved) if moved is local else moved.data
 
 
-_library = define_move(_move_now)
+_library = define_operator(_redistribute_now)

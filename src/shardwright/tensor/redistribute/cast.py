@@ -15,9 +15,9 @@ from shardwright.layout import Layout, Placement
 from shardwright.tensor.base.capture import as_step, is_recording
 from shardwright.tensor.base.gradient_types import REPLICATE, dual
 from shardwright.tensor.base.rounding import keeps_every_value
-from shardwright.tensor.redistribute.autograd import differs, move, shares, summed_up
+from shardwright.tensor.redistribute.autograd import differs, redistribute_local, shares, summed_up
 
-__all__ = ["cast_before_sending", "check_dtypes", "move_as"]
+__all__ = ["cast_and_redistribute", "cast_before_sending", "check_dtypes"]
 
 
 def check_dtypes(forward: Any, backward: Any) -> None:
@@ -29,7 +29,9 @@ def check_dtypes(forward: Any, backward: Any) -> None:
         raise TensorError(f"redistribute: backward_dtype {backward} cannot hold a gradient: give a floating dtype")
 
 
-def move_as(local: Tensor, source: Layout, target: Layout, forward: torch.dtype, backward: torch.dtype) -> Tensor:
+def cast_and_redistribute(
+    local: Tensor, source: Layout, target: Layout, forward: torch.dtype, backward: torch.dtype
+) -> Tensor:
     """Return the local tensor under `target` in dtype `forward`, differentiably; gradients are sent in `backward`.
 
     The gradient arrives in the dtype of `local`. Call it where torch functions are not intercepted.
@@ -37,13 +39,13 @@ def move_as(local: Tensor, source: Layout, target: Layout, forward: torch.dtype,
     if local.dtype == forward and not differs(source, target):
         return local
     if is_recording():
-        return as_step(move_as, local, source, target, forward, backward)  # type: ignore[no-any-return]  # this function's
+        return as_step(cast_and_redistribute, local, source, target, forward, backward)  # type: ignore[no-any-return]  # this function's
     if not (local.requires_grad and torch.is_grad_enabled() and _has_gradients(forward)):
         with torch.no_grad():
-            return _cast_and_move(local, source, target, forward)
+            return _cast_and_redistribute(local, source, target, forward)
     scaled, summed = summed_up(local, source)
     share, sums = shares(target)
-    moved: Tensor = _CastAndMove.apply(scaled, summed, sums, forward, backward)  # type: ignore[no-untyped-call]  # torch's
+    moved: Tensor = _CastAndRedistribute.apply(scaled, summed, sums, forward, backward)  # type: ignore[no-untyped-call]  # torch's
     return moved if share == 1.0 else moved / share
 
 
@@ -52,7 +54,7 @@ def cast_before_sending(source: Layout, before: torch.dtype, after: torch.dtype)
     return not source.is_partial or keeps_every_value(before, after)
 
 
-class _CastAndMove(torch.autograd.Function):
+class _CastAndRedistribute(torch.autograd.Function):
     """A cast and a movement, and on the way back the dual movement between two casts."""
 
     @staticmethod
@@ -61,23 +63,23 @@ class _CastAndMove(torch.autograd.Function):
     ) -> Tensor:
         ctx.source, ctx.target, ctx.shape = source, target, local.shape
         ctx.before, ctx.sent_as = local.dtype, backward
-        return _cast_and_move(local, source, target, forward)
+        return _cast_and_redistribute(local, source, target, forward)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         back = dual(ctx.source)
-        moved = _cast_and_move(gradient, dual(ctx.target), back, ctx.sent_as)
-        moved = _cast_and_move(moved, back, back, ctx.before)
+        moved = _cast_and_redistribute(gradient, dual(ctx.target), back, ctx.sent_as)
+        moved = _cast_and_redistribute(moved, back, back, ctx.before)
         if moved.shape != ctx.shape:  # on a rank outside the source's mesh, whose tensor may have had any shape
             moved = moved.new_zeros(ctx.shape)
         return moved, None, None, None, None
 
 
-def _cast_and_move(local: Tensor, source: Layout, target: Layout, dtype: torch.dtype) -> Tensor:
+def _cast_and_redistribute(local: Tensor, source: Layout, target: Layout, dtype: torch.dtype) -> Tensor:
     if local.dtype == dtype or cast_before_sending(source, local.dtype, dtype):
-        return move(local.to(dtype), source, target)
+        return redistribute_local(local.to(dtype), source, target)
     completed = _completed(source, target)
-    return move(move(local, source, completed).to(dtype), completed, target)
+    return redistribute_local(redistribute_local(local, source, completed).to(dtype), completed, target)
 
 
 def _completed(source: Layout, target: Layout) -> Layout:

@@ -17,7 +17,7 @@ from shardwright.tensor.redistribute.collect import all_gather, all_reduce, redu
 from shardwright.tensor.redistribute.context import ExecutionContext, Finish
 from shardwright.tensor.redistribute.exchange import exchange
 from shardwright.tensor.redistribute.groups import Groups, WorldGroups
-from shardwright.tensor.redistribute.identity import IDEMPOTENT, neutral
+from shardwright.tensor.redistribute.identity import IDEMPOTENT, identity_element
 from shardwright.tensor.redistribute.packing import bits
 from shardwright.tensor.redistribute.plan import Plan
 from shardwright.tensor.redistribute.steps import (
@@ -192,9 +192,9 @@ def _to_partial(step: ToPartial, local: Tensor, rank: int) -> Tensor:
     if not isinstance(step.before.placements[step.mesh_dim], Shard | Ragged):
         if step.op in IDEMPOTENT or step.after.mesh.coordinate(rank)[step.mesh_dim] == 0:
             return local
-        return torch.full_like(local, neutral(local.dtype, step.op), memory_format=torch.contiguous_format)
+        return torch.full_like(local, identity_element(local.dtype, step.op), memory_format=torch.contiguous_format)
     whole, part = step.after.region(rank), step.before.region(rank)
-    out = local.new_empty(whole.size).fill_(neutral(local.dtype, step.op))
+    out = local.new_empty(whole.size).fill_(identity_element(local.dtype, step.op))
     if step.op == "avg":
         local = _times(local, step.after.mesh.shape[step.mesh_dim], in_place=False)
     if not part.is_empty:

@@ -21,7 +21,7 @@ from shardwright.tensor.base.capture import as_step, is_recording
 from shardwright.tensor.redistribute.packing import pack, unpack
 from shardwright.tensor.redistribute.schedule import Message, Schedule
 
-__all__ = ["Halo", "widen"]
+__all__ = ["Halo", "gather_halo"]
 
 
 class Halo(NamedTuple):
@@ -35,21 +35,21 @@ class Halo(NamedTuple):
         return self.windows[self.layout.mesh.position(rank)]
 
 
-def widen(local: Tensor, halo: Halo, name: str) -> Tensor:
+def gather_halo(local: Tensor, halo: Halo, name: str) -> Tensor:
     """This rank's window, differentiably, for the operator of this name. All ranks of the mesh take part."""
     rank = comm.rank()
     if not _moves(halo) and halo.window(rank) == halo.layout.region(rank):
         return local
     if is_recording():
-        return as_step(widen, local, halo, name)  # type: ignore[no-any-return]  # it is this function's
+        return as_step(gather_halo, local, halo, name)  # type: ignore[no-any-return]  # it is this function's
     policy.check(name, [(halo.layout, _spelled(halo))])
     if not (local.requires_grad and torch.is_grad_enabled()):
         return _borrow(local, halo)
-    widened: Tensor = Widen.apply(local, halo)  # type: ignore[no-untyped-call]  # torch's apply is untyped
+    widened: Tensor = GatherHalo.apply(local, halo)  # type: ignore[no-untyped-call]  # torch's apply is untyped
     return widened
 
 
-class Widen(torch.autograd.Function):
+class GatherHalo(torch.autograd.Function):
     """Own rows to windows; gradients of windows go home."""
 
     @staticmethod
@@ -59,10 +59,10 @@ class Widen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return GoHome.apply(gradient, ctx.halo), None  # type: ignore[no-untyped-call]  # torch's apply is untyped
+        return ReduceHalo.apply(gradient, ctx.halo), None  # type: ignore[no-untyped-call]  # torch's apply is untyped
 
 
-class GoHome(torch.autograd.Function):
+class ReduceHalo(torch.autograd.Function):
     """Windows to own rows, what several ranks have of a row added up."""
 
     @staticmethod
@@ -72,7 +72,7 @@ class GoHome(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return Widen.apply(gradient, ctx.halo), None  # type: ignore[no-untyped-call]  # torch's apply is untyped
+        return GatherHalo.apply(gradient, ctx.halo), None  # type: ignore[no-untyped-call]  # torch's apply is untyped
 
 
 def _borrow(local: Tensor, halo: Halo) -> Tensor:
@@ -136,7 +136,7 @@ def _exchange(halo: Halo, sends: dict[int, Tensor], receives: dict[int, Tensor])
 def _note(halo: Halo, received: tuple[Message, ...], local: Tensor) -> None:
     if trace.current() is not None and _moves(halo):
         volume = sum(message.volume for message in received) * local.element_size()
-        trace.note_movement(halo.layout, _spelled(halo), volume, torch._C._current_graph_task_id() != -1)
+        trace.note_redistribution(halo.layout, _spelled(halo), volume, torch._C._current_graph_task_id() != -1)
 
 
 @lru_cache(maxsize=1024)

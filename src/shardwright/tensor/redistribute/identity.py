@@ -8,19 +8,19 @@ import torch
 
 from shardwright.errors import ArgumentTypeError
 
-__all__ = ["IDEMPOTENT", "neutral"]
+__all__ = ["IDEMPOTENT", "identity_element"]
 
 # The reduction of equal values is that value, so replicas are addends as they are.
 IDEMPOTENT = frozenset(("avg", "max", "min", "band", "bor"))
 
 
 @lru_cache(maxsize=256)
-def neutral(dtype: torch.dtype, op: str) -> bool | int | float:
+def identity_element(dtype: torch.dtype, op: str) -> bool | int | float:
     """The number that padding is made of.
 
-    >>> neutral(torch.float32, "max"), neutral(torch.int8, "max"), neutral(torch.bool, "min")
+    >>> identity_element(torch.float32, "max"), identity_element(torch.int8, "max"), identity_element(torch.bool, "min")
     (-inf, -128, True)
-    >>> neutral(torch.complex64, "max")
+    >>> identity_element(torch.complex64, "max")
     Traceback (most recent call last):
     shardwright.errors.ArgumentTypeError: torch.complex64 has no neutral element for 'max': ...
     """

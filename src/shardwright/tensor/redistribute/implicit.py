@@ -6,9 +6,9 @@ from shardwright.layout import Layout
 from shardwright.tensor.base import policy
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
-from shardwright.tensor.redistribute.autograd import move
+from shardwright.tensor.redistribute.autograd import redistribute_local
 
-__all__ = ["brought", "completed", "replicated"]
+__all__ = ["completed", "redistributed", "replicated"]
 
 
 def completed(name: str, input: DTensorBase, *, sums: bool = False) -> DTensorBase:
@@ -18,20 +18,20 @@ def completed(name: str, input: DTensorBase, *, sums: bool = False) -> DTensorBa
         REPLICATE if p.is_partial() and not (sums and (p.is_partial("sum") or p.is_partial("avg"))) else p
         for p in source.placements
     ]
-    return brought(name, input, source.replace(placements=placements, order=source.order))
+    return redistributed(name, input, source.replace(placements=placements, order=source.order))
 
 
 def replicated(name: str, input: DTensorBase) -> DTensorBase:
     """The whole tensor on every rank."""
-    return brought(name, input, input._layout.replace(placements=[REPLICATE] * input._layout.mesh.ndim))
+    return redistributed(name, input, input._layout.replace(placements=[REPLICATE] * input._layout.mesh.ndim))
 
 
-def brought(name: str, input: DTensorBase, target: Layout) -> DTensorBase:
+def redistributed(name: str, input: DTensorBase, target: Layout) -> DTensorBase:
     """The tensor in another layout, differentiably."""
     if target is input._layout:
         return input
     policy.check(name, [(input._layout, target)])
     with no_torch_function():
-        moved = move(input, input._layout, target)
+        moved = redistribute_local(input, input._layout, target)
         result: DTensorBase = tag(moved.view_as(moved) if moved is input else moved, target)
         return result

@@ -241,7 +241,7 @@ def _course(call: Callable[[Sequence[Tensor]], Any], sample: OpSample, placement
             return "whole" if any(operation.fell_back for operation in seen.operations) else "refused"
     if any(operation.fell_back for operation in seen.operations):
         return "whole"
-    return "moves" if seen.movements else "free"
+    return "moves" if seen.redistributions else "free"
 
 
 def _stand_in(tensor: Tensor, layout: Layout) -> DTensorBase:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout, Partial
-from shardwright.tensor.redistribute.identity import neutral
+from shardwright.tensor.redistribute.identity import identity_element
 
 __all__ = ["Mismatch", "assemble", "check_shapes", "compare", "split"]
 
@@ -42,7 +42,7 @@ def _addends(whole: Tensor, op: str, ranks: int, generator: torch.Generator) -> 
     owner = torch.randint(ranks, whole.shape, generator=generator)
     mine = [owner == rank for rank in range(ranks)]
     if op in ("max", "min") and not whole.dtype.is_floating_point:  # nothing less than the least: no wrapping around
-        return [torch.where(here, whole, torch.full_like(whole, neutral(whole.dtype, op))) for here in mine]
+        return [torch.where(here, whole, torch.full_like(whole, identity_element(whole.dtype, op))) for here in mine]
     if op in ("max", "min"):
         sign = 1 if op == "max" else -1
         less = [torch.randint(1, 9, whole.shape, generator=generator).to(whole.dtype) * sign for _ in mine]

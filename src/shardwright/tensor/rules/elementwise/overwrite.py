@@ -9,7 +9,7 @@ from torch import Tensor
 from shardwright.layout import Layout, Partial
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.strategy import Operand, Strategy
-from shardwright.tensor.redistribute.identity import IDEMPOTENT, neutral
+from shardwright.tensor.redistribute.identity import IDEMPOTENT, identity_element
 
 __all__ = ["as_addend", "overwriting"]
 
@@ -32,5 +32,5 @@ def as_addend(local: Tensor, layout: Layout, rank: int) -> Tensor:
     here = layout.mesh.coordinate(rank)
     for place, placement in zip(here, layout.placements, strict=True):
         if isinstance(placement, Partial) and placement.op not in IDEMPOTENT and place:
-            return local.fill_(neutral(local.dtype, placement.op))
+            return local.fill_(identity_element(local.dtype, placement.op))
     return local

@@ -224,7 +224,7 @@ def _frexp(input: Operand) -> Strategies:
 
 @rule("copy", numbers_by_type=True)
 def _copy(target: Operand, source: Any, non_blocking: bool = False) -> Strategies:
-    """`copy_`: the source is brought to where the target is, partial sums included."""
+    """`copy_`: the source is redistributed to where the target is, partial sums included."""
     del non_blocking
     operands = operands_in(target, source)
     if len(operands) == 2 and keeps_every_value(operands[1].dtype, target.dtype) and _is_sum(target):

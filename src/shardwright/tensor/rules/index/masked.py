@@ -14,8 +14,8 @@ from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE, settled
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Operand, Strategies, index_strategies
 from shardwright.tensor.base.tagging import DTensorBase, layout_of, no_torch_function, tag
-from shardwright.tensor.redistribute.autograd import move
-from shardwright.tensor.redistribute.implicit import brought
+from shardwright.tensor.redistribute.autograd import redistribute_local
+from shardwright.tensor.redistribute.implicit import redistributed
 from shardwright.tensor.rules.order.select import as_found, by_rows
 from shardwright.tensor.rules.shared.neighbourhood import nothing_of
 from shardwright.tensor.rules.shared.pieces import pieces_of, pieces_of_all
@@ -41,7 +41,9 @@ def pick_masked(input: Any, mask: Any, place: int) -> Any:
     layouts = _same_rows(moved, mask)
     if layouts is None:
         return NotImplemented
-    values, chosen = (brought("x[mask]", each, layout) for each, layout in zip((moved, mask), layouts, strict=True))
+    values, chosen = (
+        redistributed("x[mask]", each, layout) for each, layout in zip((moved, mask), layouts, strict=True)
+    )
     with no_torch_function():
         found = values.flatten(0, count - 1).clone() if values.is_meta else values[chosen]
     return as_found("x[mask]", found, layouts[1]).movedim(0, place)
@@ -67,14 +69,14 @@ def _masked_scatter_by_rows(input: Any, mask: Any, source: Any) -> Any:
     layouts = _same_rows(*both)
     if layouts is None:
         return NotImplemented
-    values, chosen = (brought("masked_scatter", each, layout) for each, layout in zip(both, layouts, strict=True))
+    values, chosen = (redistributed("masked_scatter", each, layout) for each, layout in zip(both, layouts, strict=True))
     cut = pieces_of(layouts[0], 0)
     assert cut is not None
     given = layout_of(source)
     target = given.replace(placements=[ENTERED if p.is_shard() else REPLICATE for p in layouts[0].placements])
     policy.check("masked_scatter", [(given, settled(target))])
     with no_torch_function():
-        flat = move(source, given, target if source.requires_grad else settled(target)).reshape(-1)
+        flat = redistribute_local(source, given, target if source.requires_grad else settled(target)).reshape(-1)
         if values.is_meta:
             return tag(values + nothing_of(flat), layouts[0])
         counts = cut.counts("masked_scatter", int(chosen.sum()), values.device)

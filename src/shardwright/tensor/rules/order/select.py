@@ -18,7 +18,7 @@ from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Label, Local, LocalContext, Operand, Strategies, index_strategies
 from shardwright.tensor.base.tagging import no_torch_function, tag
-from shardwright.tensor.redistribute.implicit import brought, completed
+from shardwright.tensor.redistribute.implicit import completed, redistributed
 from shardwright.tensor.rules.shared.flat_index import place_in_region
 from shardwright.tensor.rules.shared.index_range import check_range
 from shardwright.tensor.rules.shared.pick import cutting
@@ -56,7 +56,7 @@ def _nonzero(input: Any, *, as_tuple: bool = False) -> Any:
     if pieces_of_all(input._layout) is None:
         return NotImplemented
     layout = by_rows(input._layout)
-    input = brought("nonzero", input, layout)
+    input = redistributed("nonzero", input, layout)
     cut = pieces_of(layout, 0)
     assert cut is not None
     with no_torch_function():
@@ -88,7 +88,7 @@ def _masked_select(input: Any, mask: Any) -> Any:
     if leading is None:
         return NotImplemented
     layout = by_rows(leading._layout)
-    values, chosen = (brought("masked_select", each, layout) for each in both)
+    values, chosen = (redistributed("masked_select", each, layout) for each in both)
     with no_torch_function():
         found = values.reshape(-1).clone() if values.is_meta else values.masked_select(chosen)
     return as_found("masked_select", found, layout)
@@ -122,7 +122,7 @@ def _unique(name: str, keeps_order: bool) -> Callable[..., Any]:
         if dim is not None and not -input.ndim <= dim < input.ndim:
             return NotImplemented  # torch says what is wrong with it
         layout, cut = laid_out(input._layout, dim)
-        input = brought(name, input, layout)
+        input = redistributed(name, input, layout)
         with no_torch_function():
             along = {} if dim is None else {"dim": cut.dim}
             own, to_own, own_counts = find(input.detach(), along)

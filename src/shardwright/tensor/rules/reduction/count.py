@@ -23,7 +23,7 @@ from shardwright.tensor.base.strategy import (
     index_strategies,
 )
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
-from shardwright.tensor.redistribute.implicit import brought, completed, replicated
+from shardwright.tensor.redistribute.implicit import completed, redistributed, replicated
 from shardwright.tensor.rules.reduction.reduce import reduced_dims
 from shardwright.tensor.rules.shared.pieces import pieces_of_all
 
@@ -152,8 +152,8 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
         return NotImplemented
     if weights is not None and tuple(weights.shape) != tuple(input.shape):
         return NotImplemented
-    input = completed("bincount", input if _is_cut(input) else brought("bincount", input, weights._layout))
-    weights = weights if weights is None else brought("bincount", weights, input._layout)
+    input = completed("bincount", input if _is_cut(input) else redistributed("bincount", input, weights._layout))
+    weights = weights if weights is None else redistributed("bincount", weights, input._layout)
     low, high = _range_of("bincount", input, [0], 0)
     if low[0] < 0:
         return NotImplemented  # torch says what is wrong with it

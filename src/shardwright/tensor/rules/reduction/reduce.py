@@ -15,8 +15,8 @@ from shardwright.tensor.base.gradient_types import ENTERED
 from shardwright.tensor.base.registry import composite, mark_fast, rule
 from shardwright.tensor.base.strategy import Labels, Local, LocalContext, Operand, Strategies, index_strategies
 from shardwright.tensor.base.tagging import alias, no_torch_function, tag
-from shardwright.tensor.redistribute.autograd import move
-from shardwright.tensor.redistribute.identity import neutral
+from shardwright.tensor.redistribute.autograd import redistribute_local
+from shardwright.tensor.redistribute.identity import identity_element
 from shardwright.tensor.redistribute.implicit import completed
 from shardwright.tensor.rules.elementwise.pointwise import pointwise
 
@@ -93,7 +93,7 @@ def _extreme(op: str) -> Callable[..., Strategies]:
             ):  # of what is empty altogether, torch says what is wrong
                 return None
             result = context.outs[0].local_shape(context.rank)
-            return lambda _, args, __: args[0].new_full(result, neutral(args[0].dtype, op))
+            return lambda _, args, __: args[0].new_full(result, identity_element(args[0].dtype, op))
 
         return Strategies(index_strategies([input], [ins], [out], reduction=reduction), run=run)
 
@@ -124,7 +124,7 @@ class _Chosen(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         (shares,) = ctx.saved_tensors
-        return move(gradient, *ctx.known) * shares, None, None, None, None
+        return redistribute_local(gradient, *ctx.known) * shares, None, None, None, None
 
 
 def extreme_cut(op: str, *, nan_is_chosen: bool = False) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import composite
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag, tag_replicated
 from shardwright.tensor.dispatch.outside import is_outside
-from shardwright.tensor.redistribute.implicit import brought, completed, replicated
+from shardwright.tensor.redistribute.implicit import completed, redistributed, replicated
 from shardwright.tensor.rules.shared.pieces import pieces_of_all
 
 __all__: list[str] = []
@@ -107,7 +107,7 @@ def _combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any
     mesh = input._layout.mesh
     everywhere = tag_replicated(chosen, mesh)
     placements = [Shard(0) if p.is_shard() else REPLICATE for p in input._layout.placements]
-    return input[brought("combinations", everywhere, everywhere._layout.replace(placements=placements))]
+    return input[redistributed("combinations", everywhere, everywhere._layout.replace(placements=placements))]
 
 
 @composite("cartesian_prod")

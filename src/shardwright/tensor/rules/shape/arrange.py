@@ -18,8 +18,8 @@ from shardwright.tensor.base.registry import Op, composite, rule
 from shardwright.tensor.base.strategy import Label, Local, LocalContext, Operand, Strategies, Strategy, index_strategies
 from shardwright.tensor.base.tagging import DTensorBase, layout_of, local_region, no_torch_function, tag
 from shardwright.tensor.dispatch.execute import call_by_rule
-from shardwright.tensor.redistribute.halo import widen
-from shardwright.tensor.redistribute.implicit import brought
+from shardwright.tensor.redistribute.halo import gather_halo
+from shardwright.tensor.redistribute.implicit import redistributed
 from shardwright.tensor.rules.shared.neighbourhood import Sliding, halo_of, nothing_of, or_nothing, where_cut, with_halo
 from shardwright.tensor.rules.shared.pick import cutting, first_tensor
 from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
@@ -130,7 +130,7 @@ def _repeated(input: Any, counts: Sequence[int], place: int) -> Any:
         outs[cuts[0]] = _grown(source, cuts[0], counts)
     region = local_region(source)
     own = counts[region.offset[place] : region.offset[place] + region.size[place]]
-    input = brought("repeat_interleave", input, source)
+    input = redistributed("repeat_interleave", input, source)
     with no_torch_function():
         often = torch.tensor(own, dtype=torch.long, device=input.device)
         repeated = input.repeat_interleave(often, place, output_size=sum(own))
@@ -204,7 +204,7 @@ def _unfold(halo: bool, input: Operand, dimension: int, size: int, step: int) ->
         windows, shape = halo_of(ins, outs, reaches), outs.local_shape(context.rank)
 
         def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-            widened = widen(first_tensor(args, kwargs), windows, "unfold")
+            widened = gather_halo(first_tensor(args, kwargs), windows, "unfold")
             return widened.unfold(dim, size, step) if shape[dim] else widened.new_zeros(shape) + nothing_of(widened)
 
         return local

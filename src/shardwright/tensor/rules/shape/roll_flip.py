@@ -16,7 +16,7 @@ from shardwright.layout import Layout, Region
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Operand, Strategies, index_strategies
 from shardwright.tensor.base.tagging import layout_of, no_torch_function, tag
-from shardwright.tensor.redistribute.halo import Halo, widen
+from shardwright.tensor.redistribute.halo import Halo, gather_halo
 from shardwright.tensor.rules.shared.pick import cutting
 
 __all__: list[str] = []
@@ -79,7 +79,7 @@ def _flip_cut(input: Any, *dims: Any, **named: Any) -> Any:
         return _placed(own, {d: (layout.shape[d] - own.offset[d] - own.size[d], own.size[d]) for d in cut})
 
     with no_torch_function():
-        return _tagged(layout, widen(input, _windows(layout, mirrored), "flip").flip(over), input)
+        return _tagged(layout, gather_halo(input, _windows(layout, mirrored), "flip").flip(over), input)
 
 
 @composite("fliplr")
@@ -135,5 +135,5 @@ def _rolled(local: Tensor, layout: Layout, dim: int, shift: int) -> Tensor:
         start, stop = max(own.offset[dim], shift), own.offset[dim] + own.size[dim]
         return _placed(own, {dim: (start - shift, max(0, stop - start))})
 
-    parts = [widen(local, _windows(layout, seen), "roll") for seen in (from_end, from_front)]
+    parts = [gather_halo(local, _windows(layout, seen), "roll") for seen in (from_end, from_front)]
     return torch.cat(parts, dim)

@@ -1,4 +1,4 @@
-"""A few rows of every piece of what is cut, brought together: the means of scans, extremes and selections.
+"""A few rows of every piece of what is cut, redistributed together: the means of scans, extremes and selections.
 
 Every rank works on its own piece first and has a few rows to show for it (a total, its k largest). Those are gathered,
 each rank gets them all, and what is left to do is the same everywhere. A movement like any other: its gradient goes
@@ -18,7 +18,7 @@ from shardwright import comm
 from shardwright.layout import Layout, Placement, Shard
 from shardwright.tensor.base import policy
 from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE, settled
-from shardwright.tensor.redistribute.autograd import move
+from shardwright.tensor.redistribute.autograd import redistribute_local
 from shardwright.tensor.rules.shared.pick import cutting
 
 __all__ = ["Pieces", "pieces_of", "pieces_of_all", "reduced"]
@@ -74,7 +74,7 @@ class Pieces:
         whole = ENTERED if entered else REPLICATE
         target = source.replace(placements=[whole if p.is_shard(dim) else p for p in source.placements])
         policy.check(name, [(source, settled(target))])
-        everything = move(rows, source, target)
+        everything = redistribute_local(rows, source, target)
         if all(count == most for count in counts):
             return everything
         kept = [piece * most + row for piece, count in enumerate(counts) for row in range(count)]

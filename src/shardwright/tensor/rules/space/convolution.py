@@ -21,7 +21,7 @@ from shardwright.tensor.base.strategy import (
     index_strategies,
 )
 from shardwright.tensor.dispatch.autocast import low_dtype
-from shardwright.tensor.redistribute.halo import widen
+from shardwright.tensor.redistribute.halo import gather_halo
 from shardwright.tensor.rules.shared.neighbourhood import (
     Reach,
     Sliding,
@@ -195,7 +195,7 @@ def _local(how: _How, reaches: dict[int, Reach], context: LocalContext) -> Local
     def local(_: Any, args: Any, kwargs: Any) -> Tensor:
         x, weight, bias = _operands(*args, **kwargs)
         if halo is not None:
-            x = widen(x, halo, name)
+            x = gather_halo(x, halo, name)
         if 0 in shape or 0 in weight.shape or 0 in (x.shape if how.transposed else x.shape[:first]):
             dtype = low_dtype(x)
             result: Tensor = x.new_zeros(shape, dtype=dtype) + nothing_of(x, weight, bias).to(dtype)

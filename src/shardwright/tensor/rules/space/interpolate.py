@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwright.tensor.base.registry import rule
 from shardwright.tensor.base.strategy import Labels, Local, LocalContext, Operand, Strategies, index_strategies
-from shardwright.tensor.redistribute.halo import widen
+from shardwright.tensor.redistribute.halo import gather_halo
 from shardwright.tensor.rules.shared.neighbourhood import (
     Reach,
     by_halo,
@@ -128,7 +128,7 @@ def _local(name: str, reaches: dict[int, Reach], options: Any, scales: Any, cont
     resize = getattr(torch.ops.aten, name).default
 
     def local(_: Any, args: Any, kwargs: Any) -> Tensor:
-        x = widen(first_tensor(args, kwargs), halo, name)
+        x = gather_halo(first_tensor(args, kwargs), halo, name)
         if is_empty:
             result: Tensor = empty_results(context, x)
             return result

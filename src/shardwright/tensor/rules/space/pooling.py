@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwright.layout import Layout
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Labels, Local, LocalContext, Operand, Strategies, index_strategies
-from shardwright.tensor.redistribute.halo import widen
+from shardwright.tensor.redistribute.halo import gather_halo
 from shardwright.tensor.rules.shared.neighbourhood import (
     Piece,
     Reach,
@@ -140,7 +140,7 @@ def _local(how: _How, reaches: dict[int, Reach], context: LocalContext) -> Local
     name = f"{how.kind}_pool{how.spatial}d"
 
     def local(_: Any, args: Any, kwargs: Any) -> Any:
-        x = widen(first_tensor(args, kwargs), halo, name)
+        x = gather_halo(first_tensor(args, kwargs), halo, name)
         if is_empty:
             return empty_results(context, x)
         return _pool(how, pieces, source, x)
