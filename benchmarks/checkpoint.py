@@ -304,7 +304,7 @@ def on_ranks(folder: str, rounds: int, rows: int) -> dict[str, Any]:
 
     def all_alone() -> None:
         """Every rank reads and verifies everything, and takes its columns."""
-        everything = checkpoint.load(where / "ours")
+        everything = checkpoint.read(where / "ours")
         for name, t in columns.items():
             t.to_local().copy_(everything[name][t.sharding.region(comm.rank()).slices()])
 

@@ -442,7 +442,7 @@ class NotACheckpointError(CheckpointError):
     >>> import tempfile
     >>> from shardwright import checkpoint
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     checkpoint.load(folder)
+    ...     checkpoint.read(folder)
     Traceback (most recent call last):
     shardwright.errors.NotACheckpointError: LocalStorage(...) holds no checkpoint: there is no manifest.json
     """

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint import load, save
+from shardwright.checkpoint import read, save
 from shardwright.errors import CheckpointError, NotACheckpointError, StorageError
 from shardwright.storage import Calls, LocalStorage
 from shardwright.testing import RecordedCalls, crash_states, put_tree
@@ -58,7 +58,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def found(folder: Path) -> str:
     """What a folder holds: "old", "new", "nothing", or what is wrong with it."""
     try:
-        loaded = load(LocalStorage(folder))
+        loaded = read(LocalStorage(folder))
     except NotACheckpointError:
         return NOTHING
     except (CheckpointError, StorageError) as error:

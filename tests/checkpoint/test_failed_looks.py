@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint import CheckpointManager, load, save
+from shardwright.checkpoint import CheckpointManager, read, save
 from shardwright.errors import StorageBusyError, StorageError
 from shardwright.storage import Calls, LocalStorage
 from shardwright.testing import run_ranks
@@ -57,7 +57,7 @@ def test_a_step_that_cannot_be_looked_at_is_never_removed(
             CheckpointManager(tmp_path).latest()
         with pytest.raises(StorageError, match="step-00000010"):
             CheckpointManager(tmp_path).restore(state())
-    assert torch.equal(load(manager.path(10))["w"], state(10)["w"])
+    assert torch.equal(read(manager.path(10))["w"], state(10)["w"])
     assert manager.restore(state()) == 20
 
 
@@ -121,7 +121,7 @@ def test_locks_that_are_no_regular_files_are_refused_and_never_waited_for(
         manager.restore(state())
     with pytest.warns(UserWarning, match=r"\.readers"):
         manager.save(20, state(20))  # step 10 is to go, and cannot be held alone
-    assert torch.equal(load(manager.path(10))["w"], state(10)["w"])
+    assert torch.equal(read(manager.path(10))["w"], state(10)["w"])
     (step / ".lock").unlink()
     make(step / ".lock")
     with pytest.raises(StorageError, match=r"\.lock"):

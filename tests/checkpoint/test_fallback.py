@@ -124,7 +124,7 @@ def test_a_disk_that_fails_during_the_verification_is_not_damage(
     with pytest.raises(StorageError, match="Input/output error"):
         manager.restore(state, on_missing="keep")
     assert state["a"].unique().tolist() == [0]
-    with pytest.raises(StorageError, match=r"written already, in whole or in part: 'a', 'z'"):
+    with pytest.raises(StorageError, match=r"already changed, in whole or in part: 'a', 'z'"):
         manager.restore(state, step=20)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardwright import comm
-from shardwright.checkpoint import load, save
+from shardwright.checkpoint import read, save
 from shardwright.checkpoint.runtime.parallel import in_threads
 from shardwright.errors import RankFailedError, StorageError
 from shardwright.storage import Calls, LocalStorage, MemoryStorage
@@ -82,7 +82,7 @@ def state(number: int, rank: int = 0) -> dict[str, Any]:
 
 def holds(path: Path) -> int:
     """The number of the state that loads, exactly."""
-    loaded = load(path)
+    loaded = read(path)
     number = loaded["number"]
     assert all(torch.equal(loaded[key], state(number)[key]) for key in ("w", "b"))
     return int(number)
@@ -231,7 +231,7 @@ def test_a_storage_of_one_process_is_refused_by_several_ranks():
             return str(error)
         return ""
 
-    assert all("one process's own, and 2 ranks save together" in text for text in run_ranks(2, body))
+    assert all("is private to one process, but 2 ranks save together" in text for text in run_ranks(2, body))
 
 
 @pytest.fixture
@@ -319,7 +319,7 @@ def test_a_data_file_that_another_program_takes_away_fails_the_save(tmp_path, ho
         comm.gather_bytes(b"all have looked")
         with pytest.raises(RankFailedError, match="another program") as caught:
             save(state(2), LocalStorage(tmp_path, Taken()))
-        return str(caught.value), float(load(tmp_path)["number"])
+        return str(caught.value), float(read(tmp_path)["number"])
 
     (found,) = set(run_ranks(2, body))
     assert f"rank {victim}" in found[0]

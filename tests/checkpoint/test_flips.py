@@ -46,7 +46,7 @@ def is_found(folder: Path) -> bool:
     if checkpoint.verify(folder):
         return False
     with pytest.raises((CheckpointError, StorageError)):
-        checkpoint.load(folder)
+        checkpoint.read(folder)
     return True
 
 

@@ -42,7 +42,7 @@ def test_no_later_kernel_changes_what_is_saved(tmp_path: Path, memory: int | Non
             tensor.fill_(7)
         torch.cuda.synchronize()
         saving.wait()
-        loaded = checkpoint.load(tmp_path / str(attempt))
+        loaded = checkpoint.read(tmp_path / str(attempt))
         for name, tensor in before.items():
             assert torch.equal(loaded[name], tensor), name
 
@@ -54,7 +54,7 @@ def test_what_was_queued_before_is_in_it(tmp_path: Path) -> None:
         slow = slow @ slow
     weights.add_(1)  # behind the multiplications, and before the save
     checkpoint.async_save({"w": weights}, tmp_path).wait()
-    assert checkpoint.load(tmp_path)["w"].unique().tolist() == [1]
+    assert checkpoint.read(tmp_path)["w"].unique().tolist() == [1]
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(50):
@@ -63,7 +63,7 @@ def test_what_was_queued_before_is_in_it(tmp_path: Path) -> None:
         saving = checkpoint.async_save({"w": weights}, tmp_path)  # the stream of its caller counts
         weights.add_(1)
     saving.wait()
-    assert checkpoint.load(tmp_path)["w"].unique().tolist() == [2]
+    assert checkpoint.read(tmp_path)["w"].unique().tolist() == [2]
 
 
 def test_the_buffer_is_known_to_the_driver_of_the_size_needed_and_used_again(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_small_tensors_cross_the_bus_together(tmp_path: Path) -> None:
         checkpoint.async_save(state, tmp_path).wait()
     copies = [event for event in seen.events() if "Memcpy DtoH" in event.name]
     assert 1 <= len(copies) <= 4
-    loaded = checkpoint.load(tmp_path)
+    loaded = checkpoint.read(tmp_path)
     assert all(loaded[name].unique().tolist() == [float(name)] for name in state)
 
 
@@ -104,6 +104,6 @@ def test_a_plain_save_goes_through_windows(tmp_path: Path) -> None:
     state = _state()
     checkpoint.save(state, LocalStorage(tmp_path, Counted()), memory=2 * MIB)
     assert max(sizes) <= 2 * MIB
-    loaded = checkpoint.load(tmp_path)
+    loaded = checkpoint.read(tmp_path)
     for name, tensor in state.items():
         assert torch.equal(loaded[name], tensor.resolve_conj().cpu()), name

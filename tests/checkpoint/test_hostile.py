@@ -25,9 +25,9 @@ from shardwright.checkpoint.format.data_file import FileEntry
 from shardwright.checkpoint.format.manifest import Manifest
 from shardwright.checkpoint.format.tiling import tiles
 from shardwright.checkpoint.format.values import DTYPES
+from shardwright.checkpoint.reading.collective_read import read_alone
 from shardwright.checkpoint.reading.current import check_sizes
 from shardwright.checkpoint.reading.data_reader import FileReader
-from shardwright.checkpoint.reading.on_ranks import read_alone
 from shardwright.checkpoint.reading.targets import Target
 from shardwright.errors import CheckpointError, CorruptionError, FormatError, MissingKeyError, StorageError
 from shardwright.layout import Region
@@ -155,7 +155,7 @@ def test_a_lie_is_refused_with_little_memory(one: Path, how: Callable[[Fields], 
     tracemalloc.start()
     try:
         with pytest.raises(FormatError, match=text):
-            checkpoint.load(one)
+            checkpoint.read(one)
         assert tracemalloc.get_traced_memory()[1] < 64 * size + (32 << 20)
     finally:
         tracemalloc.stop()
@@ -167,7 +167,7 @@ def test_nothing_is_imported_for_a_name(one: Path) -> None:
     before = set(sys.modules)
     change(one, put("tree", to=["dtype", "onnx"]))
     with pytest.raises(FormatError):
-        checkpoint.load(one)
+        checkpoint.read(one)
     assert "torch.onnx" in before or "torch.onnx" not in sys.modules
 
 
@@ -194,7 +194,7 @@ def test_bytes_that_are_no_manifest_are_refused(one: Path, how: Callable[[bytes]
     manifest = one / "manifest.json"
     manifest.write_bytes(signed(how(unsigned(manifest.read_bytes()))))
     with pytest.raises(FormatError, match=text):
-        checkpoint.load(one)
+        checkpoint.read(one)
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"null", b"PK\x03\x04", b"\x80\x04K\x01.", b'{"shardwright":'])
@@ -206,13 +206,13 @@ def test_what_is_no_manifest_at_all_is_said_to_be_none(one: Path, data: bytes) -
 
 def test_an_unknown_field_is_no_lie(one: Path) -> None:
     change(one, put("from the future", to={"a": [1, 2.5, None]}))
-    assert checkpoint.load(one)["n"]["epoch"] == 3
+    assert checkpoint.read(one)["n"]["epoch"] == 3
 
 
 def test_names_with_nuls_and_of_other_scripts_are_names(tmp_path: Path) -> None:
     state = {"a\0b": torch.ones(1), "": torch.ones(2), "ａ": torch.ones(3), "a": torch.ones(4), "../x": torch.ones(5)}
     checkpoint.save(state, tmp_path)
-    found = checkpoint.load(tmp_path)
+    found = checkpoint.read(tmp_path)
     assert {name: tensor.numel() for name, tensor in found.items()} == {
         name: tensor.numel() for name, tensor in state.items()
     }
@@ -229,7 +229,7 @@ def test_a_claim_that_files_do_not_bear_out_makes_no_memory(one: Path) -> None:
     change(one, lie)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CorruptionError, match="bytes, and the manifest says"):
-        checkpoint.load(one)
+        checkpoint.read(one)
     with checkpoint.open(one) as ckpt, pytest.raises(CorruptionError, match="bytes, and the manifest says"):
         ckpt["w"][:]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
@@ -286,7 +286,7 @@ def test_a_header_of_the_right_digest_that_lies_is_refused(one: Path, how: Calla
     assert len(other) == len(header)
     sign_header(one, other)
     with pytest.raises(FormatError, match="its header is not the one that follows from the manifest"):
-        checkpoint.load(one)
+        checkpoint.read(one)
     assert not checkpoint.verify(one)
 
 
@@ -296,7 +296,7 @@ def test_a_header_of_the_right_length_and_another_digest_is_refused(one: Path) -
     data[len(header_of(file)) - 1] = 9
     file.write_bytes(data)
     with pytest.raises(CorruptionError, match="its header is damaged"):
-        checkpoint.load(one)
+        checkpoint.read(one)
 
 
 def test_a_truth_that_is_seven_is_refused(one: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_truth_that_is_seven_is_refused(one: Path) -> None:
     sign_header(one, header.replace(old, new))
     assert "neither 0 nor 1" in str(checkpoint.verify(one))
     with pytest.raises(CorruptionError, match="'t' is of truths"):
-        checkpoint.load(one)
+        checkpoint.read(one)
     with checkpoint.open(one) as ckpt, pytest.raises(CorruptionError, match="'t' is of truths"):
         ckpt["t"][:]
 
@@ -335,7 +335,7 @@ def folder(path: Path) -> None:
 def test_only_regular_files_are_opened(one: Path, what: Callable[[Path], None], name: str) -> None:
     what(next(one.glob(name)))
     with pytest.raises((StorageError, CorruptionError), match=r"regular file|missing|directory"):
-        checkpoint.load(one)
+        checkpoint.read(one)
 
 
 @pytest.mark.parametrize("grow", [-1, 1, 4096])
@@ -343,7 +343,7 @@ def test_a_file_of_another_length_is_refused(one: Path, grow: int) -> None:
     (file,) = one.glob("*.safetensors")
     os.truncate(file, file.stat().st_size + grow)
     with pytest.raises(CorruptionError, match="bytes, and the manifest says"):
-        checkpoint.load(one)
+        checkpoint.read(one)
 
 
 def test_a_manifest_without_end_is_refused_before_it_is_read(one: Path) -> None:
@@ -411,7 +411,7 @@ def _read_or_refuse(
                 (saved / "manifest.json").write_bytes(data)
                 for name, tensor in read_tensors(saved).items():  # what is read is what was stored under that name
                     assert tensor.numel() == 0 or same_bytes(tensor, right[name]), name
-                checkpoint.load(saved)
+                checkpoint.read(saved)
         except (FormatError, CorruptionError, MissingKeyError):
             refused += 1
         except Exception as error:
@@ -477,7 +477,7 @@ def test_a_small_manifest_costs_little_whatever_it_says(one: Path, how: Callable
         file.truncate(fields["files"][1][0])  # as large as it is said to be, so that all is planned
     with memory_bound(1 << 30):
         with pytest.raises((FormatError, CorruptionError)):
-            checkpoint.load(one)
+            checkpoint.read(one)
         assert not checkpoint.verify(one)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardwright import comm
-from shardwright.checkpoint import CheckpointManager, load, save, verify
+from shardwright.checkpoint import CheckpointManager, read, save, verify
 from shardwright.errors import ShardwrightError
 from shardwright.testing import run_ranks
 from tests.checkpoint.injected import Injection, injected
@@ -102,11 +102,11 @@ def check(root: Path, name: str, has_ended: bool) -> None:
     for step in good:
         assert verify(manager.path(step)), f"step {step} has a manifest, and is not whole"
     if name == "replacing":
-        assert any(is_step(load(manager.path(20)), step) for step in ((NEW,) if has_ended else (20, NEW)))
+        assert any(is_step(read(manager.path(20)), step) for step in ((NEW,) if has_ended else (20, NEW)))
         assert left == [10, 20]
         return
     for step in good:
-        assert is_step(load(manager.path(step)), step)
+        assert is_step(read(manager.path(step)), step)
     if name in ("save", "async save", "retention") and has_ended:
         assert NEW in left
     if name != "retention" or NEW not in left:

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from shardwright import comm
-from shardwright.checkpoint import CheckpointManager, PerRank, load, save, verify
-from shardwright.checkpoint.save import SaveOperation
+from shardwright.checkpoint import CheckpointManager, PerRank, load, read, save, verify
+from shardwright.checkpoint.commit import Commit, MakeManifest
 from shardwright.errors import CommError, RankFailedError, ShardwrightError
 from shardwright.storage import Calls, LocalStorage
 from shardwright.testing import Died, Raised, Returned, outcomes, run_ranks
@@ -75,9 +75,9 @@ def save_all(path: Path, number: int) -> float:
 
 def holds(path: Path) -> int:
     """The number of the state that loads, exactly, on four ranks and on one."""
-    number = int(load(path)["number"])
+    number = int(read(path)["number"])
     expected = state(number, 0)
-    plain = load(path)
+    plain = read(path)
     assert torch.equal(plain["w"], expected["w"])
     assert torch.equal(plain["b"], expected["b"])
     return number
@@ -176,20 +176,20 @@ def test_a_rank_killed_while_the_first_one_commits_takes_nothing_with_it(tmp_pat
 
     def body() -> None:
         rank = comm.world().rank
-        right = SaveOperation._commit
+        right = Commit._replace_manifest
 
-        def commit(self: SaveOperation, said: list[bytes]) -> Any:
+        def commit(self: Commit, entries: Sequence[bytes], make_manifest: MakeManifest) -> Any:
             if rank == victim == 0:
-                right(self, said)
+                right(self, entries, make_manifest)
             if rank == victim:
                 die()
-            return right(self, said)
+            return right(self, entries, make_manifest)
 
-        SaveOperation._commit = commit  # type: ignore[method-assign]  # the pool's process is replaced, or put right below
+        Commit._replace_manifest = commit  # type: ignore[method-assign]  # the pool's process is replaced, or restored below
         try:
             save(state(2, rank), tmp_path)
         finally:
-            SaveOperation._commit = right  # type: ignore[method-assign]  # as above
+            Commit._replace_manifest = right  # type: ignore[method-assign]  # as above
 
     run_ranks(RANKS, save_all, tmp_path, 1)
     start = time.monotonic()

@@ -39,7 +39,7 @@ def verified_save(path: Path) -> Any:
 
 
 def loaded(path: Path) -> Any:
-    return checkpoint.load(path)["w"][0].item()
+    return checkpoint.read(path)["w"][0].item()
 
 
 @pytest.mark.parametrize("look", [first_element, verified_save, loaded])

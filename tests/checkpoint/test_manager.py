@@ -80,7 +80,7 @@ def test_a_step_lies_in_a_folder_of_its_own_and_is_found_by_its_number(tmp_path:
     assert sorted(os.listdir(manager.root)) == ["step-00000000", "step-00001000", "step-123456789012"]
     assert manager.steps() == [0, 1000, 123_456_789_012]
     assert manager.latest() == 123_456_789_012
-    assert checkpoint.load(manager.path(1000))["note"] == 1000
+    assert checkpoint.read(manager.path(1000))["note"] == 1000
     assert restored(manager, step=1000) == (1000, 1000)
     assert restored(manager) == (123_456_789_012, 123_456_789_012)
 
@@ -91,7 +91,7 @@ def test_folders_of_other_names_are_none_of_ours(tmp_path: Path, name: str) -> N
     checkpoint.save(state(7), tmp_path / name)
     fill_up(manager, 2, 3)
     assert manager.steps() == [3]
-    assert checkpoint.load(tmp_path / name)["note"] == 7
+    assert checkpoint.read(tmp_path / name)["note"] == 7
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_step_that_is_being_read_stays_until_the_next_time(tmp_path: Path) -> 
         assert manager.steps() == [1, 2]
         with pytest.raises(StorageBusyError, match="is being read"):
             manager.remove(1)
-        assert checkpoint.load(path)["note"] == 1
+        assert checkpoint.read(path)["note"] == 1
     fill_up(manager, 3)
     assert manager.steps() == [3]
     with pytest.raises(NotACheckpointError), manager.reading(1):
@@ -642,7 +642,7 @@ def test_a_mistake_is_the_same_error_on_all_ranks(tmp_path: Path, work: Any, kin
 
 READ = """
 import sys, time, torch
-from shardwright.checkpoint import CheckpointManager, load
+from shardwright.checkpoint import CheckpointManager, read
 manager = CheckpointManager(sys.argv[1])
 seen = reads = 0
 print("ready", flush=True)
@@ -654,7 +654,7 @@ while True:
     seen, reads = step, reads + 1
     with manager.reading() as path:
         time.sleep(0.002)
-        held = load(path)
+        held = read(path)
         assert bool((held["w"] == held["note"]).all())
     if step >= 1000:
         break

@@ -164,4 +164,4 @@ def test_a_manifest_longer_than_is_read_is_not_written(tmp_path: Path, monkeypat
     checkpoint.save({"x": "a" * 4000}, tmp_path)
     with pytest.raises(StateError, match="the manifest would have"):
         checkpoint.save({"x": "a" * 5000}, tmp_path)
-    assert checkpoint.load(tmp_path) == {"x": "a" * 4000}
+    assert checkpoint.read(tmp_path) == {"x": "a" * 4000}

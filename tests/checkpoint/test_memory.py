@@ -81,13 +81,13 @@ def test_windows_keep_to_the_memory_given(tmp_path: Path, memory: int | None, mo
     assert made
     assert sum(made) <= (memory if memory is not None else 16 * MIB)
     assert max(calls.sizes) <= max(made)
-    loaded = checkpoint.load(tmp_path)
+    loaded = checkpoint.read(tmp_path)
     assert torch.equal(loaded["a"], weights.t())
     assert torch.equal(loaded["b"], weights[:, ::2])
 
 
 @pytest.mark.parametrize("again", [checkpoint.save, checkpoint.async_save])
 def test_less_than_a_block_is_refused(tmp_path: Path, again: object) -> None:
-    with pytest.raises(CheckpointError, match="memory=1000: a block of 1048576 bytes is the least"):
+    with pytest.raises(CheckpointError, match=r"memory must be at least 1048576 bytes \(one block\), got 1000"):
         again({"w": torch.ones(1)}, tmp_path, memory=1000)  # type: ignore[operator]  # either function
     assert list(tmp_path.iterdir()) == []

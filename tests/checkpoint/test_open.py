@@ -234,7 +234,7 @@ def test_a_replacement_while_it_is_opened_or_loaded_gives_the_new_one(tmp_path: 
     with checkpoint.open(LocalStorage(tmp_path, ReplacedCalls(tmp_path, times))) as ckpt:
         assert ckpt["w"][:].tolist() == [0] * 4
     checkpoint.save({"w": torch.full((4,), 9)}, tmp_path)
-    assert checkpoint.load(LocalStorage(tmp_path, ReplacedCalls(tmp_path, times)))["w"].tolist() == [0] * 4
+    assert checkpoint.read(LocalStorage(tmp_path, ReplacedCalls(tmp_path, times)))["w"].tolist() == [0] * 4
 
 
 def test_a_lost_file_is_told_and_not_waited_for(saved: Path) -> None:

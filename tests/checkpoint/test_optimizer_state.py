@@ -152,7 +152,7 @@ def test_named_states_survive_another_order_and_other_groups(name: str, stepped:
     checkpoint.load({"model": other, "optimizer": optimizer_state(other, fresh)}, tmp_path)
     assert [float(group["lr"]) for group in fresh.param_groups] == pytest.approx([0.1] * 4)
     assert train(other, fresh, 3) == train(model, optimizer, 3)
-    assert set(checkpoint.load(tmp_path)["optimizer"]["state"]) == set(dict(model.named_parameters()))
+    assert set(checkpoint.read(tmp_path)["optimizer"]["state"]) == set(dict(model.named_parameters()))
 
 
 def test_some_of_the_parameters_can_be_resumed(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_a_sharded_optimizer_resumes_on_another_cut(tmp_path: Path) -> None:
         step(table, bias, optimizer)
         whole = table.gather()
         if comm.rank() == 0:
-            later = checkpoint.load(tmp_path / "later")
+            later = checkpoint.read(tmp_path / "later")
             assert torch.equal(whole, later["table"])
             assert torch.equal(bias, later["bias"])
 

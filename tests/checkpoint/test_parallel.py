@@ -77,7 +77,7 @@ def test_what_is_copied_in_pieces_and_turns_is_the_state(tmp_path: Path, monkeyp
     monkeypatch.setattr(staging, "_PIECE", 1000)
     state = {str(n): torch.randint(0, 256, (n * 700_001,), dtype=torch.uint8) for n in range(1, 6)}
     checkpoint.async_save(state, tmp_path, threads=3).wait()
-    loaded = checkpoint.load(tmp_path)
+    loaded = checkpoint.read(tmp_path)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
 
 

@@ -93,7 +93,7 @@ def test_in_one_process_the_step_is_saved_and_the_loop_ends(tmp_path: Path, back
                 os.kill(os.getpid(), signal.SIGTERM)
             if manager.step_end(step, state, {"loss": 0.5}):
                 break
-        assert checkpoint.load(manager.path(7))["w"].tolist() == [7.0] * 3  # it is safe before step_end returns
+        assert checkpoint.read(manager.path(7))["w"].tolist() == [7.0] * 3  # it is safe before step_end returns
         assert (step, manager.steps(), manager.metrics(7)) == (7, [7], {"loss": 0.5})
 
 
@@ -144,6 +144,6 @@ def test_one_rank_is_told_and_all_save_the_same_step(tmp_path: Path, background:
         sender.join()
     step = found[0][0]
     assert found == [(step, True, [step])] * 4
-    loaded = checkpoint.load(tmp_path / "run" / f"step-{step:08d}")
+    loaded = checkpoint.read(tmp_path / "run" / f"step-{step:08d}")
     assert loaded["step"] == step
     assert loaded["w"].tolist() == [value + step for value in range(10)]

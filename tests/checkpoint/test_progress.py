@@ -63,7 +63,7 @@ def test_a_callback_that_raises_ends_the_save_and_nothing_is_changed(tmp_path: P
         checkpoint.save({"w": torch.zeros(2)}, tmp_path, progress=fail)
     with pytest.raises(RankFailedError, match="ZeroDivisionError: no more"):
         checkpoint.async_save({"w": torch.zeros(2)}, tmp_path, progress=fail).wait()
-    assert checkpoint.load(tmp_path)["w"].tolist() == [1, 1]
+    assert checkpoint.read(tmp_path)["w"].tolist() == [1, 1]
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
 
 

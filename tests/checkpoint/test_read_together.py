@@ -13,7 +13,7 @@ import torch
 
 import shardwright as sw
 from shardwright import checkpoint, comm
-from shardwright.checkpoint.reading import host_window, on_ranks
+from shardwright.checkpoint.reading import collective_read, host_window
 from shardwright.errors import RankFailedError
 from shardwright.storage import Calls, LocalStorage
 from shardwright.testing import run_ranks
@@ -85,11 +85,11 @@ def test_four_ranks_read_the_bytes_of_a_checkpoint_once_among_them(tmp_path: Pat
 
 def _load_without_a_window(folder: str) -> bool:
     stored(folder)
-    on_ranks.open_window = lambda *_: None  # type: ignore[assignment]  # as where /dev/shm is full
+    collective_read.open_window = lambda *_: None  # type: ignore[assignment]  # as where /dev/shm is full
     try:
         return is_right(checkpoint.load(wanted(sw.Shard(1)), folder))
     finally:
-        on_ranks.open_window = host_window.open_window
+        collective_read.open_window = host_window.open_window
 
 
 def test_without_shared_memory_each_rank_reads_for_itself(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_damage_found_by_one_reader_is_raised_on_all_soon(tmp_path: Path) -> Non
     assert len({message for message, _ in found}) == 1
     assert "CorruptionError" in found[0][0]
     assert "00002-0.safetensors" in found[0][0]
-    assert "written already, in whole or in part: 'w0', 'w1', 'w2'" in found[0][0]
+    assert "already changed, in whole or in part: 'w0', 'w1', 'w2'" in found[0][0]
     assert max(seconds for _, seconds in found) < 10
 
 

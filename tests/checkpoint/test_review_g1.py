@@ -104,7 +104,7 @@ def test_keys_and_values_of_subclasses_are_stored_as_what_they_are(tmp_path: Pat
         np.str_("n"): Number(2**70),
     }
     checkpoint.save(state, tmp_path)
-    made = checkpoint.load(tmp_path)
+    made = checkpoint.read(tmp_path)
     assert made == {1: 1, 3: 5, "a": "b", 1.5: 2.0, "n": 2**70}
     assert {type(key) for key in made} == {int, str, float}
     target = dict.fromkeys(state, 0)
@@ -147,7 +147,7 @@ def test_arrays_that_are_more_than_their_numbers_are_refused(tmp_path: Path) -> 
     mapped = np.memmap(tmp_path / "map", dtype=np.float32, mode="w+", shape=(3,))
     mapped[:] = 2
     checkpoint.save({"m": mapped}, tmp_path / "saved")
-    assert checkpoint.load(tmp_path / "saved")["m"].tolist() == [2.0] * 3
+    assert checkpoint.read(tmp_path / "saved")["m"].tolist() == [2.0] * 3
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_optimizers_of_scalar_dtensors_and_growing_stages_resume(tmp_path: Path)
     ):
         checkpoint.load({"p": PerRank(7)}, tmp_path / "own")
     assert checkpoint.load({"p": PerRank(7)}, tmp_path / "own", strict=False)["p"].value == 0
-    made = checkpoint.load(tmp_path / "own")
+    made = checkpoint.read(tmp_path / "own")
     assert made["p"] == 0
     assert made["q"].value[1].tolist() == [1.0, 1.0]
     with checkpoint.open(tmp_path / "own") as opened:

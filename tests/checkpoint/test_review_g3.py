@@ -19,7 +19,7 @@ import torch
 import shardwright as sw
 from shardwright import checkpoint, comm
 from shardwright.checkpoint import CheckpointManager, manager
-from shardwright.checkpoint.reading import host_window, on_ranks
+from shardwright.checkpoint.reading import collective_read, host_window
 from shardwright.checkpoint.reading.host_window import HostWindow, Process
 from shardwright.checkpoint.runtime import progress
 from shardwright.checkpoint.runtime.windows import window_size
@@ -189,7 +189,7 @@ def is_right(found: dict[str, Any], dim: int, rows: int = 512) -> bool:
 def _load_slowly(folder: str) -> list[bool]:
     stored(folder)
     os.environ["SHARDWRIGHT_TIMEOUT"] = "0.6"
-    on_ranks._MIN_BYTES_PER_SECOND = 2 * MIB
+    collective_read._MIN_BYTES_PER_SECOND = 2 * MIB
 
     def slow(done: int, total: int) -> None:
         time.sleep(1.2 * 4 * MIB / total if done >= total and comm.rank() else 0)
@@ -198,7 +198,7 @@ def _load_slowly(folder: str) -> list[bool]:
         return [is_right(checkpoint.load(wanted(dim), folder, progress=slow), dim) for dim in (0, 1)]
     finally:
         del os.environ["SHARDWRIGHT_TIMEOUT"]
-        on_ranks._MIN_BYTES_PER_SECOND = 5 * MIB
+        collective_read._MIN_BYTES_PER_SECOND = 5 * MIB
 
 
 def test_a_rank_that_is_slow_but_alive_is_waited_for(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_plain_load_tells_its_bytes_and_takes_no_more_memory_than_it_may(
         made.clear()
     assert window_size(MIB, 2) == (MIB, 1)
     heard = []
-    checkpoint.load(tmp_path, progress=lambda *said: heard.append(said))
+    checkpoint.read(tmp_path, progress=lambda *said: heard.append(said))
     assert heard[-1] == (12_000_020, 12_000_020)
     with pytest.raises(CheckpointError, match="memory=1000"):
         checkpoint.load(target, tmp_path, memory=1000)
@@ -302,7 +302,7 @@ def test_a_load_that_takes_long_shows_a_bar_on_a_terminal(tmp_path: Path, monkey
         monkeypatch.setattr(progress, "_PATIENCE", patience)
         monkeypatch.setattr(sys, "stderr", terminal)
         checkpoint.load({"w": torch.zeros(MIB)}, tmp_path)
-        checkpoint.load(tmp_path)
+        checkpoint.read(tmp_path)
         monkeypatch.undo()
         assert ("loading" in terminal.getvalue()) == shows
 
@@ -317,13 +317,13 @@ def _windows(folder: str) -> list[int]:
         sizes.append(0 if window is None else window.slot)
         return window
 
-    on_ranks.open_window = note  # type: ignore[attr-defined,assignment]  # to look on
+    collective_read.open_window = note  # type: ignore[attr-defined,assignment]  # to look on
     try:
         for memory in (None, 3 * MIB, 4 * MIB, 11 * MIB):
             # What one rank cannot afford, none does.
             checkpoint.load(wanted(1), folder, memory=memory if comm.rank() else None)
     finally:
-        on_ranks.open_window = opened  # type: ignore[attr-defined]  # as it was
+        collective_read.open_window = opened  # type: ignore[attr-defined]  # as it was
     return sizes
 
 

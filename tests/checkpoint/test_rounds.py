@@ -112,7 +112,7 @@ def _lacking_on_one_rank(folder: str) -> tuple[list[str], list[str]]:
 
 
 def test_states_that_grow_on_some_rank_are_settled_by_all_before_they_are_checked_again(tmp_path: Path) -> None:
-    grown = ["load: what ranks have", "load: states that grow", "load: checking what grew"]
+    grown = ["load: comparing what ranks have", "load: creating missing state", "load: checking what was created"]
     said = [*PLAIN[:2], *grown, "load: reading", "load: filling the state"]
     # What the first rank has is the first rank's, and is not made for the second.
     assert run_ranks(2, _lacking_on_one_rank, str(tmp_path)) == [(said, ["a", "b"]), (said, ["a"])]

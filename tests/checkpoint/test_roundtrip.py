@@ -181,7 +181,7 @@ def test_any_layout_becomes_any_other(n: int, m: int, tmp_path: Path) -> None:
         not any(whole.numel() for whole in wholes(seed).values()) for seed in seeds
     )
     for seed in seeds:
-        made = checkpoint.load(tmp_path / str(seed))
+        made = checkpoint.read(tmp_path / str(seed))
         for name, whole in wholes(seed).items():
             assert (made[name].dtype, made[name].shape) == (whole.dtype, whole.shape)
             assert torch.equal(carried(made[name]), carried(whole)), (seed, name)

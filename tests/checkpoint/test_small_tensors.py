@@ -70,7 +70,7 @@ def test_a_tensor_is_one_with_a_dtensor_of_its_memory_and_layout(tmp_path: Path)
     whole = sw.DTensor.from_local(local, sw.init_device_mesh("cpu", (1,)), [sw.Replicate()], run_check=False)
     assert whole.to_local().data_ptr() == local.data_ptr()
     checkpoint.save({"plain": local, "spread": whole}, tmp_path)
-    loaded = checkpoint.load(tmp_path)
+    loaded = checkpoint.read(tmp_path)
     assert loaded["plain"] is loaded["spread"]
 
 

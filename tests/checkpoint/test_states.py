@@ -50,7 +50,7 @@ DTYPES = sorted(
 def again(state: Any, folder: Path, target: Any = None, **how: Any) -> Any:
     """The state, saved and loaded: into the target, or made anew."""
     checkpoint.save(state, folder)
-    return checkpoint.load(folder) if target is None else checkpoint.load(target, folder, **how)
+    return checkpoint.read(folder) if target is None else checkpoint.load(target, folder, **how)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -210,8 +210,8 @@ class Version:
 def test_a_codec_stores_a_type_of_ones_own(tmp_path: Path) -> None:
     codecs = {Version: Codec("version", lambda v: {"parts": list(v.parts)}, lambda s: Version(*s["parts"]))}
     checkpoint.save({"v": [Version(1, 2)]}, tmp_path, codecs=codecs)
-    assert checkpoint.load(tmp_path) == {"v": [{"parts": [1, 2]}]}
-    made = checkpoint.load(tmp_path, codecs=codecs)["v"][0]
+    assert checkpoint.read(tmp_path) == {"v": [{"parts": [1, 2]}]}
+    made = checkpoint.read(tmp_path, codecs=codecs)["v"][0]
     assert (type(made), made.parts) == (Version, (1, 2))
     target = {"v": [Version(0, 0)]}
     assert checkpoint.load(target, tmp_path, codecs=codecs)["v"][0].parts == (1, 2)
@@ -329,7 +329,7 @@ def test_exact_aliases_are_saved_once_and_shared_again(tmp_path: Path) -> None:
     checkpoint.save(state, tmp_path)
     size = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert size < 4096 + 4000 + 800 + 4000 + 2000 + 100  # w, the array, the view and the part, once each
-    made = checkpoint.load(tmp_path)
+    made = checkpoint.read(tmp_path)
     assert made["a"] is made["b"]["c"] is made["b"]["d"]
     assert np.shares_memory(made["p"], made["q"])
     pointers = {made[name].untyped_storage().data_ptr() for name in ("a", "view", "part")}
@@ -488,7 +488,7 @@ def test_an_object_is_the_state_itself(tmp_path: Path) -> None:
     checkpoint.save(one, tmp_path)
     assert checkpoint.load(two, tmp_path) is two
     assert torch.equal(one.weight, two.weight)
-    assert set(checkpoint.load(tmp_path)) == {"weight", "bias"}
+    assert set(checkpoint.read(tmp_path)) == {"weight", "bias"}
 
 
 def test_tied_weights_of_a_module_stay_tied(tmp_path: Path) -> None:
@@ -499,7 +499,7 @@ def test_tied_weights_of_a_module_stay_tied(tmp_path: Path) -> None:
 
     one, two = build(), build()
     checkpoint.save(one, tmp_path)
-    made = checkpoint.load(tmp_path)
+    made = checkpoint.read(tmp_path)
     assert made["embed.weight"] is made["head.weight"]
     checkpoint.load(two, tmp_path)
     assert two["head"].weight is two["embed"].weight
@@ -512,7 +512,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     state = {"torch": torch.get_rng_state(), "python": [version, list(words), gauss]}
     checkpoint.save(state, tmp_path)
     expected = torch.randn(3)
-    made = checkpoint.load(tmp_path)
+    made = checkpoint.read(tmp_path)
     torch.set_rng_state(made["torch"])
     assert torch.equal(torch.randn(3), expected)
     again_ = random.Random()
@@ -551,10 +551,10 @@ def test_an_alias_that_only_some_ranks_can_see_is_one_on_all(tmp_path: Path) -> 
         checkpoint.save({"a": first, "b": second}, tmp_path / "apart")
 
     run_ranks(2, work)
-    made = checkpoint.load(tmp_path / "tied")
+    made = checkpoint.read(tmp_path / "tied")
     assert made["a"] is made["b"]
     assert made["a"].tolist() == [[1.0] * 500]
-    made = checkpoint.load(tmp_path / "apart")
+    made = checkpoint.read(tmp_path / "apart")
     assert made["a"] is not made["b"]
     assert made["a"].tolist() == made["b"].tolist() == [1.0] * 500
 
@@ -583,7 +583,7 @@ def test_nested_sharded_tensors_are_saved_as_their_innermost_boxes(tmp_path: Pat
         assert torch.equal(inner.local_shards()[0].tensor, torch.arange(6.0).reshape(2, 3) + rank)
 
     run_ranks(4, work)
-    whole = checkpoint.load(tmp_path)["n"]
+    whole = checkpoint.read(tmp_path)["n"]
     assert torch.equal(whole, torch.cat([torch.arange(6.0).reshape(2, 3) + rank for rank in range(4)]))
 
 
@@ -602,4 +602,4 @@ def test_a_process_group_saves_and_loads_by_itself(tmp_path: Path) -> None:
         assert target["r"].value == rank
 
     run_ranks(3, work)
-    assert checkpoint.load(tmp_path)["x"].tolist() == [0, 1, 2, 3, 4]
+    assert checkpoint.read(tmp_path)["x"].tolist() == [0, 1, 2, 3, 4]

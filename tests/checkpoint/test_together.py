@@ -262,7 +262,7 @@ def test_ranks_with_stages_of_their_own_save_one_state(tmp_path: Path) -> None:
         assert all(torch.equal(target["model"][name], stage[name]) for name in stage)
 
     run_ranks(3, work)
-    made = checkpoint.load(tmp_path)
+    made = checkpoint.read(tmp_path)
     assert {name: value[0].item() for name, value in made["model"].items()} == {
         "layer0": 0.0, "layer1": 1.0, "layer2": 10.0, "layer3": 11.0, "layer4": 20.0, "layer5": 21.0
     }  # fmt: skip
@@ -326,5 +326,5 @@ def test_per_rank_values_go_back_to_their_ranks(tmp_path: Path) -> None:
 
     run_ranks(3, work, 3)
     run_ranks(2, work, 2)
-    made = checkpoint.load(tmp_path)
+    made = checkpoint.read(tmp_path)
     assert (made["x"], made["n"], made["own"]["seen"]) == (1, 0, [])

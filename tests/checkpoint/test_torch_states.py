@@ -98,7 +98,7 @@ def test_fsdp2_states_survive_another_world(tmp_path: Path) -> None:
             assert train(model, optimizer, 2) == pytest.approx(losses, rel=1e-4)
 
     expected, losses = run_ranks(2, save)[0]
-    made = checkpoint.load(tmp_path / "objects")["model"]
+    made = checkpoint.read(tmp_path / "objects")["model"]
     assert all(torch.equal(made[name], value) for name, value in expected.items())
     plain = build(3)
     checkpoint.load({"model": plain}, tmp_path / "objects", only="model.*")
@@ -118,7 +118,7 @@ def test_a_two_dimensional_fsdp2_state_is_saved_as_it_is_cut(tmp_path: Path) -> 
 
     expected, placements = run_ranks(4, work)[0]
     assert any("_StridedShard" in one for one in placements)
-    made = checkpoint.load(tmp_path)
+    made = checkpoint.read(tmp_path)
     assert made.keys() == expected.keys()
     assert all(torch.equal(made[name], value) for name, value in expected.items())
 
@@ -184,7 +184,7 @@ def test_fsdp1_sharded_state_dicts_survive_another_world(tmp_path: Path) -> None
                 assert torch.equal(value, expected[name]), name
 
     expected = run_ranks(2, save)[0]
-    made = checkpoint.load(tmp_path)
+    made = checkpoint.read(tmp_path)
     assert all(torch.equal(made["model"][name], value) for name, value in expected.items())
     assert made["optimizer"]["state"]["0.weight"]["exp_avg"].shape == (10, 6)
     run_ranks(3, load, expected)
@@ -202,7 +202,7 @@ def test_a_dtensor_outside_of_its_mesh_is_nothing_there(tmp_path: Path) -> None:
             assert target.to_local().tolist() == [0, 1, 2, 3, 4]
 
     run_ranks(3, work)
-    assert checkpoint.load(tmp_path)["w"].tolist() == [0, 1, 2, 3, 4]
+    assert checkpoint.read(tmp_path)["w"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_fsdp_on_slices_of_a_mesh_is_saved_as_replicas(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_fsdp_on_slices_of_a_mesh_is_saved_as_replicas(tmp_path: Path) -> None:
 
     found = run_ranks(4, body, str(tmp_path))
     assert len({text for _, text in found}) == 1
-    made = checkpoint.load(tmp_path)
+    made = checkpoint.read(tmp_path)
     assert all(torch.equal(made["model"][name], value) for name, value in found[0][0].items())
     assert made["optimizer"]["state"]["2.weight"]["exp_avg"].shape == (8,)
 

@@ -124,7 +124,7 @@ def test_importing_and_saving_does_not_import_pytorchs_own() -> None:
         "from shardwright import checkpoint\n"
         "with tempfile.TemporaryDirectory() as folder:\n"
         "    checkpoint.save({'w': torch.ones(2), 'm': torch.nn.Linear(2, 2)}, folder)\n"
-        "    checkpoint.load(folder)\n"
+        "    checkpoint.read(folder)\n"
         "found = [m for m in sys.modules if m.startswith(('torch.distributed.tensor', 'torch.distributed._shard'))]\n"
         "assert not found, found\n"
     )

@@ -1,6 +1,6 @@
 """Checkpoints: a state saved as safetensors files and one manifest, atomically, checked, loaded under any layout."""
 
-from shardwright.checkpoint.api import async_save, load, save
+from shardwright.checkpoint.api import async_save, load, read, save
 from shardwright.checkpoint.background import AsyncSave, SaveProgress
 from shardwright.checkpoint.format.values import Codec
 from shardwright.checkpoint.manage.retention import KeepBest
@@ -63,6 +63,7 @@ __all__ = [
     "local_tensor_for",
     "open",
     "optimizer_state",
+    "read",
     "release_buffers",
     "save",
     "verify",

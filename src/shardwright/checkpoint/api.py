@@ -1,4 +1,4 @@
-"""`save`, `async_save` and `load`: what users call."""
+"""The public functions `save`, `async_save`, `load` and `read`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwright import comm
-from shardwright.checkpoint.arguments import check_choice, check_codecs, check_limits, refuse_without_state
+from shardwright.checkpoint.arguments import check_codecs, check_limits, check_selection
 from shardwright.checkpoint.background import AsyncSave, raise_failures, start, wait_for_saves, wait_for_saves_to
 from shardwright.checkpoint.format.values import Codec
-from shardwright.checkpoint.load import Choice, LoadOperation, load_all
+from shardwright.checkpoint.load import LoadOperation
 from shardwright.checkpoint.location import as_storage, location_id, resolve_group
 from shardwright.checkpoint.reading.current import read_current_on_ranks
-from shardwright.checkpoint.reading.match import Cast, OnMissing, Rename
+from shardwright.checkpoint.reading.read_state import read_state
+from shardwright.checkpoint.reading.request import Cast, LoadRequest, OnMissing, Rename
 from shardwright.checkpoint.runtime.alike import raised_as_itself
 from shardwright.checkpoint.runtime.progress import Meter, ProgressCallback, reporting
 from shardwright.checkpoint.save import SaveOperation
 from shardwright.checkpoint.state.flatten import flatten
+from shardwright.errors import ArgumentTypeError
 from shardwright.layout.gc import gc_paused
 from shardwright.storage import LocalStorage, Storage
 
-__all__ = ["async_save", "load", "save"]
+__all__ = ["async_save", "load", "read", "save"]
 
 
 def save(
@@ -36,25 +38,25 @@ def save(
     threads: int = 2,
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Saves a state under a path, in place of what was saved there: all of it, or nothing changes.
+    """Save a state to a path, atomically replacing the checkpoint there: all of it is saved, or nothing changes.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save({"w": torch.ones(2), "epoch": 3}, folder)
-    ...     load(folder)
+    ...     read(folder)
     {'w': tensor([1., 1.]), 'epoch': 3}
 
-    `extra` are further fields of the manifest, JSON, as the first rank gives them. With `check_replicas` the ranks
-    compare the bytes of what several of them hold before anything is written. `memory` bounds the windows that
-    strided tensors and those of a GPU go through: 16 MiB if it is not given, 1 MiB at least. `progress` is called with
-    the bytes that this rank has written and those it writes in all; without it, a bar is shown on a terminal if it
-    takes long. Saves in the background are waited for, and one that failed unnoticed is raised.
+    `extra` has further fields for the manifest, as JSON values; those of the first rank are stored. With
+    `check_replicas`, ranks compare the bytes of replicas before anything is written. `memory` bounds the buffers
+    through which strided and GPU tensors are copied: 16 MiB by default, at least 1 MiB. `progress` is called with the
+    bytes written by this rank and its total; without it, a progress bar is shown on a terminal if the save takes long.
+    Background saves are waited for, and one that failed unreported is raised.
 
-    A mistake that all ranks make alike is raised as it is (a `StateError`, say); what fails on some of them, as a
-    `RankFailedError` on all, which names them. All ranks give the same folder, and it is one that they share.
+    An error that is the same on all ranks is raised as it is (a `StateError`, for example); if only some ranks fail,
+    all raise a `RankFailedError` that names them. All ranks must give the same directory, which they must share.
     """
     group, check_group = resolve_group(process_group)
-    saving = SaveOperation(lambda: as_storage(path), group, extra)
+    operation = SaveOperation(lambda: as_storage(path), group, extra)
 
     def before() -> None:
         check_group()
@@ -64,8 +66,8 @@ def save(
 
     with raised_as_itself(group):
         with gc_paused():
-            saving.begin(lambda: flatten(state, group, codecs), before, check_replicas=check_replicas)
-        saving.write(threads, lambda total: reporting("saving", total, progress, group), memory)
+            operation.begin(lambda: flatten(state, group, codecs), before, check_replicas=check_replicas)
+        operation.write(threads, lambda total: reporting("saving", total, progress, group), memory)
 
 
 def async_save(
@@ -80,7 +82,7 @@ def async_save(
     threads: int = 2,
     progress: ProgressCallback | None = None,
 ) -> AsyncSave:
-    """Saves a state in the background: it returns when the state may be changed, and writes a copy of it.
+    """Save a state in the background: return once it is copied, so that it may be changed, and write the copy.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -88,20 +90,20 @@ def async_save(
     ...     saving = async_save(state, folder)
     ...     _ = state["w"].zero_()
     ...     saving.wait()
-    ...     load(folder)
+    ...     read(folder)
     {'w': tensor([1., 1.])}
 
-    The copy is of what this rank writes, in host memory that is kept for the next save (`release_buffers` frees it).
-    A second save waits until the first has given it back, unless `memory` has room for both. Where `memory` is less
-    than a copy of all, this returns when all but the last `memory` bytes are written. If the save fails, `wait` of what
-    is returned raises it; if nobody waits, the next save does. At its end the process waits for it. `progress` is
-    called in the background. The other arguments are those of `save`.
+    The copy holds what this rank writes, in host memory that is reused by the next save (`release_buffers` frees it).
+    A second save waits until the first has released its buffer, unless `memory` has room for both. If `memory` is
+    smaller than the copy, this returns when all but the last `memory` bytes are written. If the save fails, `wait` of
+    the returned `AsyncSave` raises the error; if it is never called, the next save does. The process waits for the save
+    before it exits. `progress` is called from the background thread. The other arguments are those of `save`.
     """
     group, check_group = resolve_group(process_group)
     aside = group.aside("checkpoint")
-    if group.size > 1 and aside.channel is None:  # ranks meet there once while all of them are known to be here
+    if group.size > 1 and aside.channel is None:  # open the second channel while all ranks are known to be here
         comm.agree(lambda: None, what="async_save", group=aside)
-    saving = SaveOperation(lambda: as_storage(path), group, extra)
+    operation = SaveOperation(lambda: as_storage(path), group, extra)
 
     def before() -> None:
         check_group()
@@ -118,12 +120,12 @@ def async_save(
 
     def finish() -> None:
         with raised_as_itself(aside):
-            saving.finish(aside)
+            operation.finish(aside)
 
     with raised_as_itself(group):
         with gc_paused():
-            saving.begin(lambda: flatten(state, group, codecs), before, check_replicas=check_replicas)
-        saving.stage(threads, meter, memory)
+            operation.begin(lambda: flatten(state, group, codecs), before, check_replicas=check_replicas)
+        operation.stage(threads, meter, memory)
     storage = as_storage(path)
     shown = storage.path if isinstance(storage, LocalStorage) else repr(storage)
     return start(shown, location_id(storage), meters[0], finish)
@@ -144,7 +146,7 @@ def load(
     threads: int = 2,
     progress: ProgressCallback | None = None,
 ) -> Any:
-    """Fills a state with what is stored under a path, and returns it; `load(path)` makes one of plain tensors.
+    """Fill a state with the checkpoint at a path, and return it. To read a checkpoint without a state, see `read`.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -152,49 +154,65 @@ def load(
     ...     load({"w": torch.zeros(2), "epoch": 0}, folder)
     {'w': tensor([1., 1.]), 'epoch': 3}
 
-    Tensors are filled where they are, under whatever layout they have; containers stay the same objects. Everything is
-    checked before anything changes, and one `LoadMismatchError` lists all that does not fit. A name of the checkpoint
-    that no rank has in its state is refused, unless `strict` is false. `only` are patterns (`"model.*"`): other names
-    stay as they are. `rename` maps stored names to those of the state, or is a function that does. `cast` allows other
-    dtypes, for all names or by patterns. `on_missing` is "raise" or "keep", or a function that says so for a name of
-    the state that the checkpoint does not have.
+    Tensors are filled in place, whatever their layout; containers remain the same objects. Everything is checked before
+    anything changes, and one `LoadMismatchError` lists all mismatches. A stored name that no rank has in its state is a
+    mismatch, unless `strict` is False. `only` has patterns (`"model.*"`) of the names to load; others keep their
+    values. `rename` maps stored names to names of the state, or is a function that does. `cast` allows dtypes to
+    differ, for all names or by pattern. `on_missing` is "raise", "keep", or a function that returns one of them for a
+    name of the state that is not in the checkpoint.
 
-    `memory` bounds the windows of this rank that parts of blocks, strided tensors, those of a GPU and what ranks of a
-    host read together go through: 8 MiB for each thread and 8 MiB of shared memory if it is not given, 1 MiB at least;
-    below 4 MiB no rank reads for the others of its host. `progress` is called with the bytes that were filled on this
-    rank and those to be filled in all; without it, a bar is shown on a terminal if it takes long.
+    `memory` bounds this rank's buffers for partial blocks, strided and GPU tensors, and blocks that ranks of a host
+    read together: by default 8 MiB per thread and 8 MiB of shared memory, at least 1 MiB; below 4 MiB, ranks of a host
+    do not share reads. `progress` is called with the bytes filled on this rank and its total; without it, a progress
+    bar is shown on a terminal if the load takes long.
 
-    A save of this process to this place that is in the background is waited for, so that what it saves is what is
-    loaded; if it fails, that is told by its `wait` or by the next save. All ranks read one checkpoint: from one folder,
-    or from copies. Errors are raised as `save` does it.
+    If a background save of this process to the same location is running, it is waited for first; its failure is
+    reported by its `wait` or by the next save. All ranks must read one checkpoint: from one directory, or from copies.
+    Errors are raised as in `save`.
     """
-    if path is None:
-        refuse_without_state(
-            strict=strict is not True,
-            only=only is not None,
-            rename=rename is not None,
-            cast=cast is not False,
-            on_missing=on_missing != "raise",
-            process_group=process_group is not None,
-        )
-        storage = as_storage(state)
-        check_limits(memory, threads)
-        check_codecs(codecs)
-        wait_for_saves_to(location_id(storage))
-        with gc_paused():
-            return load_all(storage, codecs or {}, threads, progress, memory)
     group, check_group = resolve_group(process_group)
-    choice = Choice(strict, only, rename, cast, on_missing, codecs)
+    request = LoadRequest(group, strict, only, rename, cast, on_missing, codecs, memory, threads, progress)
 
     def prepare() -> Storage:
         check_group()
         check_limits(memory, threads)
         check_codecs(codecs)
-        check_choice(only, cast)
-        place = as_storage(path)
-        wait_for_saves_to(location_id(place))
-        return place
+        check_selection(only, cast)
+        if path is None:
+            raise ArgumentTypeError(
+                "load(state, path) needs a path; to read a whole checkpoint without a state, call read(path)"
+            )
+        storage = as_storage(path)
+        wait_for_saves_to(location_id(storage))
+        return storage
 
     with raised_as_itself(group), gc_paused():
-        loading = LoadOperation(group, choice, threads, progress, memory)
-        return read_current_on_ranks(prepare, group, lambda current: loading.fill(state, current))
+        return read_current_on_ranks(prepare, group, lambda current: LoadOperation(request, state, current).run())
+
+
+def read(
+    path: str | os.PathLike[str] | Storage,
+    *,
+    codecs: Mapping[type, Codec] | None = None,
+    memory: int | None = None,
+    threads: int = 2,
+    progress: ProgressCallback | None = None,
+) -> Any:
+    """Read a whole checkpoint and return it as a new state of plain tensors, in this process alone.
+
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save({"w": torch.ones(2), "layers": [torch.zeros(1)]}, folder)
+    ...     read(folder)
+    {'w': tensor([1., 1.]), 'layers': [tensor([0.])]}
+
+    Of `PerRank` values it has those of rank 0; if rank 0 has none, a `PerRank` of all ranks' values by rank. To fill a
+    state that exists, under its own layout, use `load`; to read single tensors or slices, `open`. The arguments are
+    those of `load`.
+    """
+    storage = as_storage(path)
+    check_limits(memory, threads)
+    check_codecs(codecs)
+    wait_for_saves_to(location_id(storage))
+    with gc_paused():
+        return read_state(storage, codecs or {}, threads, progress, memory)

@@ -1,7 +1,7 @@
-"""Saves that go on behind their caller: one at a time, in order; none of them ends unnoticed.
+"""Background saves: one at a time, in order; no failure goes unreported.
 
-A save that failed is told at the next use: by `wait`, by the next save to anywhere, or at the end of the process, which
-waits for those that are still being written.
+A failed save is raised by its `wait`, or by the next save, or printed when the process exits. Exiting waits for the
+saves that are still being written.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shardwright.errors import CheckpointError, SaveTimeoutError
 
 __all__ = ["AsyncSave", "SaveProgress", "raise_failures", "start", "wait_for_saves", "wait_for_saves_to"]
 
-_PATIENCE = 2.0  # seconds at the end of a process until it says what it waits for
+_EXIT_NOTICE_DELAY = 2.0  # seconds that exiting waits before it prints what it is waiting for
 
 
 class SaveProgress(NamedTuple):
-    """Bytes of this rank that are written, and all that it writes.
+    """Bytes that this rank has written, and the total it has to write.
 
     >>> SaveProgress(5, 10).written
     5
@@ -39,23 +39,23 @@ class AsyncSave:
     """A save in the background: `wait` for it, or ask whether it is `done`.
 
     >>> import tempfile, torch
-    >>> from shardwright.checkpoint import async_save, load
+    >>> from shardwright.checkpoint import async_save, read
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     weights = torch.ones(2)
     ...     saving = async_save({"w": weights}, folder)
-    ...     _ = weights.zero_()  # what is saved is as it was
+    ...     _ = weights.zero_()  # does not change what is saved
     ...     saving.wait()
-    ...     load(folder), saving.done(), saving.progress
+    ...     read(folder), saving.done(), saving.progress
     ({'w': tensor([1., 1.])}, True, SaveProgress(written=8, total=8))
     """
 
     def __init__(self, path: str, meter: Meter) -> None:
         self.path = path
         self._meter = meter
-        self._place = path
+        self._location = path
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        self._told = False
+        self._reported = False
 
     def __repr__(self) -> str:
         if not self.done():
@@ -64,127 +64,127 @@ class AsyncSave:
 
     @property
     def progress(self) -> SaveProgress:
-        """How much of this rank's part is written."""
+        """Bytes written so far on this rank, and its total."""
         return SaveProgress(self._meter.done, self._meter.total)
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return True once the save has ended, whether it succeeded or failed."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns when the checkpoint is complete and safe, or raises why it could not be made.
+        """Block until the checkpoint is committed; raise the error if the save failed.
 
-        After `timeout` seconds it raises a `SaveTimeoutError`; the save goes on.
+        After `timeout` seconds raise `SaveTimeoutError`; the save continues.
         """
         if not self._ended.wait(timeout):
             raise SaveTimeoutError(
                 f"the save to {self.path} has not ended after {timeout:g} s: {self._meter.done} of "
                 f"{self._meter.total} bytes of this rank are written"
             )
-        self._told = True
+        self._reported = True
         _forget_ended()
         if self._error is not None:
             raise self._error
 
-    def _run(self, work: Callable[[], None], before: AsyncSave | None) -> None:
+    def _run(self, work: Callable[[], None], previous: AsyncSave | None) -> None:
         try:
-            if before is not None:
-                before._ended.wait()
+            if previous is not None:
+                previous._ended.wait()
             work()
-        except BaseException as error:  # noqa: BLE001  it is raised where somebody hears it
+        except BaseException as error:  # noqa: BLE001  re-raised by wait() or the next save
             self._error = error
         finally:
             self._ended.set()
             _forget_ended()
 
 
-_unsettled: list[AsyncSave] = []  # running, or failed and not told yet; in order
+_pending: list[AsyncSave] = []  # running, or failed and not yet reported; in order
 _lock = threading.Lock()
 
 
-def start(path: str, place: str, meter: Meter, work: Callable[[], None]) -> AsyncSave:
-    """Does the work in a thread, behind the saves that were started before. `place` is for `wait_for_saves_to`."""
+def start(path: str, location: str, meter: Meter, work: Callable[[], None]) -> AsyncSave:
+    """Run `work` in a thread, after all saves started before. `location` is the key for `wait_for_saves_to`."""
     save = AsyncSave(path, meter)
-    save._place = place
+    save._location = location
     with _lock:
-        before = _unsettled[-1] if _unsettled else None
-        _unsettled.append(save)
-    # A daemon, and waited for by `_finish`: a thread that Python joins by itself is joined without a word.
-    thread = threading.Thread(target=save._run, args=(work, before), name=f"save to {path}", daemon=True)
+        previous = _pending[-1] if _pending else None
+        _pending.append(save)
+    # A daemon thread, joined by `_finish`: Python would join a non-daemon thread silently.
+    thread = threading.Thread(target=save._run, args=(work, previous), name=f"save to {path}", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # no more threads are to be had: then it is done here
-        save._run(work, before)
+    except RuntimeError:  # cannot start a thread: run synchronously
+        save._run(work, previous)
     return save
 
 
 def wait_for_saves() -> None:
-    """Returns when no save is running; raises if one failed and nobody was told."""
+    """Block until no save is running; raise if one failed and its failure was not reported yet."""
     _await_all()
     raise_failures()
 
 
 def raise_failures() -> None:
-    """Raises if a save has failed and nobody was told."""
+    """Raise if a save failed and its failure was not reported yet."""
     with _lock:
-        failed = [save for save in _unsettled if save.done() and save._error is not None]
+        failed = [save for save in _pending if save.done() and save._error is not None]
         for save in failed:
-            save._told = True
+            save._reported = True
     _forget_ended()
     if failed:
         raise CheckpointError(
-            "\n".join(f"a save in the background, to {save.path}, has failed: {save._error}" for save in failed)
-            + "\nthis save was not begun; begin it again to go on without that one"
+            "\n".join(f"a background save to {save.path} has failed: {save._error}" for save in failed)
+            + "\nthis save was not started; call it again to continue without the failed one"
         ) from failed[0]._error
 
 
-def wait_for_saves_to(place: str) -> None:
-    """Returns when no save of this process to this place is running; one that failed is told elsewhere."""
+def wait_for_saves_to(location: str) -> None:
+    """Block until no save of this process to this location is running; a failure is reported elsewhere."""
     with _lock:
-        running = [save for save in _unsettled if save._place == place]
+        running = [save for save in _pending if save._location == location]
     for save in running:
         save._ended.wait()
 
 
 def _await_all() -> None:
     with _lock:
-        running = list(_unsettled)
+        running = list(_pending)
     for save in running:
         save._ended.wait()
 
 
 def _forget_ended() -> None:
     with _lock:
-        _unsettled[:] = [save for save in _unsettled if not save.done() or (save._error is not None and not save._told)]
+        _pending[:] = [save for save in _pending if not save.done() or (save._error is not None and not save._reported)]
 
 
 def _finish() -> None:
-    """At the end of the process: waits for what is running, and says what failed."""
-    deadline = time.monotonic() + _PATIENCE
+    """At exit: wait for running saves and print failures that were not reported."""
+    deadline = time.monotonic() + _EXIT_NOTICE_DELAY
     with _lock:
-        saves = list(_unsettled)
+        saves = list(_pending)
     for save in saves:
         if not save._ended.wait(max(0.0, deadline - time.monotonic())):
             written, total = save.progress
-            _say(f"finishing the save to {save.path}: {written} of {total} bytes are written")
+            _print(f"finishing the save to {save.path}: {written} of {total} bytes are written")
             save._ended.wait()
-        if save._error is not None and not save._told:
-            _say(f"the save to {save.path} has failed: {type(save._error).__name__}: {save._error}")
+        if save._error is not None and not save._reported:
+            _print(f"the save to {save.path} has failed: {type(save._error).__name__}: {save._error}")
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     if sys.stderr is not None and not sys.stderr.closed:
         sys.stderr.write(f"shardwright: {text}\n")
         sys.stderr.flush()
 
 
-def _in_a_child() -> None:
-    """After a fork: the threads are the parent's, and so are the saves."""
+def _after_fork() -> None:
+    """In a forked child: the threads, and with them the saves, belong to the parent."""
     global _lock
     _lock = threading.Lock()
-    _unsettled.clear()
+    _pending.clear()
 
 
-os.register_at_fork(after_in_child=_in_a_child)
+os.register_at_fork(after_in_child=_after_fork)
 atexit.register(_finish)
-comm.on_forget(_await_all)  # ranks that leave their world finish what they do together first
+comm.on_forget(_await_all)  # ranks finish their collective saves before they leave the process group

@@ -1,37 +1,23 @@
-"""Loading: take the target apart, find what fills it, check all of that, read it, and put it in."""
+"""Load: flatten the target, match it with what is stored, check everything on all ranks, read, and fill."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import msgspec
-import torch
 
 from shardwright import comm
-from shardwright.checkpoint.format.manifest import Manifest
 from shardwright.checkpoint.format.tree import StoredEntry, stored_entries
-from shardwright.checkpoint.format.values import DTYPES, Codec
-from shardwright.checkpoint.reading.build_state import build
-from shardwright.checkpoint.reading.current import Current, check_sizes, read_current
+from shardwright.checkpoint.reading.collective_read import CollectiveRead, ReadSummary
+from shardwright.checkpoint.reading.current import Current
 from shardwright.checkpoint.reading.fill import fill
-from shardwright.checkpoint.reading.match import (
-    Cast,
-    Match,
-    OnMissing,
-    Rename,
-    match_state,
-    rename_entries,
-    unclaimed_rank_values,
-)
+from shardwright.checkpoint.reading.match import Match, match_state, rename_entries, unclaimed_rank_values
 from shardwright.checkpoint.reading.mismatch import Mismatches, mismatches_of, raise_mismatches
 from shardwright.checkpoint.reading.missing_state import StateCompleter, create_missing
-from shardwright.checkpoint.reading.on_ranks import CollectiveRead, ReadSummary, read_alone
 from shardwright.checkpoint.reading.open_files import OpenFiles
-from shardwright.checkpoint.reading.targets import Target
-from shardwright.checkpoint.runtime.progress import ProgressCallback
+from shardwright.checkpoint.reading.request import LoadRequest
 from shardwright.checkpoint.state.flatten import (
     CodecNode,
     ContainerNode,
@@ -42,153 +28,124 @@ from shardwright.checkpoint.state.flatten import (
     flatten,
 )
 from shardwright.checkpoint.state.merge_ranks import flatten_nested_shards
-from shardwright.layout import Region
-from shardwright.storage import Storage
 
-__all__ = ["Choice", "LoadOperation", "load_all"]
+__all__ = ["LoadOperation"]
 
 
-class Choice(NamedTuple):
-    """What of a checkpoint is loaded into what of a state, and how: the arguments of `load` that say so."""
+class _RankReport(NamedTuple):
+    """What each rank reports about its target. The last three fields are set once the target is matched."""
 
-    strict: bool
-    only: str | Sequence[str] | None
-    rename: Rename | None
-    cast: Cast
-    on_missing: OnMissing
-    codecs: Mapping[type, Codec] | None
-
-
-class _Apart(NamedTuple):
-    """The target taken apart, what is stored, and what was made for its objects; `faults` are of names."""
-
-    stored: list[StoredEntry]
-    faults: list[str]
-    flat: FlatState
-    complete: StateCompleter
-
-
-class _Fit(NamedTuple):
-    """The target, what fills it, and how that is read."""
-
-    apart: _Apart
-    found: Match
-    reading: CollectiveRead
-
-
-class _Fits(NamedTuple):
-    """What a rank tells the others of how the checkpoint fits its state."""
-
-    mismatches: Mismatches | None
-    needs: ReadSummary | None
-    gives: bool  # plain values, or states of objects: more than bytes to be read again
-
-
-class _Said(NamedTuple):
-    """What a rank tells the others of its state: whether something grew for it, is nested, and else how it fits."""
-
-    grows: bool
-    is_nested: bool
-    fits: _Fits | None
+    creates_state: bool  # objects lack state that the checkpoint has: see `StateCompleter`
+    is_nested: bool  # a ShardedTensor has shards that are sharded themselves
+    is_matched: bool = False
+    mismatches: Mismatches | None = None
+    reads: ReadSummary | None = None
+    sets_values: bool = False  # sets plain values or object states, which another load cannot undo
 
 
 @final
-@dataclass(frozen=True)
 class LoadOperation:
-    """One load, as this rank sees it."""
+    """One load into `state` on this rank, from the checkpoint `current`."""
 
-    group: comm.Group
-    choice: Choice
-    threads: int
-    progress: ProgressCallback | None
-    memory: int | None
+    _flat: FlatState
+    _completer: StateCompleter
+    _stored: list[StoredEntry]
+    _faults: list[str]  # of names
+    _match: Match
+    _read: CollectiveRead
 
-    def fill(self, state: Any, current: Current) -> Any:
-        """The state, filled from this checkpoint. Collective; nothing is changed before everything was checked."""
-        group = self.group
+    def __init__(self, request: LoadRequest, state: Any, current: Current) -> None:
+        self._request, self._state, self._current = request, state, current
+        self._group = request.group
+
+    def run(self) -> Any:
+        """Fill the state and return it. Collective; nothing is changed before everything has been checked."""
         with ExitStack() as opened:
-            fit, said = self._check(state, current, OpenFiles(current.storage, current.manifest, opened))
-            raise_mismatches([one.mismatches for one in said], fit.found, fit.apart.flat, fit.apart.stored, group)
-            needs, gives = [one.needs for one in said if one.needs is not None], any(one.gives for one in said)
+            files = OpenFiles(self._current.storage, self._current.manifest, opened)
+            reports = self._check(files)
+            raise_mismatches([one.mismatches for one in reports], self._match, self._flat, self._stored, self._group)
+            reads = [one.reads for one in reports if one.reads is not None]
+            sets_values = any(one.sets_values for one in reports)
 
-            def put_in() -> Any:
-                return fill(fit.apart.flat, fit.found)
+            def fill_state() -> Any:
+                return fill(self._flat, self._match)
 
-            # What cannot be undone by another load waits until every rank has read what it wants.
-            filled = fit.reading.read(needs, self.threads, self.progress, (lambda: None) if gives else put_in)
-        return comm.agree(put_in, what="load: filling the state", group=group) if gives else filled
+            # What another load cannot undo waits until every rank has read its tensors.
+            filled = self._read.run(reads, (lambda: None) if sets_values else fill_state)
+        return comm.agree(fill_state, what="load: filling the state", group=self._group) if sets_values else filled
 
-    def _check(self, state: Any, current: Current, files: OpenFiles) -> tuple[_Fit, list[_Fits]]:
-        """The target, what fills which part of it, and what every rank says to that: in one round, if nothing grows."""
-        group = self.group
+    def _check(self, files: OpenFiles) -> list[_RankReport]:
+        """Match the checkpoint against the target on every rank.
 
-        def check() -> tuple[tuple[_Apart, _Fit | None], bytes]:
-            apart = self._take_apart(state, current.manifest)
-            grows, is_nested = bool(apart.complete.created) and group.size > 1, apart.flat.is_nested
-            if grows or is_nested:  # what fits is known when ranks have told each other what they have
-                return (apart, None), msgspec.json.encode(_Said(grows, is_nested, None))
-            fit, fits = self._match(apart, current, files)
-            return (apart, fit), msgspec.json.encode(_Said(grows, is_nested, fits))
+        It takes one round of messages, unless state must be created or nested shards flattened.
+        """
 
-        (apart, fit), told = comm.agree_telling(check, what="load: checking", group=group)
-        said = [msgspec.json.decode(one, type=_Said) for one in told]
-        all_fits = [one.fits for one in said if one.fits is not None]
-        if fit is not None and len(all_fits) == len(said):
-            return fit, all_fits
-        if any(one.grows for one in said):
-            apart = self._grow(apart, state)
-        if any(one.is_nested for one in said):
-            flatten_nested_shards(apart.flat, group)
+        def check() -> tuple[None, bytes]:
+            self._flatten_target()
+            report = _RankReport(bool(self._completer.created) and self._group.size > 1, self._flat.is_nested)
+            if not (report.creates_state or report.is_nested):  # else ranks must first report what they have
+                report = self._match_target(files, report)
+            return None, msgspec.json.encode(report)
 
-        def check_again() -> tuple[_Fit, bytes]:
-            fit, fits = self._match(apart, current, files)
-            return fit, msgspec.json.encode(fits)
+        reports = self._agree(check, "load: checking")
+        if all(one.is_matched for one in reports):
+            return reports
+        if any(one.creates_state for one in reports):
+            self._create_missing()
+        if any(one.is_nested for one in reports):
+            flatten_nested_shards(self._flat, self._group)
 
-        grown, told = comm.agree_telling(check_again, what="load: checking what grew", group=group)
-        return grown, [msgspec.json.decode(one, type=_Fits) for one in told]
+        def check_again() -> tuple[None, bytes]:
+            return None, msgspec.json.encode(self._match_target(files, _RankReport(False, False)))
 
-    def _take_apart(self, state: Any, manifest: Manifest) -> _Apart:
-        group, choice = self.group, self.choice
-        stored, faults = rename_entries(stored_entries(manifest.tree, group.ranks[group.rank]), choice.rename)
-        if choice.strict and choice.only is None:
-            faults += unclaimed_rank_values(manifest.tree, group.ranks)
-        complete = StateCompleter(stored, manifest.tensors, choice.only)
-        return _Apart(stored, faults, flatten(state, group, choice.codecs, complete), complete)
+        return self._agree(check_again, "load: checking what was created")
 
-    def _grow(self, apart: _Apart, state: Any) -> _Apart:
-        flat, complete = create_missing(
-            apart.flat,
-            apart.complete,
-            apart.stored,
-            self.group,
-            lambda fewer: flatten(state, self.group, self.choice.codecs, fewer),
+    def _agree(self, check: Callable[[], tuple[None, bytes]], what: str) -> list[_RankReport]:
+        _, gathered = comm.agree_telling(check, what=what, group=self._group)
+        return [msgspec.json.decode(one, type=_RankReport) for one in gathered]
+
+    def _flatten_target(self) -> None:
+        group, request, manifest = self._group, self._request, self._current.manifest
+        self._stored, self._faults = rename_entries(
+            stored_entries(manifest.tree, group.ranks[group.rank]), request.rename
         )
-        return apart._replace(flat=flat, complete=complete)
+        if request.strict and request.only is None:
+            self._faults += unclaimed_rank_values(manifest.tree, group.ranks)
+        self._completer = StateCompleter(self._stored, manifest.tensors, request.only)
+        self._flat = flatten(self._state, group, request.codecs, self._completer)
 
-    def _match(self, apart: _Apart, current: Current, files: OpenFiles) -> tuple[_Fit, _Fits]:
-        """What fills what, its files open if this rank needs no other for that; and what the others are told."""
-        choice = self.choice
-        found = match_state(
-            apart.flat,
-            apart.stored,
-            current.manifest.tensors,
-            strict=choice.strict,
-            only=choice.only,
-            cast=choice.cast,
-            on_missing=choice.on_missing,
-            faults=apart.faults,
-            made=apart.complete.made,
+    def _create_missing(self) -> None:
+        """Keep the state that was created only on the ranks that own it."""
+        self._flat, self._completer = create_missing(
+            self._flat,
+            self._completer,
+            self._stored,
+            self._group,
+            lambda completer: flatten(self._state, self._group, self._request.codecs, completer),
         )
-        reading = CollectiveRead(files, found.tensors, self.group, current.hosts, self.memory)
-        gives = self.group.size > 1 and bool(found.values or found.emptied or _has_objects(apart.flat.root))
-        # What is wrong here is raised on all ranks, and nothing is read: there may be no plan for it.
-        needs = None if found.faults or found.missing else reading.prepare()
-        fits = _Fits(mismatches_of(found, apart.stored), needs, gives)
-        return _Fit(apart, found, reading), fits
+
+    def _match_target(self, files: OpenFiles, report: _RankReport) -> _RankReport:
+        """Match stored entries to targets; open the files if this rank reads alone. Return the completed report."""
+        self._match = match_state(
+            self._flat,
+            self._stored,
+            self._current.manifest.tensors,
+            self._request,
+            faults=self._faults,
+            created=self._completer.made,
+        )
+        match = self._match
+        self._read = CollectiveRead(files, match.tensors, self._request, self._current.hosts)
+        sets_values = self._group.size > 1 and bool(match.values or match.emptied or _has_objects(self._flat.root))
+        # A mismatch is raised on all ranks and nothing is read; there may be no plan for reading it.
+        reads = None if match.faults or match.missing else self._read.prepare()
+        return report._replace(
+            is_matched=True, mismatches=mismatches_of(match, self._stored), reads=reads, sets_values=sets_values
+        )
 
 
 def _has_objects(node: Node) -> bool:
-    """Whether anything in it is given to an object, or to a codec, rather than read to where it lies."""
+    """Return True if any value is passed to an object or a codec, rather than read in place."""
     match node:
         case ObjectNode() | CodecNode():
             return True
@@ -197,29 +154,3 @@ def _has_objects(node: Node) -> bool:
         case PerRankNode():
             return _has_objects(node.flat.root)
     return False
-
-
-def load_all(
-    storage: Storage, codecs: Mapping[type, Codec], threads: int, progress: ProgressCallback | None, memory: int | None
-) -> Any:
-    """All that is stored, as a state of plain tensors, by this process alone."""
-    by_name = {codec.name: codec for codec in codecs.values()}
-
-    def read(manifest: Manifest) -> Any:
-        check_sizes(storage, manifest)  # memory is made for what the files hold, not for what the manifest claims
-        table = manifest.tensors
-        made: dict[int, torch.Tensor] = {}
-        wanted: list[Target] = []
-
-        def tensor(number: int, is_array: bool) -> Any:
-            if number not in made:
-                dtype, whole = DTYPES[table.dtypes[number]], Region.whole(table.shape(number))
-                made[number] = torch.empty(whole.size, dtype=dtype)
-                wanted.append(Target(table.names[number], number, made[number], whole, dtype))
-            return made[number].numpy() if is_array else made[number]
-
-        result = build(manifest.tree, tensor, by_name, rank=0)
-        read_alone(storage, manifest, wanted, threads, progress, memory)
-        return result
-
-    return read_current(storage, read)

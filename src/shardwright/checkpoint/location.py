@@ -1,4 +1,4 @@
-"""Where a checkpoint is and who takes part, as callers say it: a path or a storage, a process group."""
+"""Resolve the `path` and `process_group` arguments of the public functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["as_storage", "location_id", "resolve_group"]
 
 
 def as_storage(path: Any) -> Storage:
-    """The storage that a caller names.
+    """Return the storage for a path; a `Storage` is returned unchanged.
 
     >>> as_storage("/tmp/step-1000")
     LocalStorage('/tmp/step-1000')
@@ -24,12 +24,12 @@ def as_storage(path: Any) -> Storage:
     if isinstance(path, str | os.PathLike):
         if isinstance(os.fspath(path), str):
             return LocalStorage(path)
-        raise ArgumentTypeError(f"{path!r} is a path of bytes: give text (os.fsdecode)")
-    raise ArgumentTypeError(f"{type(path).__name__} is neither a path nor a Storage")
+        raise ArgumentTypeError(f"path must be a str, got bytes: {path!r}; decode it with os.fsdecode")
+    raise ArgumentTypeError(f"path must be a str, os.PathLike or Storage, got {type(path).__name__}")
 
 
 def location_id(storage: Storage) -> str:
-    """What tells one place from another in this process: a folder is the same one through a symbolic link.
+    """Return a key that identifies a location within this process, with symbolic links resolved.
 
     >>> location_id(LocalStorage("/"))
     '/'
@@ -40,10 +40,11 @@ def location_id(storage: Storage) -> str:
 
 
 def resolve_group(process_group: Any) -> tuple[comm.Group, Callable[[], None]]:
-    """The group that a caller names, and a check that belongs into the first step its ranks agree on.
+    """Return the group to use, and a check to run inside the first step that the ranks agree on.
 
-    What is no process group is told to the world by that check: the others are likely to wait there. A group that this
-    rank is not in is refused at once: nobody waits for it.
+    If `process_group` has the wrong type, the check raises, so that the error reaches the other ranks, which are most
+    likely waiting in the default group. A process group that this rank does not belong to is rejected at once: no
+    other rank waits for this one.
 
     >>> group, check = resolve_group("all")
     >>> check()
@@ -53,9 +54,9 @@ def resolve_group(process_group: Any) -> tuple[comm.Group, Callable[[], None]]:
     try:
         return comm.Group.of(process_group), lambda: None
     except ArgumentTypeError as error:
-        wrong = error
+        invalid = error
 
     def check() -> None:
-        raise wrong
+        raise invalid
 
     return comm.world(), check

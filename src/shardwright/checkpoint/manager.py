@@ -21,7 +21,7 @@ from shardwright.checkpoint.manage.preemption import Preemption
 from shardwright.checkpoint.manage.record import FIELD, Line, Record, Seen, line_from, newest_line, numbers
 from shardwright.checkpoint.manage.retention import KeepBest, Policy, Saved, best_of, to_remove
 from shardwright.checkpoint.manage.steps import Steps
-from shardwright.checkpoint.reading.match import Cast, OnMissing, Rename
+from shardwright.checkpoint.reading.request import Cast, OnMissing, Rename
 from shardwright.checkpoint.runtime.alike import raised_as_itself
 from shardwright.checkpoint.runtime.first_rank import first_rank_finds
 from shardwright.checkpoint.runtime.progress import ProgressCallback

@@ -21,7 +21,7 @@ class MemoryStorage(Storage):
     >>> from shardwright import checkpoint
     >>> place = MemoryStorage()
     >>> checkpoint.save({"w": torch.ones(2)}, place)
-    >>> checkpoint.load(place)
+    >>> checkpoint.read(place)
     {'w': tensor([1., 1.])}
     """
 

@@ -7,11 +7,11 @@ dotted name, if that is unique.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from operator import is_
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +20,7 @@ from shardwright.checkpoint.format.tensor_table import TensorTable
 from shardwright.checkpoint.format.tree import StoredEntry, StoredTensor, StoredValue, values_of_other_ranks
 from shardwright.checkpoint.format.values import DTYPES, EnumValue
 from shardwright.checkpoint.reading.patterns import fits, patterns_of
+from shardwright.checkpoint.reading.request import Cast, LoadRequest, OnMissing, Rename
 from shardwright.checkpoint.state.flatten import (
     CodecNode,
     ContainerNode,
@@ -36,10 +37,7 @@ from shardwright.errors import ArgumentTypeError
 from shardwright.tensor.api.tracked_copy import TrackedCopy
 
 __all__ = [
-    "Cast",
     "Match",
-    "OnMissing",
-    "Rename",
     "TensorMatch",
     "match_state",
     "matched_entries",
@@ -47,10 +45,7 @@ __all__ = [
     "unclaimed_rank_values",
 ]
 
-Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
-Cast: TypeAlias = bool | Mapping[str, bool]
 _MAX_WORK = 100_000  # for telling whether two tensors share memory: beyond it they are taken to
-OnMissing: TypeAlias = Literal["raise", "keep"] | Callable[[str], Literal["raise", "keep"]]
 
 
 class TensorMatch(NamedTuple):
@@ -118,30 +113,27 @@ def match_state(
     flat: FlatState,
     stored: Sequence[StoredEntry],
     table: TensorTable,
+    request: LoadRequest,
     *,
-    strict: bool = True,
-    only: str | Sequence[str] | None = None,
-    cast: Cast = False,
-    on_missing: OnMissing = "raise",
     faults: Sequence[str] = (),
-    made: Container[Any] = (),
+    created: Container[Any] = (),
 ) -> Match:
     """What fills what; `faults` are known already. It changes nothing and raises only for arguments of a wrong kind.
 
-    `made` has what has no contents of its own: it is never kept as it is.
+    `created` has what has no contents of its own: it is never kept as it is.
     """
     found = Match([], {}, [], [], [], list(faults), set())
     nodes = _leaf_nodes(flat)
-    patterns = patterns_of(only)
+    patterns = patterns_of(request.only)
     wanted = nodes if patterns is None else _chosen(nodes, patterns, found.idle)
     index = _Index(stored, nodes)
-    fit = _Fit(table, cast)
+    fit = _Fit(table, request.cast)
     used: set[int] = set()
     read: dict[tuple[Any, ...], TensorMatch] = {}  # memory that is to be filled, and what with
     for node, leaf, codecs in wanted:
         place = index.find(node)
         if place is None:
-            if node.original in made or _is_missed(node.name, on_missing):
+            if node.original in created or _is_missed(node.name, request.on_missing):
                 found.missing.append(node.name)
             continue
         if place in used:
@@ -166,7 +158,7 @@ def match_state(
             first = read.setdefault(leaf.identity, wish) if leaf.is_held else wish
             if first is wish:
                 found.tensors.append(wish)
-            elif first.number != entry.number and strict:
+            elif first.number != entry.number and request.strict:
                 found.faults.append(
                     f"tied: {first.name!r} and {node.name!r} are one memory here, and two tensors in the checkpoint; "
                     "untie them, choose one with only=, or take the first with strict=False"
@@ -182,11 +174,11 @@ def match_state(
         used.add(place)  # a container is there to receive it: an empty one is no mismatch, anything else is
         if patterns is None or fits(one.name, patterns):
             found.emptied.add(id(branch))
-        if only is None and not isinstance(one.what.value, dict | list | tuple):
+        if request.only is None and not isinstance(one.what.value, dict | list | tuple):
             found.faults.append(
                 f"kind: {one.name!r} is a container here, and {_shown(one.what.value)} in the checkpoint"
             )
-    if strict and only is None:
+    if request.strict and request.only is None:
         for place in (place for place in left if place not in used):
             if stored[place].of_rank:  # no other rank could ask for it
                 found.faults.append(f"unexpected: {stored[place].name!r} is in the checkpoint and not in the state")

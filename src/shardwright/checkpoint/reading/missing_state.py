@@ -58,13 +58,13 @@ def create_missing(
     new = complete.created
     common = [place for place, entry in enumerate(stored) if not entry.of_rank]
     mine = matched_entries(flat, stored) - new
-    said = comm.gather_bytes(_bits(mine.intersection(common)), group, what="load: what ranks have")
+    said = comm.gather_bytes(_bits(mine.intersection(common)), group, what="load: comparing what ranks have")
     taken = 0
     for one in said:
         taken |= int(one, 16)
     others = {place for place in new if taken >> place & 1}
     fewer = complete.without([stored[place] for place in others])
-    made = comm.agree(lambda: again(fewer) if others else flat, what="load: states that grow", group=group)
+    made = comm.agree(lambda: again(fewer) if others else flat, what="load: creating missing state", group=group)
     return made, fewer if others else complete
 
 

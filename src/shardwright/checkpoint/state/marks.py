@@ -34,7 +34,7 @@ class PerRank(Generic[T]):
     """A value that every rank has for itself: its random numbers, the place in its part of the data.
 
     Each rank's is saved, and given back to the rank of the same number. A rank that is not there when it is loaded has
-    its own in the checkpoint still: that is a mismatch, unless `strict` is false. `load(path)` gives rank 0's, and
+    its own in the checkpoint still: that is a mismatch, unless `strict` is false. `read(path)` gives rank 0's, and
     where it has none, a `PerRank` of the others', by rank.
 
     >>> import torch
