@@ -150,5 +150,5 @@ def test_whole_numbers_get_no_gradient_and_hold_none() -> None:
     assert (y.dtype, y.requires_grad) == (torch.int64, False)
     with pytest.raises(TensorError, match=r"backward_dtype torch\.int64 cannot hold a gradient"):
         x.redistribute(placements=[sw.Shard(0)], backward_dtype=torch.int64)
-    with pytest.raises(ArgumentTypeError, match="forward_dtype 'bfloat16' is a str: a dtype is needed"):
+    with pytest.raises(ArgumentTypeError, match=r"forward_dtype must be a torch\.dtype, got str 'bfloat16'"):
         x.redistribute(placements=[sw.Shard(0)], forward_dtype="bfloat16")  # type: ignore[arg-type]  # the point

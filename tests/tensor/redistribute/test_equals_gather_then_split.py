@@ -179,16 +179,16 @@ def deliver(step: Step, locals_: dict[int, Tensor], rank: int, out: Tensor) -> T
 
 def to_partial(step: ToPartial, local: Tensor, rank: int) -> Tensor:
     ranks = step.before.mesh.shape[step.mesh_dim]
-    neutral = {"sum": 0.0, "avg": 0.0, "max": float("-inf"), "min": float("inf")}[step.op]
+    identity = {"sum": 0.0, "avg": 0.0, "max": float("-inf"), "min": float("inf")}[step.op]
     if isinstance(step.before.placements[step.mesh_dim], Shard | Ragged):
-        out = torch.full(step.after.local_shape(rank), neutral, dtype=local.dtype)
+        out = torch.full(step.after.local_shape(rank), identity, dtype=local.dtype)
         part = step.before.region(rank)
         if not part.is_empty:
             out[part.slices(step.after.region(rank))] = local * ranks if step.op == "avg" else local
         return out
     if step.op != "sum" or step.before.mesh.coordinate(rank)[step.mesh_dim] == 0:
         return local
-    return torch.full_like(local, neutral)
+    return torch.full_like(local, identity)
 
 
 def peers(mesh: Mesh, mesh_dims: tuple[int, ...], rank: int) -> Iterator[int]:

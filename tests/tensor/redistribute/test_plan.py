@@ -218,6 +218,6 @@ def test_padding_changes_nothing_in_a_reduction(dtype: torch.dtype, op: str, exp
     torch.full((2,), identity_element(dtype, op), dtype=dtype)
 
 
-def test_a_dtype_without_a_neutral_element_is_refused() -> None:
-    with pytest.raises(ArgumentTypeError, match="float8_e8m0fnu has no neutral element for 'sum'"):
+def test_dtype_without_an_identity_element_is_rejected() -> None:
+    with pytest.raises(ArgumentTypeError, match="float8_e8m0fnu has no identity element for 'sum'"):
         identity_element(torch.float8_e8m0fnu, "sum")

@@ -1,7 +1,7 @@
-"""Movements between layouts as autograd sees them: each one's backward applies the dual movement.
+"""Redistribution as an autograd function: its backward is the dual redistribution.
 
-The dual of a movement from `a` to `b` goes from `dual(b)` to `dual(a)`: that one line is the whole table of the
-gradient contract, and because the backward is a movement again, gradients of gradients are right too.
+The dual of a redistribution from `a` to `b` goes from `dual(b)` to `dual(a)`: that line is the whole gradient contract.
+Because the backward is again a redistribution, higher-order gradients work too.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["differs", "redistribute_local", "shares", "summed_up", "unaveraged"]
 
 
 def differs(source: Layout, target: Layout) -> bool:
-    """Whether anything must be done: placements on mesh dimensions of one rank make no difference."""
+    """Return whether anything must be done; placements on size-1 mesh dimensions do not count."""
     if source is target:
         return False
     if source.mesh is not target.mesh:
         return True
-    if source.order != target.order and _cutting_order(source) != _cutting_order(target):
+    if source.order != target.order and _sharding_order(source) != _sharding_order(target):
         return True
     return any(
         a != b and ranks > 1
@@ -38,13 +38,13 @@ def differs(source: Layout, target: Layout) -> bool:
     )
 
 
-def _cutting_order(layout: Layout) -> list[int]:
-    """The order in which mesh dimensions cut, without those of one rank, which cut nothing."""
+def _sharding_order(layout: Layout) -> list[int]:
+    """Return the order in which mesh dimensions shard, without those of size 1."""
     return [mesh_dim for mesh_dim in layout.order if layout.mesh.shape[mesh_dim] > 1]
 
 
 def redistribute_local(local: Tensor, source: Layout, target: Layout) -> Tensor:
-    """The local tensor under `target`, differentiably. Call it where torch functions are not intercepted."""
+    """Return the local tensor under `target`, differentiably. Call it where torch functions are not intercepted."""
     if not differs(source, target):
         return local
     if is_recording():
@@ -72,13 +72,13 @@ def summed_up(local: Tensor, source: Layout) -> tuple[Tensor, Layout]:
 
 
 def unaveraged(local: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
-    """Averages as sums of shares, so that only sums are left to differentiate."""
+    """Return the local tensor and its layout with averages rewritten as sums, which are differentiable."""
     share, sums = shares(layout)
     return (local if share == 1.0 else local * share), sums
 
 
 def shares(layout: Layout) -> tuple[float, Layout]:
-    """What share of the whole each addend of an average is, and the layout of the sum of such shares."""
+    """Return the factor that turns partial values of an average into those of a sum, and the layout of that sum."""
     share = 1.0
     placements = list(layout.placements)
     for mesh_dim, placement in enumerate(placements):
@@ -91,7 +91,7 @@ def shares(layout: Layout) -> tuple[float, Layout]:
 
 
 class Redistribute(torch.autograd.Function):
-    """One movement, and its dual on the way back."""
+    """A redistribution; its backward is the dual one."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, source: Layout, target: Layout) -> Tensor:
@@ -119,13 +119,13 @@ def _redistribute_now(local: Tensor, source: Layout, target: Layout) -> Tensor:
         return torch.empty(local_shape(target, comm.rank()), dtype=local.dtype, device="meta")
     divergence.compare_notes(source, target)
     with torch.no_grad():
-        local = local.clone() if local._is_zerotensor() else local  # zeros that autograd has not made yet
+        local = local.clone() if local._is_zerotensor() else local  # zeros that autograd has not materialized
         try:
             moved = execute(steps, local)
         except CommError as error:
             raise divergence.post_mortem(source, target, error) from None
-    # An alias, never the input itself: autograd takes a returned input for "unchanged", and nobody may tag it.
-    # Otherwise memory of its own; a view of the buffer it came in would refuse to be written to in place.
+    # Never the input itself: autograd takes a returned input for "unchanged", and tagging it would change the caller's.
+    # `.data` otherwise: a view of the receive buffer could not be written to in place.
     return moved.view_as(moved) if moved is local else moved.data
 
 

@@ -21,12 +21,14 @@ __all__ = ["cast_and_redistribute", "cast_before_sending", "check_dtypes"]
 
 
 def check_dtypes(forward: Any, backward: Any) -> None:
-    """Raise unless both are dtypes or None, and the gradient's one can hold a gradient."""
+    """Raise unless both are dtypes or None, and `backward` can hold a gradient."""
     for name, dtype in (("forward_dtype", forward), ("backward_dtype", backward)):
         if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise ArgumentTypeError(f"redistribute: {name} {dtype!r} is a {type(dtype).__name__}: a dtype is needed")
+            raise ArgumentTypeError(f"redistribute: {name} must be a torch.dtype, got {type(dtype).__name__} {dtype!r}")
     if backward is not None and not _has_gradients(backward):
-        raise TensorError(f"redistribute: backward_dtype {backward} cannot hold a gradient: give a floating dtype")
+        raise TensorError(
+            f"redistribute: backward_dtype {backward} cannot hold a gradient: pass a floating or complex dtype"
+        )
 
 
 def cast_and_redistribute(
@@ -55,7 +57,7 @@ def cast_before_sending(source: Layout, before: torch.dtype, after: torch.dtype)
 
 
 class _CastAndRedistribute(torch.autograd.Function):
-    """A cast and a movement, and on the way back the dual movement between two casts."""
+    """A cast and a redistribution; the backward is the dual redistribution between two casts."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""Running a plan: the local tensor goes in under one layout and comes out under the other.
+"""Execute a plan: turn the local tensor under one layout into that under the other.
 
-A step is begun and, where ranks talk, finished later: what it returns is a function that waits and gives the result.
-Only the last collective of a plan is left under way; whatever comes before it is waited for.
+Starting a step returns a function that waits for it and returns the result. Only the last collective of a plan stays in
+flight; the steps before it are waited for.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _WORLD = WorldGroups()
 
 @final
 class PendingRedistribution:
-    """A redistribution under way: `wait()` gives the local tensor, the same one each time.
+    """A redistribution in flight: `wait()` returns the local tensor, the same object each time.
 
-    Until then the tensor that was given belongs to it.
+    Do not write to the input before that.
 
     >>> from shardwright.layout import Mesh, Replicate
     >>> from shardwright.tensor.redistribute import plan
@@ -57,7 +57,7 @@ class PendingRedistribution:
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The local tensor, once it is there."""
+        """Wait for the result and return it."""
         if self._finish is not None:
             self._result = self._finish()
             self._finish = None  # frees the input
@@ -66,11 +66,11 @@ class PendingRedistribution:
 
 
 def execute(plan: Plan, local: Tensor, groups: Groups = _WORLD) -> Tensor:
-    """This rank's local tensor under the plan's target, given that under its source.
+    """Return this rank's local tensor under the plan's target, given the one under its source.
 
-    It is contiguous and in memory of its own; where nothing changes on this rank (no step, or it keeps all it has as
-    its addend), it is the tensor that was given. All ranks of the two meshes take part; a rank outside a mesh has
-    an empty tensor for it, see `local_shape`. No gradient flows: call it with plain tensors.
+    The result is contiguous and does not share memory with the input, unless nothing changes on this rank (the plan has
+    no steps, or its values become partial unchanged): then it is the input itself. Collective over the ranks of both
+    meshes; a rank outside a mesh has an empty tensor for it, see `local_shape`. Not differentiable: pass plain tensors.
 
     >>> from shardwright.layout import Mesh, Replicate
     >>> from shardwright.tensor.redistribute import plan
@@ -85,7 +85,7 @@ def execute(plan: Plan, local: Tensor, groups: Groups = _WORLD) -> Tensor:
 
 
 def start(plan: Plan, local: Tensor, groups: Groups = _WORLD) -> PendingRedistribution:
-    """`execute`, under way: the plan's last collective runs while you do something else.
+    """Start `execute` and return at once: the last collective of the plan runs in the background.
 
     >>> from shardwright.layout import Mesh
     >>> from shardwright.tensor.redistribute import plan
@@ -93,24 +93,24 @@ def start(plan: Plan, local: Tensor, groups: Groups = _WORLD) -> PendingRedistri
     >>> start(plan(rows, rows, itemsize=4), torch.ones(2)).wait()
     tensor([1., 1.])
     """
-    seat = ExecutionContext(plan, groups.rank, groups)
-    if seat.rank not in plan.source.mesh:
-        # Outside the mesh there is nothing to give. A tensor without dimensions has an element even there.
-        local = local.new_empty(local_shape(plan.source, seat.rank))
-    _check(plan, local, seat.rank)
-    steps = [step for step in plan.steps if seat.rank in step.before.mesh or seat.rank in step.after.mesh]
+    context = ExecutionContext(plan, groups.rank, groups)
+    if context.rank not in plan.source.mesh:
+        # A rank outside the mesh contributes nothing, but a 0-dimensional tensor given there has an element.
+        local = local.new_empty(local_shape(plan.source, context.rank))
+    _check(plan, local, context.rank)
+    steps = [step for step in plan.steps if context.rank in step.before.mesh or context.rank in step.after.mesh]
     if not steps:
         return PendingRedistribution(lambda: local)
     given = now = local.detach().resolve_conj().resolve_neg()
     last = max((number for number, step in enumerate(steps) if step.communicates), default=-1)
     for step in steps[:last]:
-        now = _begin(step, now, seat, owned=not _shares(now, local))()
-    talk = _begin(steps[last], now, seat, owned=not _shares(now, local)) if last >= 0 else None
+        now = _start(step, now, context, owned=not _shares(now, local))()
+    collective = _start(steps[last], now, context, owned=not _shares(now, local)) if last >= 0 else None
 
     def finish() -> Tensor:
-        result = given if talk is None else talk()
+        result = given if collective is None else collective()
         for step in steps[last + 1 :]:
-            result = _begin(step, result, seat, owned=not _shares(result, local))()
+            result = _start(step, result, context, owned=not _shares(result, local))()
         if result is given:
             return local
         return result.clone(memory_format=torch.contiguous_format) if _shares(result, local) else result.contiguous()
@@ -119,7 +119,7 @@ def start(plan: Plan, local: Tensor, groups: Groups = _WORLD) -> PendingRedistri
 
 
 def local_shape(layout: Layout, rank: int) -> tuple[int, ...]:
-    """The shape of a rank's local tensor; outside the mesh, that of an empty one with as many dimensions (at least 1).
+    """Return the shape of a rank's local tensor; outside the mesh, an empty shape with as many dimensions (at least 1).
 
     >>> from shardwright.layout import Mesh
     >>> rows = Layout(Mesh((2,)), [Shard(0)], (4, 6))
@@ -134,7 +134,7 @@ def _check(plan: Plan, local: Tensor, rank: int) -> None:
     if tuple(local.shape) != expected:
         raise LayoutError(
             f"the local tensor of rank {rank} has shape {tuple(local.shape)}, but {plan.source} gives it {expected}: "
-            "give the shard that the source layout describes"
+            "pass the shard of the source layout"
         )
     if local.itemsize != plan.itemsize:
         raise ArgumentTypeError(
@@ -143,32 +143,32 @@ def _check(plan: Plan, local: Tensor, rank: int) -> None:
         )
 
 
-def _begin(step: Step, local: Tensor, seat: ExecutionContext, *, owned: bool) -> Finish:
-    """Begins a step; `owned` says that its input is not the caller's, and may be written over."""
+def _start(step: Step, local: Tensor, context: ExecutionContext, *, owned: bool) -> Finish:
+    """Start a step; `owned` means that the input does not share memory with the caller's, and may be overwritten."""
     match step:
         case AllGather():
-            return all_gather(step, local, seat)
+            return all_gather(step, local, context)
         case ReduceScatter():
-            return reduce_scatter(step, local, seat)
+            return reduce_scatter(step, local, context)
         case AllReduce():
-            return all_reduce(step, local, seat, owned=owned)
+            return all_reduce(step, local, context, owned=owned)
         case AllToAll() | Exchange():
-            return exchange(step, local, seat)
+            return exchange(step, local, context)
     with torch.no_grad():
         match step:
             case Slice():
-                result = _slice(step, local, seat.rank)
+                result = _slice(step, local, context.rank)
             case Scale():
-                result = _times(local, float(step.factor), in_place=owned)
+                result = _scale(local, float(step.factor), in_place=owned)
             case ToPartial():
-                result = _to_partial(step, local, seat.rank)
+                result = _to_partial(step, local, context.rank)
             case _:
-                raise ArgumentTypeError(f"{step!r} is a {type(step).__name__}: not a step that can be run")
+                raise ArgumentTypeError(f"cannot execute a step of type {type(step).__name__}: {step!r}")
     return lambda: result
 
 
 def _slice(step: Slice, local: Tensor, rank: int) -> Tensor:
-    """The part, as a view."""
+    """Return the slice as a view."""
     if rank not in step.after.mesh:
         return local.new_empty(local_shape(step.after, rank))
     part = step.after.region(rank)
@@ -177,10 +177,12 @@ def _slice(step: Slice, local: Tensor, rank: int) -> Tensor:
     return local[part.slices(step.before.region(rank))]
 
 
-def _times(local: Tensor, factor: float, *, in_place: bool) -> Tensor:
+def _scale(local: Tensor, factor: float, *, in_place: bool) -> Tensor:
     if not (local.dtype.is_floating_point or local.dtype.is_complex):
-        raise ArgumentTypeError(f"an average of {local.dtype} needs a float or complex dtype: convert it first")
-    if local.itemsize == 1 or local.dtype == torch.complex32:  # these have no arithmetic of their own
+        raise ArgumentTypeError(
+            f"Partial('avg') needs a floating or complex dtype, got {local.dtype}: convert it first"
+        )
+    if local.itemsize == 1 or local.dtype == torch.complex32:  # dtypes without arithmetic
         wider = torch.complex64 if local.dtype.is_complex else torch.float32
         return local.to(wider).mul_(factor).to(local.dtype)
     return local.mul_(factor) if in_place else local * factor
@@ -196,12 +198,12 @@ def _to_partial(step: ToPartial, local: Tensor, rank: int) -> Tensor:
     whole, part = step.after.region(rank), step.before.region(rank)
     out = local.new_empty(whole.size).fill_(identity_element(local.dtype, step.op))
     if step.op == "avg":
-        local = _times(local, step.after.mesh.shape[step.mesh_dim], in_place=False)
+        local = _scale(local, step.after.mesh.shape[step.mesh_dim], in_place=False)
     if not part.is_empty:
         bits(out)[part.slices(whole)] = bits(local)
     return out
 
 
 def _shares(tensor: Tensor, local: Tensor) -> bool:
-    """Whether the two lie in the same memory."""
+    """Return whether the two share memory."""
     return tensor.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""Which process groups a plan's steps run on."""
+"""The process groups on which the steps of a plan run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Groups", "WorldGroups"]
 
 
 class Groups(Protocol):
-    """What binds a plan, which knows ranks only, to the groups of a process: who I am, and with whom I talk.
+    """Maps the ranks of a plan to this process: its own rank and its process groups.
 
     >>> isinstance(WorldGroups().rank, int)
     True
@@ -24,21 +24,21 @@ class Groups(Protocol):
 
     @property
     def everyone(self) -> comm.Group:
-        """A group that has all ranks of the plan among its own: point to point needs no group of just them."""
+        """A group that contains all ranks of the plan, for point-to-point messages."""
         ...
 
     def group_along(self, mesh: Mesh, mesh_dim: int) -> comm.Group:
-        """The ranks that differ from this one along one mesh dimension."""
+        """Return the group of ranks that differ from this one along one mesh dimension."""
         ...
 
     def group_of(self, ranks: tuple[int, ...]) -> comm.Group:
-        """These ranks, ascending; this one is among them."""
+        """Return the group of these ranks: ascending, with this rank among them."""
         ...
 
 
 @final
 class WorldGroups:
-    """Groups of the bound DeviceMesh, or of the default process group, made on first use; the world where it is meant.
+    """Groups of the bound DeviceMesh, else subgroups of the default process group, created on first use.
 
     >>> WorldGroups().group_along(Mesh((1,)), 0)
     Group(ranks=(0,), rank=0)
@@ -56,9 +56,9 @@ class WorldGroups:
         return comm.world()
 
     def group_along(self, mesh: Mesh, mesh_dim: int) -> comm.Group:
-        """The ranks that differ from this one along one mesh dimension: the DeviceMesh's own group, if it has one."""
+        """Return the group of ranks along one mesh dimension; the DeviceMesh's own group if it has one."""
         return comm.group_along(mesh, mesh_dim)
 
     def group_of(self, ranks: tuple[int, ...]) -> comm.Group:
-        """These ranks, ascending; this one is among them."""
+        """Return the group of these ranks: ascending, with this rank among them."""
         return comm.subgroup(ranks)

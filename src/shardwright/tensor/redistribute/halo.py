@@ -1,8 +1,8 @@
-"""Rows from neighbours: each rank gets the window of a cut tensor that its part of an operator looks at.
+"""Halo exchange: each rank gathers the window of a sharded tensor that its part of an operator reads.
 
-Windows overlap, so this is no movement between layouts; else it is one: exactly the missing rows travel, wherever they
-are, and the backward pass applies the adjoint (the gradients of borrowed rows go home and are added up), whose own
-backward pass borrows again.
+Windows overlap, so they are not a layout; apart from that, this works like a redistribution: exactly the missing rows
+are sent, from whichever rank holds them, and the backward applies the adjoint (gradients of halo rows are sent back to
+their owner and added up), whose own backward gathers the halo again.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ __all__ = ["Halo", "gather_halo"]
 
 
 class Halo(NamedTuple):
-    """A layout, and the window that each rank wants to see, in the mesh's order of ranks."""
+    """A layout, and the window that each rank needs, in the mesh's order of ranks."""
 
     layout: Layout
     windows: tuple[Region, ...]
 
     def window(self, rank: int) -> Region:
-        """What this rank wants."""
+        """Return the window of a rank."""
         return self.windows[self.layout.mesh.position(rank)]
 
 
 def gather_halo(local: Tensor, halo: Halo, name: str) -> Tensor:
-    """This rank's window, differentiably, for the operator of this name. All ranks of the mesh take part."""
+    """Return this rank's window, differentiably, for the operator of this name. Collective over the mesh."""
     rank = comm.rank()
-    if not _moves(halo) and halo.window(rank) == halo.layout.region(rank):
+    if not _communicates(halo) and halo.window(rank) == halo.layout.region(rank):
         return local
     if is_recording():
         return as_step(gather_halo, local, halo, name)  # type: ignore[no-any-return]  # it is this function's
-    policy.check(name, [(halo.layout, _spelled(halo))])
+    policy.check(name, [(halo.layout, _as_layout(halo))])
     if not (local.requires_grad and torch.is_grad_enabled()):
-        return _borrow(local, halo)
-    widened: Tensor = GatherHalo.apply(local, halo)  # type: ignore[no-untyped-call]  # torch's apply is untyped
-    return widened
+        return _gather(local, halo)
+    window: Tensor = GatherHalo.apply(local, halo)  # type: ignore[no-untyped-call]  # torch's apply is untyped
+    return window
 
 
 class GatherHalo(torch.autograd.Function):
-    """Own rows to windows; gradients of windows go home."""
+    """Gather windows from shards; the backward is `ReduceHalo`."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, halo: Halo) -> Tensor:
         ctx.halo = halo
-        return _borrow(local, halo)
+        return _gather(local, halo)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -63,19 +63,19 @@ class GatherHalo(torch.autograd.Function):
 
 
 class ReduceHalo(torch.autograd.Function):
-    """Windows to own rows, what several ranks have of a row added up."""
+    """Reduce windows to shards, adding up rows that several ranks hold; the backward is `GatherHalo`."""
 
     @staticmethod
     def forward(ctx: Any, windowed: Tensor, halo: Halo) -> Tensor:
         ctx.halo = halo
-        return _give_back(windowed, halo)
+        return _reduce(windowed, halo)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return GatherHalo.apply(gradient, ctx.halo), None  # type: ignore[no-untyped-call]  # torch's apply is untyped
 
 
-def _borrow(local: Tensor, halo: Halo) -> Tensor:
+def _gather(local: Tensor, halo: Halo) -> Tensor:
     rank = comm.rank()
     own, window, mine = halo.layout.region(rank), halo.window(rank), _schedule(halo, rank)
     _note(halo, mine.receives, local)
@@ -85,14 +85,14 @@ def _borrow(local: Tensor, halo: Halo) -> Tensor:
     plain = _plain(local)
     if mine.kept is not None:
         out[mine.kept.slices(window)] = plain[mine.kept.slices(own)]
-    landed = {message.peer: out.new_empty(message.volume) for message in mine.receives}
-    _exchange(halo, {message.peer: pack(plain, own, message.boxes) for message in mine.sends}, landed)
+    received = {message.peer: out.new_empty(message.volume) for message in mine.receives}
+    _exchange(halo, {message.peer: pack(plain, own, message.boxes) for message in mine.sends}, received)
     for message in mine.receives:
-        unpack(landed[message.peer], out, window, message.boxes)
+        unpack(received[message.peer], out, window, message.boxes)
     return out
 
 
-def _give_back(windowed: Tensor, halo: Halo) -> Tensor:
+def _reduce(windowed: Tensor, halo: Halo) -> Tensor:
     rank = comm.rank()
     own, window, mine = halo.layout.region(rank), halo.window(rank), _schedule(halo, rank)
     _note(halo, mine.sends, windowed)
@@ -102,31 +102,31 @@ def _give_back(windowed: Tensor, halo: Halo) -> Tensor:
     plain = _plain(windowed)
     if mine.kept is not None:
         out[mine.kept.slices(own)] = plain[mine.kept.slices(window)]
-    landed = {message.peer: out.new_empty(message.volume) for message in mine.sends}
-    _exchange(halo, {message.peer: pack(plain, window, message.boxes) for message in mine.receives}, landed)
+    received = {message.peer: out.new_empty(message.volume) for message in mine.sends}
+    _exchange(halo, {message.peer: pack(plain, window, message.boxes) for message in mine.receives}, received)
     for message in mine.sends:
-        parts = torch.split(landed[message.peer], [box.volume for box in message.boxes])
+        parts = torch.split(received[message.peer], [box.volume for box in message.boxes])
         for box, part in zip(message.boxes, parts, strict=True):
             out[box.slices(own)] += part.view(box.size)
     return out
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The numbers themselves, also where autograd has put off making them."""
+    """Return plain values: materialize zeros, conjugation and negation."""
     return tensor.clone() if tensor._is_zerotensor() else tensor.detach().resolve_conj().resolve_neg()
 
 
 def _exchange(halo: Halo, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
-    if not _moves(halo):
+    if not _communicates(halo):
         return
-    target = _spelled(halo)
+    target = _as_layout(halo)
     divergence.compare_notes(halo.layout, target)
     everyone = comm.world()
-    place = {rank: number for number, rank in enumerate(everyone.ranks)}
+    index = {rank: number for number, rank in enumerate(everyone.ranks)}
     try:
         comm.exchange(
-            {place[peer]: tensor for peer, tensor in sends.items()},
-            {place[peer]: tensor for peer, tensor in receives.items()},
+            {index[peer]: tensor for peer, tensor in sends.items()},
+            {index[peer]: tensor for peer, tensor in receives.items()},
             everyone,
         )
     except CommError as error:
@@ -134,59 +134,59 @@ def _exchange(halo: Halo, sends: dict[int, Tensor], receives: dict[int, Tensor])
 
 
 def _note(halo: Halo, received: tuple[Message, ...], local: Tensor) -> None:
-    if trace.current() is not None and _moves(halo):
+    if trace.current() is not None and _communicates(halo):
         volume = sum(message.volume for message in received) * local.element_size()
-        trace.note_redistribution(halo.layout, _spelled(halo), volume, torch._C._current_graph_task_id() != -1)
+        trace.note_redistribution(halo.layout, _as_layout(halo), volume, torch._C._current_graph_task_id() != -1)
 
 
 @lru_cache(maxsize=1024)
-def _moves(halo: Halo) -> bool:
-    """Whether any rank borrows anything: what all ranks must agree on."""
+def _communicates(halo: Halo) -> bool:
+    """Return whether any rank receives anything; the same on all ranks."""
     return any(_lacking(halo, rank) for rank in halo.layout.mesh.ranks)
 
 
 @lru_cache(maxsize=1024)
-def _spelled(halo: Halo) -> Layout:
-    """The windows side by side, as a layout says it: for those who read a trace, or a refusal."""
+def _as_layout(halo: Halo) -> Layout:
+    """Return the windows side by side as a layout, for traces and error messages."""
     layout = halo.layout
     placements: list[Placement] = list(layout.placements)
     shape = list(layout.shape)
     for dim in range(layout.ndim):
-        cutting = layout.cut_by(dim)
-        if not cutting or not _moves(halo):
+        mesh_dims = layout.cut_by(dim)
+        if not mesh_dims or not _communicates(halo):
             continue
-        sizes = [0] * layout.mesh.shape[cutting[0]]
-        for rank in _alongside(layout, layout.mesh.ranks[0], cutting):
-            sizes[layout.mesh.coordinate(rank)[cutting[0]]] += halo.window(rank).size[dim]
-        placements[cutting[0]], shape[dim] = Ragged(dim, sizes), sum(sizes)
+        sizes = [0] * layout.mesh.shape[mesh_dims[0]]
+        for rank in _along(layout, layout.mesh.ranks[0], mesh_dims):
+            sizes[layout.mesh.coordinate(rank)[mesh_dims[0]]] += halo.window(rank).size[dim]
+        placements[mesh_dims[0]], shape[dim] = Ragged(dim, sizes), sum(sizes)
     return Layout(layout.mesh, placements, shape, layout.order)
 
 
-def _alongside(layout: Layout, rank: int, mesh_dims: tuple[int, ...]) -> list[int]:
-    """The ranks that differ from this one along these mesh dimensions at most."""
-    here = layout.mesh.coordinate(rank)
-    where = tuple(slice(None) if m in mesh_dims else here[m] for m in range(layout.mesh.ndim))
-    ranks: list[int] = layout.mesh.array[where].reshape(-1).tolist()
+def _along(layout: Layout, rank: int, mesh_dims: tuple[int, ...]) -> list[int]:
+    """Return the ranks that differ from this one along these mesh dimensions at most."""
+    coordinate = layout.mesh.coordinate(rank)
+    index = tuple(slice(None) if m in mesh_dims else coordinate[m] for m in range(layout.mesh.ndim))
+    ranks: list[int] = layout.mesh.array[index].reshape(-1).tolist()
     return ranks
 
 
-def _cutting(layout: Layout) -> tuple[int, ...]:
+def _sharding_dims(layout: Layout) -> tuple[int, ...]:
     return tuple(m for m, placement in enumerate(layout.placements) if isinstance(placement, Shard | Ragged))
 
 
 @lru_cache(maxsize=4096)
 def _lacking(halo: Halo, rank: int) -> tuple[tuple[int, Region], ...]:
-    """What a rank's window has beyond its own region, each box with the rank it comes from.
+    """Return the boxes of a rank's window outside its own region, each with the rank that sends it.
 
-    Where several ranks hold the same, each is served by the one that differs from it along cutting mesh dimensions
-    only: replicas, and sets of addends, keep to themselves.
+    If several ranks hold a box, the sender is the one that differs from the receiver along sharding mesh dimensions
+    only: replicas, and sets of partial values, exchange among themselves.
     """
     window, own = halo.window(rank), halo.layout.region(rank)
     if window.is_empty:
         return ()
-    beside = set(_alongside(halo.layout, rank, _cutting(halo.layout)))
+    peers = set(_along(halo.layout, rank, _sharding_dims(halo.layout)))
     return tuple(
-        (next(peer for peer in ranks if peer in beside), part)
+        (next(peer for peer in ranks if peer in peers), part)
         for box in ((window,) if own.is_empty else window.subtract(own))
         for part, ranks in halo.layout.holders(box)
     )
@@ -194,19 +194,19 @@ def _lacking(halo: Halo, rank: int) -> tuple[tuple[int, Region], ...]:
 
 @lru_cache(maxsize=1024)
 def _schedule(halo: Halo, rank: int) -> Schedule:
-    """What a rank keeps, receives and sends. Pure, and no rank needs another's word."""
+    """Return what a rank keeps, receives and sends. Pure, and without communication."""
     window, own = halo.window(rank), halo.layout.region(rank)
     kept = None if window.is_empty or own.is_empty else window.intersect(own)
     receives: dict[int, list[Region]] = {}
     for peer, box in _lacking(halo, rank):
         receives.setdefault(peer, []).append(box)
     sends: dict[int, list[Region]] = {}
-    for peer in _alongside(halo.layout, rank, _cutting(halo.layout)):
-        for giver, box in _lacking(halo, peer):
-            if giver == rank:
+    for peer in _along(halo.layout, rank, _sharding_dims(halo.layout)):
+        for sender, box in _lacking(halo, peer):
+            if sender == rank:
                 sends.setdefault(peer, []).append(box)
     return Schedule(kept, _messages(receives), _messages(sends))
 
 
 def _messages(boxes: dict[int, list[Region]]) -> tuple[Message, ...]:
-    return tuple(Message(peer, tuple(each)) for peer, each in sorted(boxes.items()))
+    return tuple(Message(peer, tuple(of_peer)) for peer, of_peer in sorted(boxes.items()))

@@ -12,7 +12,7 @@ __all__ = ["completed", "redistributed", "replicated"]
 
 
 def completed(name: str, input: DTensorBase, *, sums: bool = False) -> DTensorBase:
-    """The tensor with its addends summed up; `sums`: sums and averages may stay what they are."""
+    """Return the tensor with its partial values reduced; with `sums=True`, sums and averages stay partial."""
     source = input._layout
     placements = [
         REPLICATE if p.is_partial() and not (sums and (p.is_partial("sum") or p.is_partial("avg"))) else p
@@ -22,12 +22,12 @@ def completed(name: str, input: DTensorBase, *, sums: bool = False) -> DTensorBa
 
 
 def replicated(name: str, input: DTensorBase) -> DTensorBase:
-    """The whole tensor on every rank."""
+    """Return the tensor replicated on every rank."""
     return redistributed(name, input, input._layout.replace(placements=[REPLICATE] * input._layout.mesh.ndim))
 
 
 def redistributed(name: str, input: DTensorBase, target: Layout) -> DTensorBase:
-    """The tensor in another layout, differentiably."""
+    """Return the tensor in another layout, differentiably."""
     if target is input._layout:
         return input
     policy.check(name, [(input._layout, target)])

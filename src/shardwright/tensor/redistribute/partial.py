@@ -1,8 +1,8 @@
-"""The algebra of `Partial`: which mesh dimensions keep their addends, which are reduced, and in what order. Pure.
+"""The algebra of `Partial`: which mesh dimensions stay partial, which are reduced, and in what order. Pure.
 
-Where several mesh dimensions hold addends, the value is the reduction over the first of the reduction over the next,
-and so on, as nested sums are written: the last mesh dimension is reduced first. That matters only where the
-reductions differ; `sum` and `avg` may change places, and any reduction with itself.
+If several mesh dimensions are partial, the value is the reduction over the first of the reduction over the next, and
+so on, like nested sums: the last mesh dimension is reduced first. The order matters only if the reductions differ;
+`sum` and `avg` commute, and so does any reduction with itself.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from fractions import Fraction
 
 from shardwright.layout import Layout, Partial
 
-__all__ = ["commute", "kept_addends", "partial_ops", "scale_factor"]
+__all__ = ["commute", "kept_partials", "partial_ops", "scale_factor"]
 
 _LINEAR = frozenset(("sum", "avg"))
-_SCALES_WITH_ITS_ADDENDS = frozenset(("sum", "avg", "max", "min"))
+_HOMOGENEOUS = frozenset(("sum", "avg", "max", "min"))  # scaling every partial value scales the result
 
 
 def commute(first: str, second: str) -> bool:
-    """Whether two reductions over two mesh dimensions may change places.
+    """Return whether two reductions over two mesh dimensions commute.
 
     >>> commute("sum", "avg"), commute("max", "max"), commute("sum", "max")
     (True, True, False)
@@ -27,7 +27,7 @@ def commute(first: str, second: str) -> bool:
 
 
 def partial_ops(layout: Layout) -> dict[int, str]:
-    """The reduction of each mesh dimension that holds addends.
+    """Return the reduction of each partial mesh dimension.
 
     >>> from shardwright.layout import Mesh, Replicate
     >>> partial_ops(Layout(Mesh((2, 2)), [Replicate(), Partial("max")], (4,)))
@@ -36,21 +36,21 @@ def partial_ops(layout: Layout) -> dict[int, str]:
     return {m: placement.op for m, placement in enumerate(layout.placements) if isinstance(placement, Partial)}
 
 
-def kept_addends(source: Layout, target: Layout) -> frozenset[int]:
-    """The mesh dimensions whose addends stay addends; the layouts share their mesh.
+def kept_partials(source: Layout, target: Layout) -> frozenset[int]:
+    """Return the mesh dimensions that stay partial, for two layouts on one mesh.
 
-    A dimension keeps them where both layouts want the same reduction, or `sum` and `avg`, which differ by a factor;
-    unless a dimension before it changes by a reduction that does not commute with its own.
+    A dimension stays partial if both layouts have the same reduction there, or `sum` and `avg`, which differ by a
+    factor; unless an earlier dimension changes whose reduction does not commute with its own.
 
     >>> from shardwright.layout import Mesh, Replicate
-    >>> addends = Layout(Mesh((2, 2)), [Partial("max"), Partial("sum")], (4,))
-    >>> sorted(kept_addends(addends, addends.replace(placements=[Partial("max"), Replicate()])))
+    >>> partial = Layout(Mesh((2, 2)), [Partial("max"), Partial("sum")], (4,))
+    >>> sorted(kept_partials(partial, partial.replace(placements=[Partial("max"), Replicate()])))
     [0]
-    >>> sorted(kept_addends(addends, addends.replace(placements=[Replicate(), Partial("sum")])))
+    >>> sorted(kept_partials(partial, partial.replace(placements=[Replicate(), Partial("sum")])))
     []
     """
     have, want = partial_ops(source), partial_ops(target)
-    scalable = _SCALES_WITH_ITS_ADDENDS.issuperset(have.values())
+    scalable = _HOMOGENEOUS.issuperset(have.values())
     kept = {m for m in have.keys() & want.keys() if have[m] == want[m] or (scalable and commute(have[m], want[m]))}
     while True:
         changed = [(m, op) for ops in (have, want) for m, op in ops.items() if m not in kept]
@@ -61,7 +61,7 @@ def kept_addends(source: Layout, target: Layout) -> frozenset[int]:
 
 
 def scale_factor(source: Layout, target: Layout, kept: frozenset[int]) -> Fraction:
-    """By how much the kept addends are multiplied where an average becomes a sum or a sum an average.
+    """Return the factor for kept partial values when an average becomes a sum or the reverse.
 
     >>> from shardwright.layout import Mesh
     >>> average, total = (Layout(Mesh((4,)), [Partial(op)], (8,)) for op in ("avg", "sum"))

@@ -1,7 +1,7 @@
-"""`Plan`: the steps of a redistribution, and what they cost before anything runs. Pure.
+"""`Plan`: the steps of a redistribution and their cost, known before anything runs. Pure.
 
-Time is estimated as `LATENCY` for each round of each step that communicates, plus the most bytes any rank receives in
-it at `BANDWIDTH`. It serves to compare plans, not to predict a machine.
+Time is estimated as `LATENCY` for each round of each communicating step, plus the largest number of bytes any rank
+receives in it divided by `BANDWIDTH`. The estimate serves to compare plans, not to predict a machine.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["BANDWIDTH", "LATENCY", "Plan"]
 
 LATENCY = 20e-6  # seconds
 BANDWIDTH = 10e9  # bytes per second
-_LOOKED_AT = 64  # ranks, for figures about all of them
+_MAX_SAMPLED_RANKS = 64  # for maxima over all ranks
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The steps from one layout to another, and their figures for any rank. It holds values only; `print` it.
+    """The steps from one layout to another, with bytes and memory for any rank. A plain value; `print` it.
 
     >>> from shardwright.layout import Mesh, Replicate, Shard
     >>> from shardwright.tensor.redistribute import plan
@@ -44,62 +44,61 @@ class Plan:
     steps: tuple[Step, ...]
 
     def received_bytes(self, rank: int) -> int:
-        """How many bytes this rank receives from others."""
+        """Return the number of bytes this rank receives from others."""
         return self.itemsize * sum(step.received(rank) for step in self.steps)
 
     def sent_bytes(self, rank: int) -> int:
-        """How many bytes this rank sends to others."""
+        """Return the number of bytes this rank sends to others."""
         return self.itemsize * sum(step.sent(rank) for step in self.steps)
 
     def peak_bytes(self, rank: int) -> int:
-        """How much memory this rank needs beside its source shard, at most: the target shard and what is in between.
+        """Return the peak memory this rank needs besides its source shard: the target shard and scratch memory.
 
-        In between is what is packed for sending and landed by receiving, in rounds of about `buffer` bytes each way.
-        A plan that neither reduces addends nor makes any moves everything in one step, so that is all: the target
-        shard and two buffers. Where addends are reduced, then moved, or values moved, then made addends, the piece
-        that lies between two steps comes on top. Not counted is what `comm` needs to accumulate low-precision
-        numbers in float32, a few times a piece of the buffer.
+        Scratch memory holds packed messages, in rounds of about `buffer` bytes in each direction. A plan without
+        `Partial` placements communicates in one step, so it needs the target shard and two buffers. Where partial
+        values are reduced and then redistributed, or values are redistributed and then made partial, the tensor between
+        the two steps is added. Not counted: the few buffers in which `comm` accumulates small dtypes in float32.
         """
         peak = owned = 0
         for number, step in enumerate(self.steps):
-            made = volume(step.after, rank)
+            output = volume(step.after, rank)
             if isinstance(step, Slice) and number + 1 < len(self.steps):
                 continue  # a view
-            in_place = not step.communicates and owned == made and isinstance(step, Scale | ToPartial)
+            in_place = not step.communicates and owned == output and isinstance(step, Scale | ToPartial)
             count = self.rounds(step)
-            extra = owned + (0 if in_place else made) + step.scratch(rank, count)
+            extra = owned + (0 if in_place else output) + step.scratch(rank, count)
             if step.kind == "all-reduce" and owned and count > 1:
-                extra -= owned  # written over its own input
-            peak, owned = max(peak, extra), made
+                extra -= owned  # the output overwrites the input
+            peak, owned = max(peak, extra), output
         return peak * self.itemsize
 
     def rounds(self, step: Step) -> int:
-        """In how many rounds a step is made, so that what is in flight fits the buffer."""
+        """Return the number of rounds in which a step runs, so that each round fits the buffer."""
         return max(1, -(-step.load() * self.itemsize // self.buffer))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks of the two meshes, ascending: those that take part."""
+        """The participating ranks: those of both meshes, ascending."""
         return tuple(sorted({*self.source.mesh.ranks, *self.target.mesh.ranks}))
 
     @property
     def seconds(self) -> float:
-        """About how long it takes."""
+        """The estimated time in seconds."""
         return sum(self._seconds(step) for step in self.steps)
 
     def _seconds(self, step: Step) -> float:
         if not step.communicates:
             return 0.0
-        return self.rounds(step) * LATENCY + self._most_received(step) / BANDWIDTH
+        return self.rounds(step) * LATENCY + self._max_received(step) / BANDWIDTH
 
-    def _most_received(self, step: Step) -> int:
+    def _max_received(self, step: Step) -> int:
         return self.itemsize * max(step.received(rank) for rank in self._sample)
 
     @property
     def _sample(self) -> tuple[int, ...]:
-        """All ranks, or of very many an even choice that holds the first, where the largest shards are."""
+        """All ranks; for large meshes, evenly spaced ones starting at the first, which has the largest shards."""
         ranks = self.ranks
-        return ranks[:: -(-len(ranks) // _LOOKED_AT)]
+        return ranks[:: -(-len(ranks) // _MAX_SAMPLED_RANKS)]
 
     def __str__(self) -> str:
         head = f"{self.source} → {self.target}, {self.itemsize} byte{'s' * (self.itemsize > 1)} per element"
@@ -108,16 +107,16 @@ class Plan:
         rows = [("step", "becomes", "received", "time")]
         for number, step in enumerate(self.steps, 1):
             becomes = str(step.after).partition("] ")[2]
-            talk = (_bytes(self._most_received(step)), _time(self._seconds(step))) if step.communicates else ("-", "-")
-            rows.append((f"{number}  {step}", becomes, *talk))
+            cost = (_bytes(self._max_received(step)), _time(self._seconds(step))) if step.communicates else ("-", "-")
+            rows.append((f"{number}  {step}", becomes, *cost))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = [
             f"{a:{widths[0]}}   {b:{widths[1]}}   {c:>{widths[2]}}   {d:>{widths[3]}}".rstrip() for a, b, c, d in rows
         ]
         received = max(self.received_bytes(rank) for rank in self._sample)
         peak = max(self.peak_bytes(rank) for rank in self._sample)
-        which = "" if len(self.ranks) <= _LOOKED_AT else f" (of {len(self._sample)} ranks looked at)"
-        foot = f"per rank at most{which}: {_bytes(received)} received, {_bytes(peak)} of extra memory"
+        sampled = "" if len(self.ranks) <= _MAX_SAMPLED_RANKS else f" ({len(self._sample)} ranks sampled)"
+        foot = f"per rank at most{sampled}: {_bytes(received)} received, {_bytes(peak)} of extra memory"
         return "\n".join([head, *table, f"{foot}; about {_time(self.seconds)}"])
 
 

@@ -1,8 +1,8 @@
-"""From two layouts to the steps between them. Pure: no process group, no communication, for any rank in any process.
+"""Plan the steps between two layouts. Pure: needs no process group or communication, and works for any rank.
 
-The order of things: addends that end up in shards are reduce-scattered (what is left is smaller); then regions move,
-in one step, those of addends still to be reduced included; then the rest is all-reduced; at last, values become
-addends where the target wants them.
+Partial values that end up sharded are reduce-scattered first, which leaves less to transfer. Then one step transfers
+regions, including those of partial values still to be reduced. Then the rest is all-reduced. Last, values become
+partial where the target is `Partial`.
 
 | per mesh dimension | step |
 |---|---|
@@ -14,7 +14,7 @@ addends where the target wants them.
 | P(avg) ↔ P(sum) | scale |
 | R → P, S → P | to partial |
 | P(a) → P(b) | reduce-scatter, to partial |
-| all else: other meshes, other nesting, Ragged to Shard | exchange of exactly the missing regions |
+| everything else: other meshes, other nesting, Ragged to Shard | exchange of exactly the missing regions |
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout, Partial, Placement, Ragged, Replicate, Shard
-from shardwright.tensor.redistribute.partial import commute, kept_addends, partial_ops, scale_factor
+from shardwright.tensor.redistribute.partial import commute, kept_partials, partial_ops, scale_factor
 from shardwright.tensor.redistribute.plan import Plan
 from shardwright.tensor.redistribute.steps import (
     AllGather,
@@ -47,11 +47,11 @@ BUFFER = 64 << 20
 
 @lru_cache(maxsize=4096)
 def plan(source: Layout, target: Layout, itemsize: int, buffer: int = BUFFER) -> Plan:
-    """The steps that turn `source` into `target`, with their bytes, memory and time, for elements of `itemsize` bytes.
+    """Return the steps from `source` to `target`, with their bytes, memory and time, for elements of `itemsize` bytes.
 
-    Each rank receives exactly the bytes of its target region that it does not hold; where a `Partial` is reduced,
-    those of a reduce-scatter, and of an all-gather where the result is replicated. Any placement that neither cuts
-    nor holds addends counts as whole. `buffer` bounds what is packed and landed at a time, in bytes each.
+    Each rank receives exactly the bytes of its target region that it does not hold; if a `Partial` is reduced, those of
+    a reduce-scatter, plus an all-gather if the result is replicated. A placement that is neither sharded nor partial
+    counts as replicated. `buffer` bounds the bytes packed for sending, and those received, in one round.
 
     >>> from shardwright.layout import Mesh
     >>> rows = Layout(Mesh((4,), ("dp",)), [Shard(0)], (64, 128))
@@ -64,21 +64,21 @@ def plan(source: Layout, target: Layout, itemsize: int, buffer: int = BUFFER) ->
     if source.shape != target.shape:
         raise LayoutError(
             f"cannot redistribute {source} to {target}: the shapes {source.shape} and {target.shape} differ, "
-            "and redistribution changes where a tensor lies, not what it is; reshape it first"
+            "and redistribution keeps the shape; reshape the tensor first"
         )
     if itemsize < 1 or buffer < 1:
-        raise LayoutError(f"itemsize {itemsize} and buffer {buffer} are bytes: both are 1 or more")
+        raise LayoutError(f"itemsize and buffer must be at least 1 byte, got itemsize={itemsize}, buffer={buffer}")
     return Plan(source, target, itemsize, buffer, _steps(_plain(source), _plain(_on_mesh_of(target, source))))
 
 
 def _steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     if source is target:
         return ()
-    kept = kept_addends(source, target) if source.mesh is target.mesh else frozenset()
+    kept = kept_partials(source, target) if source.mesh is target.mesh else frozenset()
     steps: list[Step] = []
     now, late = _reduce(source, target, kept, steps)
-    goal = _before_addends(now, target, kept | late)
-    steps += _move(now, goal)
+    goal = _before_partials(now, target, kept | late)
+    steps += _transfer(now, goal)
     steps += _reduce_late(goal, late)
     now = steps[-1].after if late else goal
     factor = scale_factor(source, target, kept)
@@ -86,7 +86,7 @@ def _steps(source: Layout, target: Layout) -> tuple[Step, ...]:
         scaled = _changed(now, {m: target.placements[m] for m in kept})
         steps.append(Scale(now, scaled, factor))
         now = scaled
-    # The outermost reduction first: what is neutral to an inner one overrules it.
+    # Outermost reduction first: an inner identity element replaces the outer one.
     for mesh_dim, op in partial_ops(target).items():
         if mesh_dim not in kept:
             partial = _changed(now, {mesh_dim: Partial(op)})
@@ -96,17 +96,17 @@ def _steps(source: Layout, target: Layout) -> tuple[Step, ...]:
 
 
 def _reduce(source: Layout, target: Layout, kept: frozenset[int], steps: list[Step]) -> tuple[Layout, frozenset[int]]:
-    """Reduces addends to shards, and says which mesh dimensions are to be all-reduced after the move."""
+    """Append the early reductions to `steps`; return the layout after them and the mesh dimensions left to reduce."""
     ops = {m: op for m, op in partial_ops(source).items() if m not in kept}
     same = source.mesh is target.mesh
-    landing = {m: _landing(source, target, m) if same else _longest(source) for m in ops}
+    scatter_dims = {m: _scatter_dim(source, target, m) if same else _longest(source) for m in ops}
     order = sorted(ops, key=lambda m: target.order.index(m) if same else m)
-    late = frozenset(m for m in ops if landing[m] is None and same)
+    late = frozenset(m for m in ops if scatter_dims[m] is None and same)
     if not all(commute(ops[a], ops[b]) for a in ops for b in ops):
-        order, late = sorted(ops, reverse=True), frozenset()  # the innermost first
+        order, late = sorted(ops, reverse=True), frozenset()  # innermost first
     now = source
     for m in order:
-        dim = landing[m]
+        dim = scatter_dims[m]
         if m in late:
             continue
         if dim is None:
@@ -121,8 +121,8 @@ def _reduce(source: Layout, target: Layout, kept: frozenset[int], steps: list[St
     return now, late
 
 
-def _landing(source: Layout, target: Layout, mesh_dim: int) -> int | None:
-    """The tensor dimension along which the reduction of addends is scattered; None where every rank wants all."""
+def _scatter_dim(source: Layout, target: Layout, mesh_dim: int) -> int | None:
+    """Return the tensor dimension along which a reduction is scattered; None if every rank needs the full result."""
     wanted = target.placements[mesh_dim]
     if isinstance(wanted, Shard | Ragged):
         return wanted.dim
@@ -130,13 +130,13 @@ def _landing(source: Layout, target: Layout, mesh_dim: int) -> int | None:
 
 
 def _longest(layout: Layout) -> int | None:
-    """The tensor dimension that is longest on the first rank, which spreads pieces best; None for a scalar."""
+    """Return the tensor dimension that is longest on the first rank, which balances best; None for a scalar."""
     sizes = layout.local_shape(layout.mesh.ranks[0])
     return int(np.argmax(sizes)) if sizes else None
 
 
 def _reduce_late(goal: Layout, late: frozenset[int]) -> list[Step]:
-    """All-reduces of what was moved as addends; mesh dimensions with one reduction together."""
+    """Return the all-reduces after the transfer, one for all mesh dimensions with the same reduction."""
     steps: list[Step] = []
     ops = partial_ops(goal)
     for op in sorted({ops[m] for m in late}):
@@ -147,15 +147,15 @@ def _reduce_late(goal: Layout, late: frozenset[int]) -> list[Step]:
     return steps
 
 
-def _before_addends(now: Layout, target: Layout, untouched: frozenset[int]) -> Layout:
-    """The target, with values in place of its new addends: shards where there are shards, to be padded; else whole.
+def _before_partials(now: Layout, target: Layout, untouched: frozenset[int]) -> Layout:
+    """Return the target with its new `Partial` placements as input of `ToPartial`: sharded if so now, else replicated.
 
-    On another mesh they become shards, so that nothing is sent that would be thrown away.
+    On another mesh they are sharded, so that nothing is sent only to be replaced by the identity element.
     """
     same = now.mesh is target.mesh
     changes: dict[int, Placement] = {m: now.placements[m] for m in untouched}
     cuts: dict[int, tuple[int, ...]] = {}
-    # Padded outermost first, so the outermost cuts last.
+    # ToPartial pads the outermost mesh dimension first, so that one must shard last.
     for m in sorted(partial_ops(target).keys() - untouched, reverse=True):
         has = now.placements[m] if same else Replicate()
         dim = has.dim if isinstance(has, Shard | Ragged) else None if same else _longest(target)
@@ -168,8 +168,8 @@ def _before_addends(now: Layout, target: Layout, untouched: frozenset[int]) -> L
     return _changed(target, changes, cuts)
 
 
-def _move(now: Layout, goal: Layout) -> list[Step]:
-    """The step, or the slice and the step, by which regions move."""
+def _transfer(now: Layout, goal: Layout) -> list[Step]:
+    """Return the steps that transfer regions: at most a slice and one collective."""
     if now.mesh is not goal.mesh:
         return _exchange(now, goal)
     cut_now, cut_goal = _cuts(now), _cuts(goal)
@@ -180,7 +180,7 @@ def _move(now: Layout, goal: Layout) -> list[Step]:
     for dim, (has, wants) in enumerate(zip(cut_now, cut_goal, strict=True)):
         both = min(len(has), len(wants))
         if has[:both] != wants[:both]:
-            return _exchange(now, goal)  # cut by other pieces, or in another order: no dimension moves by itself
+            return _exchange(now, goal)  # other shard sizes or another nesting order
         sliced.update(m for m, _ in cut_goal[dim][both:])
         gathered.update(m for m, _ in cut_now[dim][both:])
     if not sliced & gathered:
@@ -193,7 +193,7 @@ def _move(now: Layout, goal: Layout) -> list[Step]:
 def _slice_and_gather(now: Layout, goal: Layout, sliced: set[int], gathered: set[int]) -> list[Step]:
     steps: list[Step] = []
     if sliced:
-        # A tensor dimension is sliced further or gathered, never both: the goal's cuts hold where it is not gathered.
+        # A tensor dimension is either sliced further or gathered, so sliced ones already have the goal's order.
         cuts = {dim: goal.cut_by(dim) for dim in range(now.ndim) if len(goal.cut_by(dim)) > len(now.cut_by(dim))}
         part = goal if not gathered else _changed(now, {m: goal.placements[m] for m in sliced}, cuts)
         steps.append(Slice(now, part))
@@ -204,10 +204,10 @@ def _slice_and_gather(now: Layout, goal: Layout, sliced: set[int], gathered: set
 
 
 def _exchange(now: Layout, goal: Layout) -> list[Step]:
-    """An exchange; a slice, or nothing, where every rank holds all it wants."""
+    """Return an exchange; a slice, or nothing, if every rank already holds its target region."""
     have, want = now.table(), goal.table()
-    place = {rank: row for row, rank in enumerate(have.ranks.tolist())}
-    rows = np.array([place.get(rank, -1) for rank in want.ranks.tolist()])
+    row_of = {rank: row for row, rank in enumerate(have.ranks.tolist())}
+    rows = np.array([row_of.get(rank, -1) for rank in want.ranks.tolist()])
     empty = (want.sizes == 0).any(axis=1)
     if not (empty | (rows >= 0)).all():
         return [Exchange(now, goal)]
@@ -222,14 +222,14 @@ def _exchange(now: Layout, goal: Layout) -> list[Step]:
 
 
 def _cuts(layout: Layout) -> list[tuple[tuple[int, Placement], ...]]:
-    """Per tensor dimension, what cuts it, first cut first."""
+    """Return the mesh dimensions and placements that shard each tensor dimension, outermost first."""
     return [tuple((m, layout.placements[m]) for m in layout.cut_by(dim)) for dim in range(layout.ndim)]
 
 
 def _changed(
     layout: Layout, changes: Mapping[int, Placement], cuts: Mapping[int, Sequence[int]] | None = None
 ) -> Layout:
-    """The layout with other placements in some mesh dimensions, and another order of cuts in some tensor dimensions."""
+    """Return the layout with other placements in some mesh dimensions, and other nestings in some tensor dimensions."""
     if not changes:
         return layout
     placements = [changes.get(m, placement) for m, placement in enumerate(layout.placements)]
@@ -243,7 +243,7 @@ def _changed(
 
 
 def _plain(layout: Layout) -> Layout:
-    """The same regions, with mesh dimensions of one rank whole: nothing is cut or added up among one."""
+    """Return the same regions, with size-1 mesh dimensions normalised to Replicate."""
     changes: dict[int, Placement] = {
         m: Replicate()
         for m, (ranks, placement) in enumerate(zip(layout.mesh.shape, layout.placements, strict=True))
@@ -253,7 +253,7 @@ def _plain(layout: Layout) -> Layout:
 
 
 def _on_mesh_of(layout: Layout, other: Layout) -> Layout:
-    """The same regions on the other's mesh, where the two differ by the names of their dimensions only."""
+    """Return the layout on the other's mesh if the meshes differ only in dimension names."""
     mesh = other.mesh
     if layout.mesh is mesh or layout.mesh.shape != mesh.shape or layout.mesh.ranks != mesh.ranks:
         return layout

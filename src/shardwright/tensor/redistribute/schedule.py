@@ -1,9 +1,9 @@
-"""Who sends what to whom, where regions move between arbitrary layouts. Pure, and no rank needs another's word.
+"""Compute which rank sends which region to which, between any two layouts. Pure, and without communication.
 
-A rank misses what its target region has beyond its source region: a few boxes. Each is cut up by the source layout,
-and where several ranks hold the same part, the receiver takes it from the one that shares its coordinates in the mesh
-dimensions that do not cut the tensor; a receiver outside the mesh takes turns. So replicas serve equally many, and
-both ends know it by arithmetic. A rank looks at those it talks to only, never at pairs of others.
+A rank lacks what its target region has beyond its source region: a few boxes. The source layout splits each among its
+holders. If several ranks hold the same part, the receiver takes it from the one that shares its coordinates in the
+mesh dimensions that do not shard the tensor; receivers outside the mesh take turns. So replicas serve equally many
+ranks, and both ends compute the same messages. A rank considers only its own peers, never pairs of other ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Message", "Schedule", "held", "missing", "schedule"]
 @final
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The boxes that travel between this rank and a peer, in the order in which they are packed.
+    """The boxes sent between this rank and a peer, in the order in which they are packed.
 
     >>> Message(3, (Region((0,), (4,)),)).volume
     4
@@ -33,7 +33,7 @@ class Message:
 
     @property
     def volume(self) -> int:
-        """How many elements it carries."""
+        """The number of elements in the message."""
         return sum(box.volume for box in self.boxes)
 
 
@@ -55,7 +55,7 @@ class Schedule:
 
 
 def held(layout: Layout, rank: int) -> Region | None:
-    """The region of a rank, or None where it is not in the mesh or holds nothing.
+    """Return the region of a rank, or None if it is not in the mesh or holds nothing.
 
     >>> from shardwright.layout import Mesh
     >>> held(Layout(Mesh((2,)), [Shard(0)], (4,)), 7) is None
@@ -68,7 +68,7 @@ def held(layout: Layout, rank: int) -> Region | None:
 
 
 def missing(before: Layout, after: Layout, rank: int) -> int:
-    """How many elements a rank lacks for its region of `after`.
+    """Return the number of elements a rank lacks for its region of `after`.
 
     >>> from shardwright.layout import Mesh, Replicate
     >>> missing(Layout(Mesh((2,)), [Shard(0)], (4,)), Layout(Mesh((2,)), [Replicate()], (4,)), 0)
@@ -83,10 +83,9 @@ def missing(before: Layout, after: Layout, rank: int) -> int:
 
 @lru_cache(maxsize=1024)
 def schedule(before: Layout, after: Layout, rank: int) -> Schedule:
-    """What a rank keeps, receives and sends when `before` becomes `after`.
+    """Return what a rank keeps, receives and sends when `before` becomes `after`.
 
-    Where `before` holds addends (`Partial`), each set of them moves by itself: coordinates in those mesh dimensions
-    do not change.
+    If `before` is `Partial` in some mesh dimensions, ranks exchange only with those of the same coordinates there.
 
     >>> from shardwright.layout import Mesh, Replicate
     >>> rows = Layout(Mesh((2, 2)), [Shard(0), Replicate()], (4,))
@@ -107,13 +106,13 @@ def _lacking(before: Layout, after: Layout, rank: int) -> tuple[Region, ...]:
 
 def _receives(before: Layout, after: Layout, rank: int) -> tuple[Message, ...]:
     free = _free(before)
-    turn = _turn(before, after, free, rank)
-    found: dict[int, list[Region]] = {}
+    sender = _sender(before, after, free, rank)
+    parts_of: dict[int, list[Region]] = {}
     for box in _lacking(before, after, rank):
         for part, ranks in before.holders(box):
             # Holders of one part are listed in row-major order of the free mesh dimensions.
-            found.setdefault(ranks[turn], []).append(part)
-    return tuple(Message(peer, tuple(boxes)) for peer, boxes in sorted(found.items()))
+            parts_of.setdefault(ranks[sender], []).append(part)
+    return tuple(Message(peer, tuple(boxes)) for peer, boxes in sorted(parts_of.items()))
 
 
 def _sends(before: Layout, after: Layout, rank: int) -> tuple[Message, ...]:
@@ -121,32 +120,33 @@ def _sends(before: Layout, after: Layout, rank: int) -> tuple[Message, ...]:
     if have is None:
         return ()
     free = _free(before)
-    mine = _place(before, free, rank)
-    found = []
+    mine = _free_index(before, free, rank)
+    messages = []
     for peer in {peer for _, ranks in after.holders(have) for peer in ranks} - {rank}:
-        if _turn(before, after, free, peer) == mine:
+        if _sender(before, after, free, peer) == mine:
             parts = (have.intersect(box) for box in _lacking(before, after, peer))
             if boxes := tuple(part for part in parts if part is not None):
-                found.append(Message(peer, boxes))
-    return tuple(sorted(found, key=lambda message: message.peer))
+                messages.append(Message(peer, boxes))
+    return tuple(sorted(messages, key=lambda message: message.peer))
 
 
 def _free(layout: Layout) -> tuple[int, ...]:
-    """The mesh dimensions that do not cut the tensor: along them are replicas, or addends."""
+    """Return the mesh dimensions that do not shard the tensor, along which ranks hold replicas or partial values."""
     return tuple(m for m, placement in enumerate(layout.placements) if not isinstance(placement, Shard | Ragged))
 
 
-def _place(layout: Layout, free: tuple[int, ...], rank: int) -> int:
+def _free_index(layout: Layout, free: tuple[int, ...], rank: int) -> int:
+    """Return the row-major index of a rank within the free mesh dimensions."""
     coordinate = layout.mesh.coordinate(rank)
-    place = 0
+    index = 0
     for mesh_dim in free:
-        place = place * layout.mesh.shape[mesh_dim] + coordinate[mesh_dim]
-    return place
+        index = index * layout.mesh.shape[mesh_dim] + coordinate[mesh_dim]
+    return index
 
 
-def _turn(before: Layout, after: Layout, free: tuple[int, ...], rank: int) -> int:
-    """Which of the ranks that hold the same part serves this one."""
+def _sender(before: Layout, after: Layout, free: tuple[int, ...], rank: int) -> int:
+    """Return the index of the sender among the ranks that hold the same part."""
     if rank in before.mesh:
-        return _place(before, free, rank)
+        return _free_index(before, free, rank)
     replicas = int(np.prod([before.mesh.shape[m] for m in free], dtype=np.int64))
     return after.mesh.position(rank) % replicas

@@ -1,6 +1,6 @@
-"""The steps a redistribution is made of: values that know their layouts before and after, and count what they move.
+"""The steps of a redistribution: values with the layouts before and after, and the number of elements transferred.
 
-Every figure is in elements and of one rank. A step concerns the ranks of its two meshes only.
+Every count is in elements and for one rank. Only the ranks of its two meshes take part in a step.
 """
 
 from __future__ import annotations
@@ -47,34 +47,34 @@ class Step(ABC):
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks talk in it."""
+        """Whether the step sends anything between ranks."""
         return False
 
-    def received(self, rank: int) -> int:  # noqa: ARG002  a step that talks to nobody receives nothing
-        """How many elements this rank receives from others."""
+    def received(self, rank: int) -> int:  # noqa: ARG002  a local step receives nothing
+        """Return the number of elements this rank receives from others."""
         return 0
 
     def sent(self, rank: int) -> int:  # noqa: ARG002  likewise
-        """How many elements this rank sends to others."""
+        """Return the number of elements this rank sends to others."""
         return 0
 
     def load(self) -> int:
-        """An upper bound of what any rank lands, which all ranks agree on: it decides the number of rounds."""
+        """Return an upper bound, the same on all ranks, of what any rank receives: it decides the number of rounds."""
         return 0
 
     def scratch(self, rank: int, rounds: int) -> int:  # noqa: ARG002  likewise
-        """How many elements are packed and landed beside the input and the output, in so many rounds."""
+        """Return the elements of scratch memory needed besides input and output, given the number of rounds."""
         return 0
 
     @abstractmethod
     def __str__(self) -> str:
-        """What it does, for people."""
+        """Describe the step for people."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Slice(Step):
-    """Every rank takes a part of what it holds.
+    """Every rank keeps a part of its local tensor.
 
     >>> from shardwright.layout import Replicate, Shard
     >>> print(Slice(Layout(Mesh((2,)), [Replicate()], (4,)), Layout(Mesh((2,)), [Shard(0)], (4,))))
@@ -88,8 +88,8 @@ class Slice(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class _Talk(Step):
-    """A step in which regions move as they are."""
+class _Transfer(Step):
+    """A step that sends regions between ranks without reducing them."""
 
     @property
     def communicates(self) -> bool:
@@ -105,15 +105,15 @@ class _Talk(Step):
         return sum(message.volume for message in schedule(self.before, self.after, rank).sends)
 
     def scratch(self, rank: int, rounds: int) -> int:
-        # A box that several peers want is packed once.
+        # A box sent to several peers is packed once.
         packed = {message.boxes: message.volume for message in schedule(self.before, self.after, rank).sends}
         return -(-(sum(packed.values()) + self.received(rank)) // rounds)
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class AllGather(_Talk):
-    """Shards become whole along these mesh dimensions, all at once: no rank ever holds more than its target.
+class AllGather(_Transfer):
+    """Gather shards along these mesh dimensions in one step: no rank ever holds more than its target.
 
     >>> from shardwright.layout import Replicate, Shard
     >>> rows, whole = (Layout(Mesh((4,), ("dp",)), [p], (8,)) for p in (Shard(0), Replicate()))
@@ -138,8 +138,8 @@ class AllGather(_Talk):
 
 @final
 @dataclass(frozen=True, slots=True)
-class AllToAll(_Talk):
-    """Shards along one tensor dimension become shards along another, within one mesh dimension.
+class AllToAll(_Transfer):
+    """Turn shards of one tensor dimension into shards of another, over one mesh dimension.
 
     >>> from shardwright.layout import Shard
     >>> rows, columns = (Layout(Mesh((4,)), [Shard(dim)], (8, 8)) for dim in (0, 1))
@@ -157,8 +157,8 @@ class AllToAll(_Talk):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Exchange(_Talk):
-    """Exactly the missing regions move, point to point, between any two layouts on any two meshes.
+class Exchange(_Transfer):
+    """Send exactly the missing regions, point to point, between any two layouts on any two meshes.
 
     >>> from shardwright.layout import Ragged, Shard
     >>> even, ragged = (Layout(Mesh((2,)), [p], (8,)) for p in (Shard(0), Ragged(0, (1, 7))))
@@ -175,11 +175,11 @@ class Exchange(_Talk):
 @final
 @dataclass(frozen=True, slots=True)
 class ReduceScatter(Step):
-    """Addends become shards of their reduction along one mesh dimension: each rank gets the others' share of its own.
+    """Reduce partial values over one mesh dimension: each rank receives the others' values for its own shard.
 
     >>> from shardwright.layout import Partial, Shard
-    >>> addends, rows = (Layout(Mesh((4,)), [p], (8,)) for p in (Partial(), Shard(0)))
-    >>> step = ReduceScatter(addends, rows, 0, "sum")
+    >>> partial, rows = (Layout(Mesh((4,)), [p], (8,)) for p in (Partial(), Shard(0)))
+    >>> step = ReduceScatter(partial, rows, 0, "sum")
     >>> print(step, step.received(0), step.sent(0))
     reduce-scatter(sum) over 0 6 6
     """
@@ -214,11 +214,11 @@ class ReduceScatter(Step):
 @final
 @dataclass(frozen=True, slots=True)
 class AllReduce(Step):
-    """Addends become their reduction on every rank: a reduce-scatter and an all-gather of the flattened tensor.
+    """Reduce partial values on every rank: a reduce-scatter and an all-gather of the flattened tensor.
 
     >>> from shardwright.layout import Partial, Replicate
-    >>> addends, whole = (Layout(Mesh((4,)), [p], (8,)) for p in (Partial(), Replicate()))
-    >>> step = AllReduce(addends, whole, (0,), "sum")
+    >>> partial, whole = (Layout(Mesh((4,)), [p], (8,)) for p in (Partial(), Replicate()))
+    >>> step = AllReduce(partial, whole, (0,), "sum")
     >>> print(step, step.received(0), step.sent(0))
     all-reduce(sum) over 0 12 12
     """
@@ -246,7 +246,7 @@ class AllReduce(Step):
         return self.received(rank)
 
     def scratch(self, rank: int, rounds: int) -> int:
-        # Packed and landed for the first half; in the second, the whole is landed.
+        # The reduce-scatter packs and receives the tensor once; the all-gather receives it once.
         return -(-2 * volume(self.before, rank) // rounds)
 
     def __str__(self) -> str:
@@ -256,7 +256,7 @@ class AllReduce(Step):
 @final
 @dataclass(frozen=True, slots=True)
 class Scale(Step):
-    """Addends of an average become addends of a sum, or the other way round: each is multiplied by `factor`.
+    """Turn partial values of an average into those of a sum, or the reverse: multiply each by `factor`.
 
     >>> from shardwright.layout import Partial
     >>> average, total = (Layout(Mesh((4,)), [Partial(op)], (8,)) for op in ("avg", "sum"))
@@ -274,12 +274,14 @@ class Scale(Step):
 @final
 @dataclass(frozen=True, slots=True)
 class ToPartial(Step):
-    """Values become addends along one mesh dimension: a shard is padded with the neutral element; of replicas one stays
-    and the others turn neutral, or all stay where that reduces to the same (`avg`, `max`, `min`, `band`, `bor`).
+    """Turn values into partial values along one mesh dimension.
+
+    A shard is padded with the identity element. Of replicas, one keeps its values and the others become the identity
+    element; all keep them if the reduction is idempotent (`avg`, `max`, `min`, `band`, `bor`).
 
     >>> from shardwright.layout import Partial, Replicate
-    >>> whole, addends = (Layout(Mesh((4,)), [p], (8,)) for p in (Replicate(), Partial()))
-    >>> print(ToPartial(whole, addends, 0, "sum"))
+    >>> whole, partial = (Layout(Mesh((4,)), [p], (8,)) for p in (Replicate(), Partial()))
+    >>> print(ToPartial(whole, partial, 0, "sum"))
     to partial(sum) over 0
     """
 
@@ -292,7 +294,7 @@ class ToPartial(Step):
 
 
 def volume(layout: Layout, rank: int) -> int:
-    """How many elements a rank holds; none where it is not in the mesh.
+    """Return the number of elements a rank holds; 0 if it is not in the mesh.
 
     >>> from shardwright.layout import Replicate
     >>> volume(Layout(Mesh((2,)), [Replicate()], (4, 6)), 1)
@@ -304,17 +306,18 @@ def volume(layout: Layout, rank: int) -> int:
 
 @lru_cache(maxsize=4096)
 def line(mesh: Mesh, mesh_dims: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """The ranks that differ from this one in these mesh dimensions only, itself included, ascending.
+    """Return the ranks that differ from this one in these mesh dimensions only, itself included, ascending.
 
     >>> line(Mesh((2, 2, 2)), (0, 2), 2)
     (2, 3, 6, 7)
     """
-    where = tuple(slice(None) if mesh_dim in mesh_dims else here for mesh_dim, here in enumerate(mesh.coordinate(rank)))
-    return tuple(sorted(mesh.array[where].reshape(-1).tolist()))
+    coordinate = enumerate(mesh.coordinate(rank))
+    index = tuple(slice(None) if mesh_dim in mesh_dims else position for mesh_dim, position in coordinate)
+    return tuple(sorted(mesh.array[index].reshape(-1).tolist()))
 
 
 def piece(extent: int, count: int, index: int) -> int:
-    """How long piece `index` is when `extent` elements are cut in `count`, as `torch.chunk` does.
+    """Return the length of chunk `index` when `extent` elements are split in `count`, as `torch.chunk` does.
 
     >>> [piece(5, 4, index) for index in range(4)]
     [2, 2, 1, 0]
