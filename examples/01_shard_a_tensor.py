@@ -1,4 +1,4 @@
-"""Shard a tensor, compute with it, move it: ordinary torch code, and nothing hidden.
+"""Shard a tensor, compute with it, redistribute it: ordinary torch code, and nothing hidden.
 
 torchrun --nproc-per-node 4 examples/01_shard_a_tensor.py       (or: python examples/01_shard_a_tensor.py)
 """
@@ -22,10 +22,10 @@ def main() -> None:
 
     # Torch functions see the global tensor; each rank computes its part.
     y = torch.relu(x @ w) / 10
-    loss = y.sum()  # every rank has an addend of the sum: Partial, until somebody needs the value
-    loss.backward()
+    loss = y.sum()  # Partial: every rank has the sum of its own rows, until the value is needed
+    loss.backward()  # each rank used w with other rows, so its gradient is summed: one all-reduce
 
-    # What moved, and why: the one all-reduce of w's gradient.
+    # A redistribution, and the bytes that this rank received for it: the rows it did not hold.
     with sw.trace() as seen:
         moved = y.redistribute(placements=[sw.Replicate()])
 

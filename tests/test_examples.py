@@ -31,8 +31,12 @@ def run(name: str, ranks: int | None) -> str:
 
 
 def losses(output: str) -> list[float]:
-    line = next((line for line in output.splitlines() if line.startswith("losses")), "losses")
-    return [float(word) for word in line.split()[1:]]
+    """Return the losses that an example prints: `losses 1.5 1.25`, or `loss ... = 1.5`."""
+    lines = [line for line in output.splitlines() if line.startswith("loss")]
+    assert len(lines) == 1, output
+    words = lines[0].partition("=")[2] if "=" in lines[0] else lines[0].partition(" ")[2]
+    assert words.split(), output
+    return [float(word) for word in words.split()]
 
 
 def test_there_are_examples() -> None:
@@ -42,12 +46,15 @@ def test_there_are_examples() -> None:
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_gives_the_same_on_four_ranks_as_on_one(name: str) -> None:
-    alone = run(name, None)
-    assert alone
+    alone = losses(run(name, None))
     if FULL or "it starts its ranks itself" not in (ROOT / "examples" / name).read_text():  # it has run on four by now
-        together = run(name, 4)
-        assert together
-        assert losses(together) == pytest.approx(losses(alone), rel=1e-5)
+        assert losses(run(name, 4)) == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("output", ["", "ranks 4", "losses", "loss =", "losses 1.0\nlosses 2.0"])
+def test_an_output_without_losses_is_a_failure(output: str) -> None:
+    with pytest.raises(AssertionError):
+        losses(output)
 
 
 @pytest.mark.timeout(170)

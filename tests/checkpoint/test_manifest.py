@@ -64,7 +64,7 @@ def test_any_plain_value_comes_back(value: Any) -> None:
     "value", [torch.quint8, 10**5000, "\ud800", np.datetime64(0, "s")], ids=["quint8", "big", "surrogate", "time"]
 )
 def test_a_value_that_could_not_be_read_is_not_written(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=r"not stored|cannot be stored"):
+    with pytest.raises(StateError, match=r"not stored|cannot be stored"):
         checkpoint.save({"x": value}, tmp_path)
     assert not (tmp_path / "manifest.json").exists()
 

@@ -48,7 +48,9 @@ def test_storage_data_says_where_every_chunk_lies(saved: Path, whole: dict[str, 
     with checkpoint.open(saved) as ckpt:
         metadata = ckpt.metadata
     for name in ("rows", "big", "pieces", "replica"):
-        for chunk in metadata.state_dict_metadata[name].chunks:
+        chunks = metadata.state_dict_metadata[name].chunks
+        assert sum(chunk.region.volume for chunk in chunks) == whole[name].numel()
+        for chunk in chunks:
             info = metadata.storage_data[checkpoint.MetadataIndex(name, chunk.offsets)]
             data = (saved / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
             assert data == whole[name][chunk.region.slices()].contiguous().numpy().tobytes()

@@ -629,10 +629,10 @@ def test_a_module_treats_sharded_parameters_like_its_own(count: int) -> None:
 def test_a_memory_format_that_is_asked_for_is_written_down() -> None:
     images = sharded.rand(ChunkShardingSpec(0, ["rank:0/cpu"] * 2), 4, 3, 2, 2)
     for made in (images.contiguous(memory_format=torch.channels_last), images.float(memory_format=torch.channels_last)):
-        if made is not images:
-            assert made.metadata().tensor_properties.memory_format == torch.channels_last
-            assert made.stride() == made.local_shards()[0].tensor.stride()
-            assert made.is_contiguous(memory_format=torch.channels_last)
+        assert made is not images
+        assert made.metadata().tensor_properties.memory_format == torch.channels_last
+        assert made.stride() == made.local_shards()[0].tensor.stride()
+        assert made.is_contiguous(memory_format=torch.channels_last)
 
 
 @given(st.data())

@@ -325,18 +325,20 @@ def test_many_copies_of_a_shard_behind_a_gap_are_refused_at_once() -> None:
 
 
 def test_a_pair_that_overlaps_is_found_where_there_is_one() -> None:
-    rng = np.random.default_rng(0)
+    rng, without = np.random.default_rng(0), 0
     for number in range(60):
         count, ndim = int(rng.integers(1, 300)), int(rng.integers(1, 4))
         boxes = Boxes(rng.integers(0, 60, (count, ndim)), rng.integers(0, 2 + number % 5, (count, ndim)))
         found = overlaps(boxes, boxes)
         expected = set(zip(found.first.tolist(), found.second.tolist(), strict=True))
         pair = overlapping_pair(boxes)
+        without += pair is None
         if pair is None:
             assert all(first == second for first, second in expected)
         else:
             assert pair in expected
             assert pair[0] < pair[1]
+    assert 0 < without < 60
 
 
 def test_clipping_finds_the_norm_that_torch_finds_of_the_whole() -> None:

@@ -84,7 +84,7 @@ def test_a_hook_on_an_output_that_backward_does_not_reach_gets_none_as_in_torch(
 
 
 def test_hooks_see_gradients_as_dtensors_and_may_replace_them() -> None:
-    """Traps 7 and 13: tensor hooks, hooks after accumulation, and hooks of modules."""
+    """Tensor hooks, hooks after accumulation, and hooks of modules."""
 
     def on_rank() -> None:
         mesh = _mesh()
@@ -189,7 +189,7 @@ def test_backward_accumulates_where_it_is_told_to() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_gives_the_gradients_of_plain_training(reentrant: bool) -> None:
-    """Traps 1 and 15: the recomputed forward is intercepted too, and draws the same random numbers."""
+    """The recomputed forward is intercepted too, and draws the same random numbers."""
 
     def on_rank() -> None:
         mesh = _mesh()
@@ -251,7 +251,7 @@ def test_autocast_computes_in_bfloat16_and_gives_gradients_in_full() -> None:
 
 
 def test_functions_of_your_own_see_dtensors_in_backward() -> None:
-    """Trap 13: gradients and saved tensors, outputs among them, come with their layouts."""
+    """Gradients and saved tensors, outputs among them, come with their layouts."""
 
     def on_rank() -> None:
         mesh = _mesh()
@@ -316,7 +316,7 @@ def test_anomaly_mode_and_gradient_checking_work() -> None:
 
 
 def test_a_parameter_used_three_times_is_reduced_once() -> None:
-    """Trap 18: all uses of a parameter in a step share one movement."""
+    """All uses of a parameter in a step share one redistribution."""
 
     def on_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (4,))

@@ -213,7 +213,7 @@ def test_parametrizations_and_vectors_of_parameters_work() -> None:
 
 
 def test_memory_is_replaced_only_by_what_fits_a_layout() -> None:
-    """Trap 10: `.data =`, `set_`, `resize_`, `swap_tensors` and `.grad =` leave local sizes that the layout says."""
+    """`.data =`, `set_`, `resize_`, `swap_tensors` and `.grad =` leave local sizes that the layout says."""
 
     def on_rank() -> None:
         mesh = _mesh()

@@ -248,7 +248,7 @@ def test_optimizer_states_are_saved_and_loaded_and_schedules_followed() -> None:
 
 
 def test_what_one_rank_found_infinite_skips_the_step_on_all() -> None:
-    """Trap 14: the gradient scaler's found_inf is reduced over the mesh."""
+    """The gradient scaler's found_inf is reduced over the mesh."""
 
     def on_rank() -> None:
         mesh = _mesh()

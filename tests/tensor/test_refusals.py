@@ -40,7 +40,7 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_of_torch_func_are_refused(name: str) -> None:
-    """Trap 12: they drop the class and would compute on the shard."""
+    """They drop the class and would compute on the shard."""
     with pytest.raises(
         UnsupportedError, match=r"torch\.func .*would compute on this rank's shard alone: use torch\.aut"
     ):
@@ -81,7 +81,7 @@ def test_transforms_of_plain_tensors_are_untouched() -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch, on first use
 def test_forward_mode_derivatives_are_refused() -> None:
-    """Trap 12: they would need movements of tangents."""
+    """They would need redistributions of tangents."""
     with forward_ad.dual_level(), pytest.raises(UnsupportedError, match=r"forward-mode .* use reverse mode"):
         forward_ad.make_dual(_x(), _x())
     with pytest.raises(UnsupportedError, match="forward-mode"):
@@ -89,7 +89,7 @@ def test_forward_mode_derivatives_are_refused() -> None:
 
 
 def test_wrappers_that_replicate_modules_are_refused() -> None:
-    """Trap 21: DistributedDataParallel overwrote a rank's shard when it was constructed."""
+    """DistributedDataParallel overwrote a rank's shard when it was constructed."""
 
     def on_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
@@ -107,7 +107,7 @@ def test_wrappers_that_replicate_modules_are_refused() -> None:
 
 @on_ranks(1)
 def test_collectives_on_dtensors_are_refused() -> None:
-    """Trap 21: `torch.distributed` would combine shards as if they were whole tensors."""
+    """`torch.distributed` would combine shards as if they were whole tensors."""
     from torch.distributed import _functional_collectives as functional
 
     x = _x()
@@ -124,7 +124,7 @@ def test_collectives_on_dtensors_are_refused() -> None:
 
 
 def test_a_layout_is_not_dropped_by_as_subclass() -> None:
-    """Trap 21. Exports of memory are in test_foreign_memory.py."""
+    """Exports of memory are in test_foreign_memory.py."""
     with pytest.raises(UnsupportedError, match="would drop the layout"):
         _x().as_subclass(torch.Tensor)
 
@@ -137,13 +137,12 @@ def test_layouts_of_memory_that_are_not_dense_are_refused() -> None:
 
 
 def test_refusals_are_tensor_errors_and_runtime_errors() -> None:
-    """Trap 6."""
     assert issubclass(UnsupportedError, TensorError)
     assert issubclass(UnsupportedError, RuntimeError)
 
 
 def test_paths_without_a_hook_are_the_documented_ones() -> None:
-    """Trap 21: these see the shard, with its own shape, and the documentation says so."""
+    """These see the shard, with its own shape, and the documentation says so."""
 
     def on_rank() -> None:
         x = sw.distribute_tensor(torch.arange(4.0), sw.init_device_mesh("cpu", (2,)), [S0])
@@ -160,7 +159,7 @@ def test_paths_without_a_hook_are_the_documented_ones() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_code_that_holds_dtensors_gives_eagers_results(backend: str) -> None:
-    """Trap 11: operators of DTensors stay eager, plain code around them is compiled."""
+    """Operators of DTensors stay eager, plain code around them is compiled."""
 
     def on_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))

@@ -64,7 +64,7 @@ def _about(kind: type) -> list[str]:
 
 
 def test_reading_about_a_tensor_never_communicates_and_answers_for_the_whole() -> None:
-    """Trap 8: every getter and predicate of torch.Tensor."""
+    """Every getter and predicate of torch.Tensor."""
 
     def on_rank() -> dict[str, str]:
         mesh, wrong = _mesh(), {}
@@ -84,6 +84,7 @@ def test_reading_about_a_tensor_never_communicates_and_answers_for_the_whole() -
                         wrong[name] = f"{ours!r}, not {reference!r}"
         return wrong
 
+    assert len(_about(torch.Tensor)) > 50
     for wrong in run_ranks(4, on_rank):
         assert wrong == {}
 
@@ -154,7 +155,7 @@ def test_values_are_read_whole_on_every_rank() -> None:
 
 
 def test_copies_keep_layout_values_and_what_hangs_on_them() -> None:
-    """Trap 20: the class has no slots, and a Python object that comes back keeps its class and tag."""
+    """The class has no slots, and a Python object that comes back keeps its class and tag."""
 
     def on_rank() -> None:
         mesh = _mesh()
@@ -219,7 +220,7 @@ RETURN_THEIR_INPUT: dict[str, Callable[[Any], Any]] = {
 
 
 def test_functions_that_may_return_their_input_leave_it_as_it_is() -> None:
-    """Trap 5: an argument keeps class, layout, memory and identity."""
+    """An argument keeps class, layout, memory and identity."""
 
     def on_rank() -> dict[str, str]:
         mesh, wrong = _mesh(), {}
@@ -246,7 +247,7 @@ def test_functions_that_may_return_their_input_leave_it_as_it_is() -> None:
 
 
 def test_out_returns_the_given_tensor_and_plain_targets_are_refused() -> None:
-    """Trap 5: `out=` returns the tensor that was given."""
+    """`out=` returns the tensor that was given."""
 
     def on_rank() -> None:
         mesh = _mesh()
@@ -264,7 +265,7 @@ def test_out_returns_the_given_tensor_and_plain_targets_are_refused() -> None:
 
 
 def test_errors_of_operators_reach_the_user_as_they_are() -> None:
-    """Trap 6: a TypeError would become "unsupported operand type(s)"."""
+    """A TypeError would become "unsupported operand type(s)"."""
     x = sw.ones(3, mesh=sw.init_device_mesh("cpu", (1,)))
     for operate in (operator.add, operator.mul, operator.truediv, operator.matmul, operator.lt, operator.pow):
         for sides in ((x, torch.ones(3)), (torch.ones(3), x)):
@@ -273,7 +274,7 @@ def test_errors_of_operators_reach_the_user_as_they_are() -> None:
 
 
 def test_aten_overloads_have_the_rules_of_their_operators() -> None:
-    """Trap 8: `torch.ops.aten.*` spellings, default overloads included, are one operator each."""
+    """`torch.ops.aten.*` spellings, default overloads included, are one operator each."""
 
     def on_rank() -> None:
         mesh = _mesh()
@@ -304,7 +305,7 @@ def test_aten_overloads_have_the_rules_of_their_operators() -> None:
 
 
 def test_writes_are_never_lost() -> None:
-    """Trap 3: whatever torch writes to, the DTensor holds afterwards."""
+    """Whatever torch writes to, the DTensor holds afterwards."""
 
     def on_rank() -> None:
         mesh = _mesh()
@@ -340,7 +341,7 @@ def test_writes_are_never_lost() -> None:
 
 
 def test_python_composites_read_global_sizes() -> None:
-    """Trap 2: torch functions written in Python mix global and local sizes unless they are taken apart."""
+    """Torch functions written in Python mix global and local sizes unless they are taken apart."""
 
     def on_rank() -> None:
         mesh = _mesh()
