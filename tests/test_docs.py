@@ -59,3 +59,16 @@ def test_a_docstring_sees_the_same_classes_when_its_module_is_collected_alone() 
 def test_a_page_links_only_to_files_that_exist(page: Path) -> None:
     links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text("utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def named_tests(text: str) -> set[str]:
+    """Return the tests that a page names: `test_...` in backticks, without a path or a suffix."""
+    return set(re.findall(r"`(test_\w+)`", text))
+
+
+def test_pages_name_only_tests_that_exist() -> None:
+    sources = [path.read_text("utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    written = {name for source in sources for name in re.findall(r"^ *def (test_\w+)", source, re.MULTILINE)}
+    named = {name: page.name for page in PAGES for name in named_tests(page.read_text("utf-8"))}
+    assert len(named) > 50
+    assert {name: page for name, page in named.items() if name not in written} == {}
