@@ -11,7 +11,7 @@ from torch import Tensor
 
 import shardwright as sw
 from shardwright import comm
-from shardwright.errors import LocalTensorError, MeshMismatchError, TensorError
+from shardwright.errors import ArgumentTypeError, LocalTensorError, MeshMismatchError, TensorError
 from shardwright.testing import run_ranks
 
 ROWS, WHOLE, SUM = [sw.Shard(0)], [sw.Replicate()], [sw.Partial()]
@@ -38,7 +38,7 @@ def product() -> None:
         ((WHOLE, WHOLE), WHOLE),
     ):
         x, w = (sw.distribute_tensor(v.detach(), mesh, p).requires_grad_() for v, p in zip((a, b), ins, strict=True))
-        mapped = sw.local_map(torch.mm, ins, outs)
+        mapped = sw.local_map(torch.mm, outs, ins)
         for _ in range(2):
             x.grad = w.grad = None
             y = mapped(x, w)
@@ -63,7 +63,7 @@ def two_dimensional() -> None:
     (a @ b).sin().sum().backward()
     rows, columns = [sw.Shard(0), sw.Replicate()], [sw.Replicate(), sw.Shard(1)]
     x, w = (sw.distribute_tensor(v.detach(), mesh, p).requires_grad_() for v, p in ((a, rows), (b, columns)))
-    y = sw.local_map(torch.mm, (rows, columns), [sw.Shard(0), sw.Shard(1)])(x, w)
+    y = sw.local_map(torch.mm, [sw.Shard(0), sw.Shard(1)], (rows, columns))(x, w)
     assert y.shape == (5, 6)
     y.sin().sum().backward()
     torch.testing.assert_close(x.grad.full_tensor(), a.grad)
@@ -78,11 +78,11 @@ def each_ranks_share() -> None:
     """A replicate of which every rank takes its own part: its gradient is the sum of theirs."""
     mesh, rank = mesh_of_all(), comm.rank()
     x = sw.distribute_tensor(randn(4, 2), mesh, WHOLE).requires_grad_()
-    y = sw.local_map(lambda local: local[rank * 2 : rank * 2 + 2] * (rank + 1), (WHOLE,), ROWS)(x)
+    y = sw.local_map(lambda local: local[rank * 2 : rank * 2 + 2] * (rank + 1), ROWS, (WHOLE,))(x)
     y.sum().backward()
     assert x.grad.tolist() == [[1.0, 1.0], [1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
     # Said otherwise: the function has made its gradient whole itself.
-    z = sw.local_map(lambda local: local * 2, (WHOLE,), SUM, in_grad_placements=(WHOLE,))(x)
+    z = sw.local_map(lambda local: local * 2, SUM, (WHOLE,), in_grad_placements=(WHOLE,))(x)
     x.grad = None
     z.sum().backward()
     assert x.grad.tolist() == [[2.0, 2.0]] * 4
@@ -101,15 +101,15 @@ def nested() -> None:
         return {"y": pair["x"] * factor + plain, "same": pair["x"], "name": "z", "plain": plain}
 
     placements = (ROWS, WHOLE, None, None)
-    mapped = sw.local_map(function, placements, (ROWS, ROWS, None, None), redistribute_inputs=True)
+    mapped = sw.local_map(function, (ROWS, ROWS, None, None), placements, redistribute_inputs=True)
     found = mapped({"x": x, "w": x}, 2.0, plain=torch.ones(2))
     torch.testing.assert_close(found["y"].full_tensor(), x.full_tensor() * 2 + 1)
     assert found["same"].placements == x.placements
     assert found["same"] is not x
     assert found["name"] == "z"
     assert type(found["plain"]) is Tensor
-    assert sw.local_map(lambda: torch.ones(2), None, ROWS, mesh=mesh)().shape == (2 * comm.world().size,)
-    assert sw.local_map(torch.neg, None, ROWS)(x).placements == x.placements
+    assert sw.local_map(lambda: torch.ones(2), ROWS, mesh=mesh)().shape == (2 * comm.world().size,)
+    assert sw.local_map(torch.neg, ROWS)(x).placements == x.placements
 
 
 def test_arguments_and_results_nest() -> None:
@@ -138,7 +138,7 @@ def keywords_in_any_order() -> None:
 
     for function in (by_name, positional, anything, Unsigned()):
         for gradients in (None, (ROWS, SUM)):
-            mapped = sw.local_map(function, (ROWS, WHOLE), SUM, redistribute_inputs=True, in_grad_placements=gradients)
+            mapped = sw.local_map(function, SUM, (ROWS, WHOLE), redistribute_inputs=True, in_grad_placements=gradients)
             for given in ({"a": a, "b": b}, {"b": b, "a": a}):
                 a.grad = b.grad = None
                 y = mapped(**given)
@@ -166,9 +166,9 @@ def sizes_by_arguments() -> None:
     mesh = mesh_of_all()
     x = sw.distribute_tensor(randn(6, 2), mesh, ROWS)
     ranks = comm.world().size
-    by_object = sw.local_map(lambda local, taking: local[: taking.count], (ROWS, None), ROWS)
-    by_type = sw.local_map(lambda local, n: local[: 1 if isinstance(n, str) else 2], (ROWS, None), ROWS)
-    by_name = sw.local_map(lambda local, *, one=0, two=0: local[: one + 2 * two], (ROWS, None), ROWS)
+    by_object = sw.local_map(lambda local, taking: local[: taking.count], ROWS, (ROWS, None))
+    by_type = sw.local_map(lambda local, n: local[: 1 if isinstance(n, str) else 2], ROWS, (ROWS, None))
+    by_name = sw.local_map(lambda local, *, one=0, two=0: local[: one + 2 * two], ROWS, (ROWS, None))
     assert by_object(x, Taking(1)).shape == (ranks, 2)
     assert by_object(x, Taking(2)).shape == (2 * ranks, 2)
     assert by_type(x, "1").shape == (ranks, 2)
@@ -180,7 +180,7 @@ def sizes_by_arguments() -> None:
     assert not traffic.calls
     # What is not cut needs nobody else to know its size.
     sizes = iter([1, 2])
-    uncut = sw.local_map(lambda local: local[0, : next(sizes)], (ROWS,), SUM)
+    uncut = sw.local_map(lambda local: local[0, : next(sizes)], SUM, (ROWS,))
     assert [tuple(uncut(x).shape) for _ in range(2)] == [(1,), (2,)]
 
 
@@ -195,7 +195,7 @@ def results_that_come_and_go() -> None:
     def function(local: Tensor) -> list[Tensor | None]:
         return [local if there else None for there in next(answers)]
 
-    mapped = sw.local_map(function, (ROWS,), ROWS)
+    mapped = sw.local_map(function, ROWS, (ROWS,))
     assert mapped(x)[0].placements == x.placements
     with pytest.raises(LocalTensorError, match=r"are \(3, 2\), \(3, 2\) on rank \d, and were \(3, 2\), none"):
         mapped(x)
@@ -210,7 +210,7 @@ def test_results_that_change_their_number_or_kind_are_refused() -> None:
 def captured() -> None:
     mesh = mesh_of_all()
     x, w = sw.distribute_tensor(randn(7, 5), mesh, ROWS), sw.distribute_tensor(randn(5, 3), mesh, WHOLE)
-    mapped = sw.local_map(torch.mm, (ROWS, WHOLE), ROWS)
+    mapped = sw.local_map(torch.mm, ROWS, (ROWS, WHOLE))
     compiled = sw.compile(lambda x, w: mapped(x, w).relu())
     for _ in range(2):
         assert torch.equal(compiled(x, w).full_tensor(), mapped(x, w).relu().full_tensor())
@@ -224,25 +224,25 @@ def refusals() -> None:
     mesh = mesh_of_all()
     x = sw.distribute_tensor(randn(6, 2), mesh, ROWS)
     with pytest.raises(TensorError, match=r"neg: argument 0 is \[6, 2\] \(0: S\(0\)\), in_placements want .*R.*redist"):
-        sw.local_map(torch.neg, (WHOLE,), WHOLE)(x)
-    assert sw.local_map(torch.neg, (WHOLE,), WHOLE, redistribute_inputs=True)(x).placements == (sw.Replicate(),)
+        sw.local_map(torch.neg, WHOLE, (WHOLE,))(x)
+    assert sw.local_map(torch.neg, WHOLE, (WHOLE,), redistribute_inputs=True)(x).placements == (sw.Replicate(),)
     with pytest.raises(TensorError, match="neg: in_placements has 2 entries for 1 arguments"):
-        sw.local_map(torch.neg, (ROWS, ROWS), ROWS)(x)
+        sw.local_map(torch.neg, ROWS, (ROWS, ROWS))(x)
     with pytest.raises(TensorError, match=r"add: argument 1 is a DTensor .* in_placements have none for it"):
-        sw.local_map(torch.add, (ROWS, None), ROWS)(x, x)
+        sw.local_map(torch.add, ROWS, (ROWS, None))(x, x)
     with pytest.raises(TensorError, match="out_placements has 2 entries for 1 results"):
-        sw.local_map(torch.neg, (ROWS,), (ROWS, ROWS))(x)
+        sw.local_map(torch.neg, (ROWS, ROWS), (ROWS,))(x)
     with pytest.raises(TensorError, match=r"result 0 has placements .* give one per mesh dimension"):
-        sw.local_map(torch.neg, (ROWS,), [sw.Shard(0), sw.Shard(1)])(x)
+        sw.local_map(torch.neg, [sw.Shard(0), sw.Shard(1)], (ROWS,))(x)
     with pytest.raises(TensorError, match="no DTensor among the arguments"):
-        sw.local_map(torch.neg, None, ROWS)(torch.ones(2))
+        sw.local_map(torch.neg, ROWS)(torch.ones(2))
     with pytest.raises(TensorError, match="result 0 is a DTensor"):
-        sw.local_map(lambda local: x, (ROWS,), ROWS)(x)
+        sw.local_map(lambda local: x, ROWS, (ROWS,))(x)
     other = sw.init_device_mesh("cpu", (1, comm.world().size))
     with pytest.raises(MeshMismatchError, match="different meshes"):
-        sw.local_map(torch.neg, (ROWS,), ROWS, mesh=other)(x)
+        sw.local_map(torch.neg, ROWS, (ROWS,), mesh=other)(x)
     sizes = iter([3, 2])
-    shrinking = sw.local_map(lambda local: local[: next(sizes)], (ROWS,), ROWS)
+    shrinking = sw.local_map(lambda local: local[: next(sizes)], ROWS, (ROWS,))
     shrinking(x)
     why = r"are \(2, 2\) on rank \d, and were \(3, 2\) .* from the arguments alone.* Pass what else .* as an argument"
     with pytest.raises(LocalTensorError, match=why):
@@ -263,7 +263,7 @@ def failing_on_one() -> tuple[str, float]:
 
     start = time.monotonic()
     with pytest.raises((ValueError, sw.errors.ShardwrightError)) as found:
-        sw.local_map(thirds, [ROWS], ROWS)(sw.ones(8, 2, mesh=mesh, placements=ROWS))
+        sw.local_map(thirds, ROWS, [ROWS])(sw.ones(8, 2, mesh=mesh, placements=ROWS))
     return str(found.value), time.monotonic() - start
 
 
@@ -275,5 +275,106 @@ def test_what_one_rank_raises_is_raised_on_all_of_them() -> None:
 
 def test_pytorchs_name_of_the_mesh_is_taken() -> None:
     mesh = mesh_of_all()
-    ones = sw.local_map(torch.ones, None, WHOLE, device_mesh=mesh)
+    ones = sw.local_map(torch.ones, WHOLE, device_mesh=mesh)
     assert ones(2, 3).device_mesh is mesh
+
+
+def written_for_torch(local_map: Any, lib: Any, mesh: sw.DeviceMesh) -> list[Tensor]:
+    """Calls as in the documentation of torch.distributed.tensor.experimental.local_map, with positions and keywords."""
+    columns, rows, whole = [lib.Shard(1)], [lib.Shard(0)], [lib.Replicate()]
+    w, x = randn(12, 8), randn(8, 16)
+    w_dt, x_dt = lib.distribute_tensor(w, mesh, columns), lib.distribute_tensor(x, mesh, rows)
+
+    def mm_allreduce_forward(device_mesh: Any, w: Tensor, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return comm.all_reduce(torch.mm(w, x) * scale)
+
+    by_name = local_map(
+        mm_allreduce_forward, out_placements=whole, in_placements=[None, columns, rows], device_mesh=mesh
+    )
+    by_position = local_map(torch.mm, [lib.Partial()], (columns, rows), (columns, rows), mesh)
+
+    @local_map(out_placements=(rows, None), in_placements=(rows, None), redistribute_inputs=True)
+    def scaled(local: Tensor, by: float) -> tuple[Tensor, float]:
+        """Scale by a number."""
+        return local * by, by
+
+    assert scaled(w_dt, 3.0)[1] == 3.0
+    return [
+        by_name(mesh, w_dt, x_dt).full_tensor(),
+        by_name(mesh, w_dt, x_dt, scale=2.0).full_tensor(),  # in_placements are for the positional arguments
+        by_position(w_dt, x_dt).full_tensor(),
+        scaled(w_dt, 3.0)[0].full_tensor(),
+    ]
+
+
+def as_in_torch() -> None:
+    import torch.distributed.tensor as theirs
+    from torch.distributed.tensor.experimental import local_map
+
+    mesh = mesh_of_all()
+    w, x = randn(12, 8), randn(8, 16)
+    for found in (written_for_torch(sw.local_map, sw, mesh), written_for_torch(local_map, theirs, mesh)):
+        torch.testing.assert_close(found, [w @ x, 2 * (w @ x), w @ x, 3 * w])
+
+
+def test_calls_written_for_torch_work_unchanged() -> None:
+    run_ranks(2, as_in_torch)
+
+
+def test_the_decorator_keeps_the_name_and_docstring() -> None:
+    @sw.local_map(out_placements=ROWS)
+    def double(x: Tensor) -> Tensor:
+        """Return x + x."""
+        return x + x
+
+    assert (double.__name__, double.__doc__) == ("double", "Return x + x.")
+    assert double(sw.ones(4, mesh=mesh_of_all(), placements=ROWS)).sum().item() == 8
+
+
+ORDER = r"local_map\(func, out_placements, in_placements\), in this order"
+
+
+def test_swapped_placement_lists_raise_with_the_order_of_the_arguments() -> None:
+    x = sw.ones(4, 2, mesh=mesh_of_all(), placements=ROWS)
+    with pytest.raises(TensorError, match=f"mul: out_placements has 2 entries for 1 results: .* {ORDER}"):
+        sw.local_map(torch.mul, (ROWS, ROWS), ROWS)(x, x)
+    with pytest.raises(TensorError, match=f"mul: in_placements has 1 entries for 2 arguments: .* {ORDER}"):
+        sw.local_map(torch.mul, (ROWS, ROWS), (ROWS,))(x, x)
+    with pytest.raises(
+        TensorError, match=f"in_placements has placements for argument 1, which is .* float: .* {ORDER}"
+    ):
+        sw.local_map(torch.mul, (ROWS, None), (ROWS, ROWS))(x, 2.0)
+    with pytest.raises(TensorError, match=f"out_placements has placements for result 1, which is .* int: .* {ORDER}"):
+        sw.local_map(lambda x: (x, 1), (ROWS, ROWS), (ROWS,))(x)
+
+
+def test_arguments_of_the_wrong_type_raise_where_local_map_is_called() -> None:
+    mesh = mesh_of_all()
+    with pytest.raises(
+        ArgumentTypeError, match=f"in_placements must be a list of placements, .* DeviceMesh. .* {ORDER}"
+    ):
+        sw.local_map(torch.neg, ROWS, mesh)  # type: ignore[arg-type]  # what is tested
+    with pytest.raises(ArgumentTypeError, match=r"out_placements mixes lists and placements \(Shard\(0\)\)"):
+        sw.local_map(torch.neg, (ROWS, sw.Shard(0)))
+    with pytest.raises(
+        ArgumentTypeError, match=f"out_placements must be a list .* got builtin_function_or_method. .* {ORDER}"
+    ):
+        sw.local_map(ROWS, torch.neg)  # type: ignore[arg-type]  # what is tested
+    with pytest.raises(ArgumentTypeError, match="func must be callable, got list"):
+        sw.local_map(ROWS, ROWS)  # type: ignore[arg-type]  # what is tested
+
+
+def test_a_tensor_result_without_out_placements_raises() -> None:
+    x = sw.ones(4, mesh=mesh_of_all(), placements=ROWS)
+    assert sw.local_map(lambda x: x.numel(), in_placements=(ROWS,))(x) == 4
+    with pytest.raises(TensorError, match="neg: result 0 is a tensor, but local_map was given no out_placements"):
+        sw.local_map(torch.neg)(x)
+
+
+def test_giving_mesh_and_device_mesh_raises() -> None:
+    mesh = mesh_of_all()
+    with pytest.raises(ArgumentTypeError, match=r"local_map takes mesh or device_mesh, .* but got both"):
+        sw.local_map(torch.neg, ROWS, mesh=mesh, device_mesh=mesh)
+    with pytest.raises(ArgumentTypeError, match=r"takes mesh or device_mesh, .* but got both"):
+        sw.zeros(2, mesh=mesh, device_mesh=mesh)
+    assert sw.zeros(2, mesh=None, device_mesh=mesh).device_mesh is mesh

@@ -178,7 +178,7 @@ def test_mapped_functions_outside_the_mesh_give_empty_tensors_of_the_layout_insi
             shifted = local * factor + bias + plain
             return torch.cat([shifted, shifted]), shifted.sum(0), factor, shifted.argmax(0)
 
-        mapped = sw.local_map(function, None, ([sw.Shard(0)], [sw.Partial()], None, None))
+        mapped = sw.local_map(function, ([sw.Shard(0)], [sw.Partial()], None, None))
         for _ in range(2):
             doubled, total, factor, plain = mapped(x, torch.ones(2), 3)
         assert factor == 3
@@ -199,7 +199,7 @@ def test_mapped_functions_outside_the_mesh_give_empty_tensors_of_the_layout_insi
 def test_mapped_functions_that_need_values_are_refused_outside_the_mesh() -> None:
     def work() -> None:
         x = sw.ones(4, mesh=SOME, placements=[sw.Shard(0)])
-        mapped = sw.local_map(lambda local: local[: int(local.sum())], [[sw.Shard(0)]], [sw.Shard(0)])
+        mapped = sw.local_map(lambda local: local[: int(local.sum())], [sw.Shard(0)], [[sw.Shard(0)]])
         if inside():
             assert mapped(x).shape == (4,)
             return

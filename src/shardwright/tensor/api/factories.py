@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwright.errors import ArgumentTypeError, TensorError, UnsupportedError
 from shardwright.layout import Layout
 from shardwright.tensor.api.dtensor import DTensor
-from shardwright.tensor.api.from_local import bound_mesh
+from shardwright.tensor.api.from_local import bound_mesh, one_mesh
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.tagging import local_region, local_size, tag
 from shardwright.tensor.random import permutation
@@ -54,7 +54,8 @@ def _make(fill: Callable[..., Tensor], size: Sequence[Any], how: FactoryOptions)
     if how.get("layout", torch.strided) is not torch.strided:
         raise UnsupportedError(f"layout={how['layout']}: a DTensor is strided; sparse layouts are not available")
     shape = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-    mesh, placements, device = how.get("mesh", how.get("device_mesh")), how.get("placements"), how.get("device")
+    mesh = one_mesh("a factory", how.get("mesh"), how.get("device_mesh"))
+    placements, device = how.get("placements"), how.get("device")
     bound = bound_mesh(mesh)
     layout = Layout(bound, [REPLICATE] * bound.ndim if placements is None else placements, shape)
     if device is None:

@@ -26,12 +26,21 @@ from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_functio
 from shardwright.tensor.redistribute.autograd import redistribute_local
 from shardwright.tensor.redistribute.steps import line
 
-__all__ = ["bound_mesh", "for_gradient", "from_local", "layout_of_shards", "verify_local"]
+__all__ = ["bound_mesh", "for_gradient", "from_local", "layout_of_shards", "one_mesh", "verify_local"]
 
 
 def bound_mesh(device_mesh: Any) -> Mesh:
     """Return the mesh that was given; if it is None, that of `with mesh:`, or all ranks in one dimension."""
     return comm.current_mesh() if device_mesh is None else comm.bind(device_mesh)
+
+
+def one_mesh(name: str, mesh: Any, device_mesh: Any) -> Any:
+    """Return the mesh that a function was given as `mesh` or `device_mesh`; raise if both were given."""
+    if mesh is not None and device_mesh is not None:
+        raise ArgumentTypeError(
+            f"{name} takes mesh or device_mesh, which mean the same, but got both: give one of them"
+        )
+    return device_mesh if mesh is None else mesh
 
 
 def from_local(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import signature
 from typing import Any, TypeAlias, final
@@ -12,9 +13,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwright import comm
-from shardwright.errors import LocalTensorError, MeshMismatchError, TensorError
+from shardwright.errors import ArgumentTypeError, LocalTensorError, MeshMismatchError, TensorError
 from shardwright.layout import Layout, Mesh, Placement, as_placement
-from shardwright.tensor.api.from_local import for_gradient, from_local
+from shardwright.tensor.api.from_local import for_gradient, from_local, one_mesh
 from shardwright.tensor.base.capture import recording
 from shardwright.tensor.base.gradient_types import ENTERED
 from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag
@@ -34,49 +35,80 @@ BY_VALUE = frozenset(
 
 
 def local_map(
-    function: Callable[..., Any],
-    in_placements: Sequence[Placements] | Sequence[object] | None,
-    out_placements: Sequence[Placements] | Sequence[object],
-    *,
-    mesh: Any = None,
+    func: Callable[..., Any] | None = None,
+    out_placements: Sequence[Placements] | Sequence[object] | None = None,
+    in_placements: Sequence[Placements] | Sequence[object] | None = None,
+    in_grad_placements: Sequence[Placements] | Sequence[object] | None = None,
     device_mesh: Any = None,
+    *,
     redistribute_inputs: bool = False,
-    in_grad_placements: Sequence[Placements] | None = None,
+    mesh: Any = None,
 ) -> Callable[..., Any]:
-    """`function`, which computes with local tensors, as a function of DTensors.
+    """Return a function of DTensors that calls `func` with local tensors. Arguments are those of PyTorch's `local_map`.
 
-    Each DTensor among the arguments, nested or not, goes in as this rank's local tensor, and each tensor that comes
-    out is a DTensor laid out as `out_placements` says. Both lists have an entry for each leaf of the arguments and of
-    the results, None where it is no DTensor; a single list of placements stands for all of them. Inputs that lie
-    otherwise are refused, or brought there with `redistribute_inputs=True`; `in_placements=None` takes them as they
-    lie. Plain tensors and other values are passed on. `mesh`, or `device_mesh` as PyTorch calls it, is needed where no
-    argument is a DTensor.
+    Each DTensor among the arguments, nested or not, is passed as this rank's local tensor, and each tensor that `func`
+    returns becomes a DTensor with the placements that `out_placements` gives for it. The lists have one entry for each
+    leaf of the results and of the arguments, None where it is not a DTensor; a single list of placements is used for
+    all of them. `in_placements=None` accepts inputs with any placements. Otherwise inputs with other placements are an
+    error, or are redistributed with `redistribute_inputs=True`. Plain tensors and other values are passed unchanged.
+    `device_mesh`, or `mesh`, is needed only if no argument is a DTensor. Without `func`, it is a decorator.
 
-    The leaves are those of the arguments that are given, in the order of the function's parameters, however the call
-    spells them. Keyword arguments that are no parameters of it, or of a function without a signature, come last, by
-    name; dicts within arguments are in their own order. `in_grad_placements` goes by the same order.
+    The leaves are those of the arguments in the order of the function's parameters, whether a call passes them by
+    position or by name. Keyword arguments that are not parameters, or of a function without a signature, come last,
+    sorted by name; dicts within arguments keep their order. `in_grad_placements` uses the same order. Lists that cover
+    the positional arguments only are accepted if no keyword argument is a DTensor.
 
-    Gradients: that of a replicate is a partial sum wherever, on that mesh dimension, any other input or an output is
-    not replicated, for each rank then adds its own share. `in_grad_placements` says otherwise.
+    Gradients: on each mesh dimension, the gradient of a replicated input is a partial sum if any other input or an
+    output is not replicated, because each rank then contributes its own share. `in_grad_placements` overrides this.
 
-    The sizes of outputs that are cut are asked of the ranks once for each combination of layouts and of plain numbers
-    and strings, which are to be the same on every rank. They must follow from these alone, not from what `function`
-    closes over. Where there are plain tensors or objects of other kinds, they are asked each time. What `function`
-    raises while the ranks are asked is raised on all of them, as a `RankFailedError`.
+    If outputs are sharded, the ranks gather the local sizes once for each combination of layouts, plain numbers and
+    strings, which must be the same on every rank. Sizes must depend on these alone, not on what `func` closes over. If
+    there are plain tensors or other objects among the arguments, sizes are gathered on each call. If `func` raises
+    before sizes are gathered, all ranks raise, as a `RankFailedError`.
 
-    On a rank outside the mesh `function` is not computed: it is called on tensors without values, to know what the
-    results are, and these are empty there. Raise `UnsupportedError` there if they depend on values.
+    On a rank outside the mesh `func` is called on tensors without values to find out what the results are, and these
+    are empty there. It raises `UnsupportedError` there if they depend on values.
 
     >>> import torch, shardwright as sw
     >>> mesh = sw.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     >>> rows, whole = [sw.Shard(0)], [sw.Replicate()]
-    >>> product = sw.local_map(torch.mm, (rows, whole), rows)
+    >>> product = sw.local_map(torch.mm, out_placements=rows, in_placements=(rows, whole))
     >>> w = sw.ones(3, 2, mesh=mesh, requires_grad=True)
     >>> y = product(sw.ones(4, 3, mesh=mesh, placements=rows), w)
     >>> y.sum().backward()
     >>> print(y.sharding, w.grad.sharding)
     [4, 2] (dp: S(0)) [3, 2] (dp: R)
+
+    >>> @sw.local_map(out_placements=rows, in_placements=(rows,))
+    ... def double(x):
+    ...     return x * 2
+    >>> print(double(y).sharding)
+    [4, 2] (dp: S(0))
     """
+    given_mesh = one_mesh("local_map", mesh, device_mesh)
+    outs = _PlacementLists.parse("out_placements", out_placements)
+    ins = _PlacementLists.parse("in_placements", in_placements)
+    in_gradients = _PlacementLists.parse("in_grad_placements", in_grad_placements)
+    if func is None:
+        return partial(
+            _mapped, outs=outs, ins=ins, in_gradients=in_gradients, mesh=given_mesh, redistribute=redistribute_inputs
+        )
+    return _mapped(func, outs, ins, in_gradients, given_mesh, redistribute_inputs)
+
+
+def _mapped(
+    function: Callable[..., Any],
+    outs: _PlacementLists,
+    ins: _PlacementLists,
+    in_gradients: _PlacementLists,
+    mesh: Any,
+    redistribute: bool,
+) -> Callable[..., Any]:
+    if not callable(function):
+        raise ArgumentTypeError(
+            f"local_map: func must be callable, got {type(function).__name__}: the arguments are local_map(func, "
+            "out_placements, in_placements)"
+        )
     name = getattr(function, "__name__", type(function).__name__)
     parameters = _parameters(function)
     known = _Known()
@@ -84,18 +116,18 @@ def local_map(
     @wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         flat, spec = pytree.tree_flatten((args, _in_order(kwargs, parameters)))
-        over = _mesh_of(name, flat, device_mesh if mesh is None else mesh)
-        wanted = _each(in_placements, len(flat), f"{name}: in_placements", "arguments")
+        over = _mesh_of(name, flat, mesh)
+        wanted = ins.for_arguments(name, args, flat)
         sources = [value._layout if isinstance(value, DTensorBase) else None for value in flat]
         targets = [
-            None if source is None else _target(name, place, source, want, in_placements is None, redistribute_inputs)
+            None if source is None else _target(name, place, source, want, ins.entries is None, redistribute)
             for place, (source, want) in enumerate(zip(sources, wanted, strict=True))
         ]
         if comm.rank() not in over:
-            return map_outside(name, function, flat, spec, targets, over, partial(_said, name, over, out_placements))
-        gradients = _each(in_grad_placements, len(flat), f"{name}: in_grad_placements", "arguments")
+            return map_outside(name, function, flat, spec, targets, over, partial(_said, name, over, outs))
+        gradients = in_gradients.for_arguments(name, args, flat)
         entering = [
-            None if target is None else _entering(target, given, targets, out_placements)
+            None if target is None else _entering(target, given, targets, outs)
             for target, given in zip(targets, gradients, strict=True)
         ]
         with no_torch_function():
@@ -104,7 +136,7 @@ def local_map(
                 for value, target in zip(flat, entering, strict=True)
             ]
         local_args, local_kwargs = pytree.tree_unflatten(local, spec)
-        is_cut = any(placement.is_shard() for out in _flattened(out_placements) for placement in out or ())
+        is_cut = any(placement.is_shard() for out in outs.known() for placement in out)
         key = _key(flat, spec, targets) if is_cut else None  # what is not cut says its size itself
         if over.size == 1 or key in known.layouts or not is_cut:
             found = function(*local_args, **local_kwargs)
@@ -112,7 +144,7 @@ def local_map(
             group = comm.subgroup(sorted(over.ranks))
             found = comm.agree(lambda: function(*local_args, **local_kwargs), what=name, group=group)
         results, out_spec = pytree.tree_flatten(found)
-        layouts = _layouts(name, results, over, out_placements, known, key)
+        layouts = _layouts(name, results, over, outs, known, key)
         tagged = [
             value if layout is None else tag(alias(value) if _is_given(value, local) else value, layout)
             for value, layout in zip(results, layouts, strict=True)
@@ -120,6 +152,74 @@ def local_map(
         return pytree.tree_unflatten(tagged, out_spec)
 
     return mapped
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _PlacementLists:
+    """Placements for each leaf of the arguments or results of a call."""
+
+    what: str  # the name of the argument of local_map that they come from
+    entries: tuple[tuple[Placement, ...] | None, ...] | None  # None: not given
+    is_for_all: bool = False  # True if the only entry is for all leaves
+
+    @classmethod
+    def parse(cls, what: str, given: Any) -> _PlacementLists:
+        """Check the lists that were given to local_map: placements for all leaves, or lists of placements, or None."""
+        if given is None:
+            return cls(what, None)
+        if not isinstance(given, list | tuple):
+            raise ArgumentTypeError(
+                f"local_map: {what} must be a list of placements, or a list with a list of placements or None for each "
+                f"leaf, got {type(given).__name__}. {_ORDER}"
+            )
+        if given and not any(value is None or isinstance(value, list | tuple) for value in given):
+            return cls(what, (tuple(map(as_placement, given)),), is_for_all=True)
+        for value in given:
+            if value is not None and not isinstance(value, list | tuple):
+                raise ArgumentTypeError(
+                    f"local_map: {what} mixes lists and placements ({value!r}): write each entry as a list, or as None"
+                )
+        return cls(what, tuple(None if value is None else tuple(map(as_placement, value)) for value in given))
+
+    def known(self) -> list[tuple[Placement, ...]]:
+        return [entry for entry in self.entries or () if entry is not None]
+
+    def for_arguments(self, name: str, args: Sequence[Any], flat: Sequence[Any]) -> list[tuple[Placement, ...] | None]:
+        """Return the placements for each leaf of the arguments."""
+        entries = self.entries
+        if entries is not None and not self.is_for_all and len(entries) < len(flat):
+            positional = len(pytree.tree_leaves(args))
+            if len(entries) == positional and not any(isinstance(value, DTensorBase) for value in flat[positional:]):
+                entries += (None,) * (len(flat) - positional)  # as in PyTorch, where they are for positional ones
+        return self._for_leaves(name, entries, flat, "argument")
+
+    def for_results(self, name: str, results: Sequence[Any]) -> list[tuple[Placement, ...] | None]:
+        """Return the placements for each leaf of the results."""
+        return self._for_leaves(name, self.entries, results, "result")
+
+    def _for_leaves(
+        self, name: str, entries: tuple[tuple[Placement, ...] | None, ...] | None, leaves: Sequence[Any], leaf: str
+    ) -> list[tuple[Placement, ...] | None]:
+        if entries is None:
+            return [None] * len(leaves)
+        if self.is_for_all:
+            return list(entries) * len(leaves)
+        if len(entries) != len(leaves):
+            raise TensorError(
+                f"{name}: {self.what} has {len(entries)} entries for {len(leaves)} {leaf}s: give one for each, None "
+                f"for plain values. {_ORDER}"
+            )
+        for place, (value, entry) in enumerate(zip(leaves, entries, strict=True)):
+            if entry is not None and not isinstance(value, Tensor | Kind):
+                raise TensorError(
+                    f"{name}: {self.what} has placements for {leaf} {place}, which is not a tensor but "
+                    f"{type(value).__name__}: give None for it. {_ORDER}"
+                )
+        return list(entries)
+
+
+_ORDER = "The arguments are local_map(func, out_placements, in_placements), in this order"
 
 
 @final
@@ -158,26 +258,17 @@ def _mesh_of(name: str, values: Sequence[Any], given: Any) -> Mesh:
     if given is not None:
         meshes = {comm.bind(given): None, **meshes}
     if not meshes:
-        raise TensorError(f"{name}: there is no DTensor among the arguments: say which mesh the results are on, mesh=…")
+        raise TensorError(
+            f"{name}: there is no DTensor among the arguments: say which mesh the results are on, device_mesh=…"
+        )
     if len(meshes) > 1:
         first, second = list(meshes)[:2]
         raise MeshMismatchError(f"{name}: tensors on different meshes, {first!r} and {second!r}: bring them to one")
     return next(iter(meshes))
 
 
-def _each(given: Any, count: int, what: str, of: str) -> list[list[Placement] | None]:
-    """Placements for each leaf: one list for all of them, or a list of lists."""
-    if given is None:
-        return [None] * count
-    if given and not any(value is None or isinstance(value, list | tuple) for value in given):
-        return [[as_placement(value) for value in given]] * count
-    if len(given) != count:
-        raise TensorError(f"{what} has {len(given)} entries for {count} {of}: give one for each, None for plain values")
-    return [None if value is None else [as_placement(item) for item in value] for value in given]
-
-
 def _target(
-    name: str, place: int, source: Layout, wanted: list[Placement] | None, as_they_lie: bool, redistribute: bool
+    name: str, place: int, source: Layout, wanted: tuple[Placement, ...] | None, as_they_lie: bool, redistribute: bool
 ) -> Layout:
     """How an input is to lie; refused where it lies otherwise and nobody asked for it to be moved."""
     if as_they_lie:
@@ -194,24 +285,18 @@ def _target(
 
 
 def _entering(
-    target: Layout, given: list[Placement] | None, targets: Sequence[Layout | None], outs: Sequence[Any]
+    target: Layout, given: tuple[Placement, ...] | None, targets: Sequence[Layout | None], outs: _PlacementLists
 ) -> Layout:
     """The layout with what its gradient is: replicates beside anything that is not enter."""
     if given is not None:
         return for_gradient(target, given)
     placements = list(target.placements)
-    said = [out for out in _flattened(outs) if out is not None]
     for mesh_dim, placement in enumerate(placements):
         others = [layout.placements[mesh_dim] for layout in targets if layout is not None]
-        others += [out[mesh_dim] for out in said if mesh_dim < len(out)]
+        others += [out[mesh_dim] for out in outs.known() if mesh_dim < len(out)]
         if placement.is_replicate() and not all(other.is_replicate() for other in others):
             placements[mesh_dim] = ENTERED
     return target.replace(placements=placements, order=target.order)
-
-
-def _flattened(outs: Sequence[Any]) -> list[list[Placement] | None]:
-    single = outs and not any(value is None or isinstance(value, list | tuple) for value in outs)
-    return _each(outs, 1 if single else len(outs), "out_placements", "results")
 
 
 def _local(value: DTensorBase, target: Layout | None) -> Tensor:
@@ -225,12 +310,12 @@ def _layouts(
     name: str,
     results: Sequence[Any],
     mesh: Mesh,
-    out_placements: Sequence[Any],
+    outs: _PlacementLists,
     known: _Known,
     key: tuple[Any, ...] | None,
 ) -> list[Layout | None]:
     """The results' layouts: what the ranks were asked before, with the same inputs, is known."""
-    placements = _said(name, mesh, out_placements, results)
+    placements = _said(name, mesh, outs, results)
     layouts = None if key is None else known.layouts.get(key)
     if layouts is None:
         with recording(False):
@@ -252,14 +337,23 @@ def _layouts(
     return layouts
 
 
-def _said(name: str, mesh: Mesh, out_placements: Sequence[Any], results: Sequence[Any]) -> list[list[Placement] | None]:
+def _said(name: str, mesh: Mesh, outs: _PlacementLists, results: Sequence[Any]) -> list[tuple[Placement, ...] | None]:
     """Return the placements of each result, None where it stays as it is."""
-    placements = _each(out_placements, len(results), f"{name}: out_placements", "results")
+    placements = outs.for_results(name, results)
     for place, (value, said) in enumerate(zip(results, placements, strict=True)):
         if isinstance(value, DTensorBase):
             raise TensorError(f"{name}: result {place} is a DTensor {value._layout}: return local tensors")
-        if isinstance(value, Tensor | Kind) and said is not None and len(said) != mesh.ndim:
-            raise TensorError(f"{name}: result {place} has placements {said} on {mesh!r}: give one per mesh dimension")
+        if not isinstance(value, Tensor | Kind):
+            continue
+        if outs.entries is None:
+            raise TensorError(
+                f"{name}: result {place} is a tensor, but local_map was given no out_placements: say how the results "
+                "are placed"
+            )
+        if said is not None and len(said) != mesh.ndim:
+            raise TensorError(
+                f"{name}: result {place} has placements {list(said)} on {mesh!r}: give one per mesh dimension"
+            )
     return placements
 
 
@@ -280,7 +374,7 @@ def _key(values: Sequence[Any], spec: Any, targets: Sequence[Layout | None]) -> 
     return tuple(key)
 
 
-def _asked(value: Any, mesh: Mesh, placements: list[Placement] | None) -> Layout | None:
+def _asked(value: Any, mesh: Mesh, placements: tuple[Placement, ...] | None) -> Layout | None:
     if placements is None or not isinstance(value, Tensor):
         return None
     with torch.no_grad():

@@ -30,7 +30,7 @@ def map_outside(
     spec: pytree.TreeSpec,
     targets: Sequence[Layout | None],
     mesh: Mesh,
-    placements_of: Callable[[Sequence[Any]], Sequence[list[Placement] | None]],
+    placements_of: Callable[[Sequence[Any]], Sequence[tuple[Placement, ...] | None]],
 ) -> Any:
     """Return the results of the mapped function: empty here, laid out as they are on the ranks of the mesh.
 
@@ -47,7 +47,7 @@ def map_outside(
         result = next(made) if isinstance(value, Kind) else value
         if isinstance(value, Kind) and said is not None:
             shapes = {rank: results_there[place].shape for rank, (results_there, _) in called.items()}
-            result = tag(result, layout_of_shards(shapes, mesh, said))
+            result = tag(result, layout_of_shards(shapes, mesh, list(said)))
         results.append(result)
     return pytree.tree_unflatten(results, structure)
 
