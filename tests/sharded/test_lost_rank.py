@@ -26,9 +26,9 @@ def _die() -> None:
 def _lose_a_rank(during: str) -> tuple[str, float]:
     table = sharded.rand(sharded.ChunkShardingSpec(0, RANKS), 64, 8, requires_grad=True)
     rows = functional.embedding(torch.arange(8), table).sum()
-    run = transfer.Transfer.run
+    run = transfer.ShardTransfer.run
 
-    def run_and_die(self: transfer.Transfer, *args: object, **kwargs: object) -> object:
+    def run_and_die(self: transfer.ShardTransfer, *args: object, **kwargs: object) -> object:
         _die()
         return run(self, *args, **kwargs)  # type: ignore[arg-type]  # what was given
 
@@ -41,7 +41,7 @@ def _lose_a_rank(during: str) -> tuple[str, float]:
 
     start = time.monotonic()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(transfer.Transfer, "run", run_and_die)
+        patched.setattr(transfer.ShardTransfer, "run", run_and_die)
         with pytest.raises(RankLostError) as error:
             work()
     return str(error.value), time.monotonic() - start

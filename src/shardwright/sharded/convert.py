@@ -24,7 +24,7 @@ from shardwright.sharded.metadata.shard import Shard as LocalShard
 from shardwright.sharded.metadata.spec import LayoutShardingSpec, ShardingSpec, metadata_for
 from shardwright.sharded.metadata.tensor_metadata import ShardedTensorMetadata
 from shardwright.sharded.tensor import ShardedTensor
-from shardwright.sharded.transfer.transfer import Transfer
+from shardwright.sharded.transfer.transfer import ShardTransfer
 from shardwright.sharded.transfer.transfer_plan import holds
 from shardwright.tensor import DTensor
 from shardwright.tensor.base.tagging import alias, local_region, tag
@@ -128,10 +128,10 @@ def _moved_to(
         group = comm.subgroup(sorted(members))
     target = _with_empty_rows(layout.table(), sorted(members - set(layout.mesh.ranks)))
     _agree("to_dtensor", table, target, like, needs, group)
-    relocation = Transfer(table, target, group)
+    transfer = ShardTransfer(table, target, group)
     # One region for each rank. Replicas have gradients that are alike, so on the way back one of them is enough: a
     # rank's own, where it has one.
-    moved = relocation.apply(held, like) if needs else relocation.run(held, like)
+    moved = transfer.apply(held, like) if needs else transfer.run(held, like)
     return moved[0] if moved else like.new_empty(local_region(layout).size)
 
 
@@ -205,8 +205,8 @@ def from_dtensor(x: DTensor, sharding_spec: ShardingSpec | None = None, process_
         if sharding_spec is not None:
             _agree("from_dtensor", source, table, like, needs, made._group)
         held = [local] if comm.rank() in layout.mesh else []
-        relocation = Transfer(source, table, made._group)
-        pieces = relocation.apply(held, like) if needs else relocation.run(held, like)
+        transfer = ShardTransfer(source, table, made._group)
+        pieces = transfer.apply(held, like) if needs else transfer.run(held, like)
         pieces = [
             piece if shard.placement is None else piece.to(shard.placement.device())
             for piece, shard in zip(pieces, own, strict=True)

@@ -7,11 +7,11 @@ import gc
 import pytest
 import torch
 
+from shardwright.comm.rounds import split_region
 from shardwright.errors import ArgumentTypeError, LayoutError
 from shardwright.layout import Layout, Mesh, Partial, Placement, Ragged, Region, Replicate, Shard
 from shardwright.tensor.redistribute import Plan, execute, plan
 from shardwright.tensor.redistribute import schedule as schedule_module
-from shardwright.tensor.redistribute.chunking import cut
 from shardwright.tensor.redistribute.identity import identity_element
 from shardwright.tensor.redistribute.schedule import schedule
 
@@ -175,7 +175,7 @@ def test_the_same_layouts_give_the_same_plan() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 100])
 def test_parts_tile_their_box_and_none_is_over_its_share(count: int) -> None:
     box = Region((3, 1, 2), (4, 3, 5))
-    parts = cut(box, count)
+    parts = split_region(box, count)
     assert box.covers(parts)
     assert max(part.volume for part in parts) <= max(1, 60 // count)
 

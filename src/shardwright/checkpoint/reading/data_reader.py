@@ -25,10 +25,10 @@ from shardwright.checkpoint.runtime.address_space import memory_at
 from shardwright.checkpoint.runtime.parallel import Stop, in_threads, split
 from shardwright.checkpoint.runtime.progress import Progress
 from shardwright.checkpoint.runtime.windows import window_size
+from shardwright.comm.packing import bits
 from shardwright.errors import CorruptionError
 from shardwright.layout import Region
 from shardwright.storage import Reader
-from shardwright.tensor.redistribute.packing import bits
 
 __all__ = ["Destination", "FileReader", "copy_window"]
 

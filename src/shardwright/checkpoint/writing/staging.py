@@ -23,7 +23,7 @@ from shardwright.checkpoint.format.data_file import PAGE, DataFile
 from shardwright.checkpoint.format.tensor_table import Integers
 from shardwright.checkpoint.runtime.parallel import Stop, in_threads, split
 from shardwright.checkpoint.writing.data_writer import Blocks, addresses_of, copy_range
-from shardwright.tensor.redistribute.packing import bits
+from shardwright.comm.packing import bits
 
 __all__ = ["Buffer", "Buffers", "buffers", "release_buffers", "stage", "windows"]
 

@@ -11,7 +11,7 @@ from shardwright.layout import RegionTable
 from shardwright.sharded.base.agreement import digest, together
 from shardwright.sharded.base.checks import refuse_nested, refuse_sparse
 from shardwright.sharded.base.tensor_base import ShardedTensorBase
-from shardwright.sharded.transfer.transfer import Transfer
+from shardwright.sharded.transfer.transfer import ShardTransfer
 from shardwright.tensor import DTensor
 
 __all__ = ["gather"]
@@ -36,7 +36,7 @@ def gather(
     like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     direct = out is not None and out.dtype == tensor.dtype and out.device == like.device
     direct = direct and out is not None and not (out.is_conj() or out.is_neg())  # whose bytes are not their values
-    filled = Transfer(tensor._table, whole, group).run(
+    filled = ShardTransfer(tensor._table, whole, group).run(
         [shard.tensor for shard in tensor._local_shards], like, [out] if direct and out is not None else None
     )
     if rank != dst:

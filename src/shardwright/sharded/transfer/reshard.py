@@ -17,7 +17,7 @@ from shardwright.sharded.metadata.properties import TensorProperties, empty_of
 from shardwright.sharded.metadata.shard import Shard
 from shardwright.sharded.metadata.spec import ShardingSpec, metadata_for
 from shardwright.sharded.metadata.tensor_metadata import ShardedTensorMetadata, ShardMetadata
-from shardwright.sharded.transfer.transfer import Transfer
+from shardwright.sharded.transfer.transfer import ShardTransfer
 
 __all__ = ["reshard"]
 
@@ -48,7 +48,7 @@ def reshard(tensor: ShardedTensorBase, spec: ShardingSpec) -> None:
         requires_grad=differentiable or (tensor.requires_grad and tensor._leaf),
         pin_memory=metadata.tensor_properties.pin_memory and not differentiable and _in_host_memory(metadata),
     )
-    pieces = _moved(tensor, own, Transfer(tensor._table, table, group), properties, differentiable)
+    pieces = _moved(tensor, own, ShardTransfer(tensor._table, table, group), properties, differentiable)
     if not differentiable:
         pieces = [piece.requires_grad_(properties.requires_grad) for piece in pieces]
         tensor._leaf = True
@@ -60,7 +60,7 @@ def reshard(tensor: ShardedTensorBase, spec: ShardingSpec) -> None:
 def _moved(
     tensor: ShardedTensorBase,
     own: Sequence[ShardMetadata],
-    relocation: Transfer,
+    transfer: ShardTransfer,
     properties: TensorProperties,
     differentiable: bool,
 ) -> list[Tensor]:
@@ -70,13 +70,13 @@ def _moved(
     here = held[0].device if held else (*devices, tensor.device)[0]
     like = torch.empty(0, dtype=tensor.dtype, device=here)
     if differentiable:
-        moved = relocation.apply(held, like)
+        moved = transfer.apply(held, like)
     else:
         # Values arrive on the device that holds the old shards; those that go on to another are made there, below.
         staging = replace(properties, pin_memory=False)
         kinds = [properties if device == here else staging for device in devices]
         landing = [empty_of(kind, shard.shard_sizes, here) for kind, shard in zip(kinds, own, strict=True)]
-        moved = relocation.run(held, like, landing)
+        moved = transfer.run(held, like, landing)
     if properties.memory_format == torch.channels_last:
         moved = [piece.contiguous(memory_format=torch.channels_last) for piece in moved]
     placed = [piece.to(device) for piece, device in zip(moved, devices, strict=True)]

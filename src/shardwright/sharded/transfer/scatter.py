@@ -17,7 +17,7 @@ from shardwright.sharded.metadata.properties import TensorProperties
 from shardwright.sharded.metadata.shard import Shard
 from shardwright.sharded.metadata.spec import ShardingSpec, metadata_for
 from shardwright.sharded.metadata.tensor_metadata import ShardedTensorMetadata
-from shardwright.sharded.transfer.transfer import Transfer
+from shardwright.sharded.transfer.transfer import ShardTransfer
 from shardwright.tensor import DTensor
 
 __all__ = ["scatter"]
@@ -57,7 +57,7 @@ def scatter(cls: type[T], tensor: Tensor, spec: ShardingSpec, src_rank: int, pro
     if _is_meta(made.metadata()):
         pieces = [torch.empty(shard.shard_sizes, dtype=tensor.dtype, device="meta") for shard in own]
     else:
-        pieces = Transfer(whole, made._table, group).run([tensor] if rank == src_rank else [], _like(tensor, made))
+        pieces = ShardTransfer(whole, made._table, group).run([tensor] if rank == src_rank else [], _like(tensor, made))
     made._local_shards = [
         Shard(piece if where is None else piece.to(where.device()), shard)
         for piece, shard, where in zip(pieces, own, (shard.placement for shard in own), strict=True)

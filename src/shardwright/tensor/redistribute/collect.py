@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shardwright import comm
+from shardwright.comm.packing import pack, unpack
+from shardwright.comm.rounds import in_rounds, split_region
 from shardwright.layout import Layout, Ragged, Region, Shard
-from shardwright.tensor.redistribute.chunking import cut
-from shardwright.tensor.redistribute.context import ExecutionContext, Finish, in_rounds
-from shardwright.tensor.redistribute.packing import pack, unpack
+from shardwright.tensor.redistribute.context import ExecutionContext, Finish
 from shardwright.tensor.redistribute.steps import AllGather, AllReduce, ReduceScatter, piece
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
@@ -32,7 +32,7 @@ def all_gather(step: AllGather, local: Tensor, seat: ExecutionContext) -> Finish
         dim, sizes = pieces
         if count == 1 or local.shape[:dim].numel() == 1:  # received in place, whatever the size
             return comm.start_all_gather(local, group, sizes, dim).wait
-    parts = [cut(step.before.region(peer), count) for peer in group.ranks]
+    parts = [split_region(step.before.region(peer), count) for peer in group.ranks]
     mine = step.before.region(seat.rank)
     out = torch.empty(whole.size, dtype=local.dtype, device=local.device)
 
@@ -53,7 +53,7 @@ def reduce_scatter(step: ReduceScatter, local: Tensor, seat: ExecutionContext) -
     if pieces is not None and count == 1:
         dim, sizes = pieces
         return comm.start_reduce_scatter(local, group, sizes, dim, step.op).wait  # type: ignore[arg-type]  # Partial checked it
-    parts = [cut(step.after.region(peer), count) for peer in group.ranks]
+    parts = [split_region(step.after.region(peer), count) for peer in group.ranks]
     mine = step.after.region(seat.rank)
     out = torch.empty(mine.size, dtype=local.dtype, device=local.device)
 
@@ -83,7 +83,7 @@ def all_reduce(step: AllReduce, local: Tensor, seat: ExecutionContext, *, owned:
         return lambda: pending.wait().view(local.shape)
     out = flat if owned or flat.data_ptr() != local.data_ptr() else torch.empty_like(flat)
     whole = Region.whole(flat.shape)
-    parts = [cut(Region((sum(sizes[:index]),), (size,)), count) for index, size in enumerate(sizes)]
+    parts = [split_region(Region((sum(sizes[:index]),), (size,)), count) for index, size in enumerate(sizes)]
 
     def begin(number: int) -> Callable[[], None]:
         boxes, volumes = _parts(parts, number)

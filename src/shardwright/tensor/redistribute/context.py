@@ -14,7 +14,7 @@ from shardwright.tensor.redistribute.groups import Groups
 from shardwright.tensor.redistribute.plan import Plan
 from shardwright.tensor.redistribute.steps import Step, line
 
-__all__ = ["ExecutionContext", "Finish", "in_rounds"]
+__all__ = ["ExecutionContext", "Finish"]
 
 Finish: TypeAlias = Callable[[], Tensor]
 
@@ -37,22 +37,3 @@ class ExecutionContext:
         if len(mesh_dims) == 1:
             return self.groups.group_along(mesh, mesh_dims[0])
         return self.groups.group_of(line(mesh, mesh_dims, self.rank))
-
-
-def in_rounds(count: int, begin: Callable[[int], Callable[[], None]], out: Tensor) -> Finish:
-    """Begins one round after the other, waiting for each but the last; `out` is what they fill.
-
-    >>> import torch
-    >>> in_rounds(2, lambda number: lambda: None, torch.ones(1))()
-    tensor([1.])
-    """
-    for number in range(count - 1):
-        begin(number)()
-    last = begin(count - 1) if count else None
-
-    def finish() -> Tensor:
-        if last is not None:
-            last()
-        return out
-
-    return finish

@@ -11,6 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from shardwright.comm.packing import bits
 from shardwright.errors import ArgumentTypeError, LayoutError
 from shardwright.layout import Layout, Ragged, Shard
 from shardwright.tensor.redistribute.collect import all_gather, all_reduce, reduce_scatter
@@ -18,7 +19,6 @@ from shardwright.tensor.redistribute.context import ExecutionContext, Finish
 from shardwright.tensor.redistribute.exchange import exchange
 from shardwright.tensor.redistribute.groups import Groups, WorldGroups
 from shardwright.tensor.redistribute.identity import IDEMPOTENT, identity_element
-from shardwright.tensor.redistribute.packing import bits
 from shardwright.tensor.redistribute.plan import Plan
 from shardwright.tensor.redistribute.steps import (
     AllGather,

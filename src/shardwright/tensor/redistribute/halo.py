@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from shardwright import comm
+from shardwright.comm.packing import pack, unpack
 from shardwright.errors import CommError
 from shardwright.layout import Layout, Placement, Ragged, Region, Shard
 from shardwright.tensor.base import divergence, policy, trace
 from shardwright.tensor.base.capture import as_step, is_recording
-from shardwright.tensor.redistribute.packing import pack, unpack
 from shardwright.tensor.redistribute.schedule import Message, Schedule
 
 __all__ = ["Halo", "gather_halo"]

@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import ClassVar, final
 
 from shardwright.layout import Layout, Mesh
-from shardwright.tensor.redistribute.chunking import largest_shard
 from shardwright.tensor.redistribute.schedule import held, missing, schedule
 
 __all__ = [
@@ -25,6 +24,7 @@ __all__ = [
     "Slice",
     "Step",
     "ToPartial",
+    "largest_shard",
     "line",
     "piece",
     "volume",
@@ -291,6 +291,21 @@ class ToPartial(Step):
 
     def __str__(self) -> str:
         return f"{self.kind}({self.op}) over {self.before.mesh.label(self.mesh_dim)}"
+
+
+@lru_cache(maxsize=4096)
+def largest_shard(layout: Layout) -> int:
+    """An upper bound on the elements of any rank's shard, exact unless a dimension is sharded twice.
+
+    >>> from shardwright.layout import Shard
+    >>> largest_shard(Layout(Mesh((4,)), [Shard(0)], (5, 3)))
+    6
+    """
+    volume = 1
+    sizes = layout.table().sizes
+    for dim in range(layout.ndim):
+        volume *= int(sizes[:, dim].max())
+    return volume
 
 
 def volume(layout: Layout, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""Boxes of a tensor laid one after the other, and back."""
+"""Pack boxes of a tensor into one flat buffer, and unpack them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The tensor as integers of its width: torch cannot concatenate or copy every dtype, but these it can.
+    """View the tensor as integers of the same width, because torch cannot concatenate or copy every dtype.
 
     >>> bits(torch.ones(2, dtype=torch.float8_e5m2)).dtype
     torch.uint8
@@ -24,7 +24,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def pack(tensor: Tensor, frame: Region | None, boxes: Sequence[Region]) -> Tensor:
-    """These boxes of a tensor that holds `frame`, flat; a view where there is one and it lies in one stretch.
+    """Flatten these boxes of a tensor that holds the region `frame` into one buffer; a view if one contiguous box.
 
     >>> pack(torch.arange(4).view(2, 2), None, [Region((0, 0), (2, 1)), Region((1, 1), (1, 1))])
     tensor([0, 2, 3])
@@ -37,7 +37,7 @@ def pack(tensor: Tensor, frame: Region | None, boxes: Sequence[Region]) -> Tenso
 
 
 def unpack(packed: Tensor, tensor: Tensor, frame: Region | None, boxes: Sequence[Region]) -> None:
-    """Puts what `pack` made into its places in a tensor that holds `frame`.
+    """Copy a buffer made by `pack` into these boxes of a tensor that holds the region `frame`.
 
     >>> out = torch.zeros(2, 2, dtype=torch.int64)
     >>> unpack(torch.tensor([5, 6]), out, None, [Region((0, 1), (2, 1))])
