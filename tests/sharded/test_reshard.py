@@ -212,7 +212,7 @@ def test_a_rank_that_would_not_hear_of_its_gradient_is_named_on_all_ranks() -> N
 
     found = run_ranks(RANKS, work)
     assert len({text for text, _ in found}) == 1
-    assert found[0][0].startswith("ranks [2] hold shards that need a gradient, and would hold none afterwards")
+    assert found[0][0].startswith("ranks [2] hold shards that require grad and would hold none afterwards")
     assert [count for _, count in found] == [1, 1, 0, 1]
 
 
