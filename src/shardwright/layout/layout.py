@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import product
+from types import MappingProxyType
 from typing import Any, NamedTuple, final
 from weakref import WeakValueDictionary
 
@@ -23,6 +24,7 @@ __all__ = ["Holding", "Layout", "RegionTable"]
 
 _interned: WeakValueDictionary[tuple[object, ...], Layout] = WeakValueDictionary()
 _lock = threading.Lock()
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})  # attached to a new layout
 
 
 class Holding(NamedTuple):
@@ -72,6 +74,7 @@ class Layout:
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     order: tuple[int, ...]
+    attached: Any  # room for one mapping of a higher layer, which lives as long as the layout; see `attach`
 
     def __new__(
         cls,
@@ -281,16 +284,6 @@ class Layout:
         return cls(Mesh.from_json(value["mesh"]), placements, value["shape"], value.get("order"))
 
     @cached_property
-    def fast(self) -> dict[Any, Any]:
-        """Room for the dispatcher's shortest path: equal layouts are one object, so what is here is found again."""
-        return {}
-
-    @cached_property
-    def plans(self) -> dict[Any, Any]:
-        """Room for plans of calls on tensors laid out like this; they are forgotten with the layout."""
-        return {}
-
-    @cached_property
     def _cuts(self) -> tuple[tuple[int, int], ...]:
         """(mesh dimension, tensor dimension) of everything that cuts, in cutting order."""
         cuts = []
@@ -351,7 +344,7 @@ def _intern(mesh: Mesh, placements: tuple[Placement, ...], shape: tuple[int, ...
         layout = _interned.get(key)
         if layout is None:
             layout = object.__new__(Layout)
-            layout.__dict__.update(mesh=mesh, placements=placements, shape=shape, order=order)
+            layout.__dict__.update(mesh=mesh, placements=placements, shape=shape, order=order, attached=_NOTHING)
             _interned[key] = layout
     return layout
 
@@ -464,9 +457,13 @@ def _resolve_strided(placements: tuple[Placement, ...], mesh: Mesh) -> tuple[tup
     return plain, tuple(order)
 
 
-def forget_plans() -> None:
-    """Empties what others have kept on layouts: this process has become another rank, or joined another world."""
+def attach(layout: Layout, value: Mapping[Any, Any]) -> None:
+    """Keep a mapping of a higher layer with a layout, as `layout.attached`: equal layouts are one object."""
+    layout.__dict__["attached"] = value
+
+
+def detach_all() -> None:
+    """Drop what is attached to any layout."""
     with _lock:
         for layout in list(_interned.values()):
-            layout.__dict__.pop("fast", None)
-            layout.__dict__.pop("plans", None)
+            layout.__dict__["attached"] = _NOTHING

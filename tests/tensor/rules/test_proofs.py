@@ -17,7 +17,8 @@ import torch.nn.functional as F  # noqa: N812  # torch's own short name
 from torch import Tensor
 
 import shardwright.tensor  # noqa: F401  # registers the rules
-from shardwright.tensor.base.registry import FAST, OPERATORS, canonical_name
+from shardwright.tensor.base.registry import OPERATORS, canonical_name
+from shardwright.tensor.dispatch.cache import FAST
 from shardwright.testing import prove
 
 Call = Callable[..., Any]

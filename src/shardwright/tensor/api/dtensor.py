@@ -16,14 +16,14 @@ from shardwright.tensor.api.convert import rebuild, redistribute, to_local
 from shardwright.tensor.api.from_local import from_local
 from shardwright.tensor.base.checkpoint_protocol import provided
 from shardwright.tensor.base.gradient_types import REPLICATE
-from shardwright.tensor.base.registry import UNIFORM
 from shardwright.tensor.base.strides import copy_strides, global_stride
 from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function, tag
 from shardwright.tensor.base.trace import on_trace
 from shardwright.tensor.base.writes import count_writes_through, data_of
 from shardwright.tensor.dispatch import refusals, storage_ops
+from shardwright.tensor.dispatch.cache import torch_function
 from shardwright.tensor.dispatch.dispatcher import PASS_FUNCTIONS, intercept
-from shardwright.tensor.dispatch.execute import call_known, call_uniform
+from shardwright.tensor.dispatch.execute import call_known
 from shardwright.tensor.gradients import engine
 from shardwright.tensor.gradients.enter import forget_entered
 
@@ -67,45 +67,7 @@ class DTensor(DTensorBase):
     is_nested = False
     is_sparse_csr = False
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not kwargs and args and type(args[0]) is cls:
-            known = args[0]._layout.fast.get(func)
-            if known is not None:
-                short = None
-                if len(args) == 2:
-                    second = args[1]
-                    short = known.get(second._layout if type(second) is cls else type(second))
-                elif len(args) == 3 and type(args[1]) is cls:
-                    _, second, third = args
-                    short = known.get((second._layout, third._layout if type(third) is cls else third))
-                if short is None:
-                    try:
-                        short = known.get(args[1:])
-                    except TypeError:
-                        short = None  # a list among the arguments: the longer way
-                if type(short) is Layout:
-                    result = disabled(func, types, args, {})
-                    result.__class__ = cls
-                    result._layout = short
-                    return result
-                if short is not None:
-                    run, layout = short
-                    with no_torch_function():
-                        result = run(func, args, {})
-                    result.__class__ = cls
-                    result._layout = layout
-                    return result
-        inplace = UNIFORM.get(func)
-        if inplace is not None and args:
-            result = call_uniform(cls, inplace, func, types, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        kwargs = kwargs or {}
-        if func in PASS_FUNCTIONS:
-            return disabled(func, types, args, kwargs)
-        result = call_known(func, args, kwargs)
-        return intercept(func, types, args, kwargs) if result is NotImplemented else result
+    __torch_function__: Any = classmethod(torch_function(PASS_FUNCTIONS, call_known, intercept))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import final
 
 from shardwright.layout import Layout, Partial, Placement, Replicate
+from shardwright.tensor.base.layout_cache import cache_of
 
 __all__ = ["ENTERED", "REPLICATE", "SUM", "Entered", "dual", "settled"]
 
@@ -37,22 +38,25 @@ _SETTLED: dict[type[Placement], Placement] = {Entered: REPLICATE}
 
 def dual(layout: Layout) -> Layout:
     """The layout of the gradient of a value laid out like this."""
-    return _exchanged(layout, "_dual", _DUAL)
+    try:
+        known: Layout | None = layout.attached.dual  # remembered: `.grad` asks all the time
+    except AttributeError:
+        known = cache_of(layout).dual = _exchanged(layout, _DUAL)
+    return layout if known is None else known  # None: it is its own, and must not keep itself alive
 
 
 def settled(layout: Layout) -> Layout:
     """The layout as users see it: what has entered is a replicate again."""
-    return _exchanged(layout, "_settled", _SETTLED)
-
-
-def _exchanged(layout: Layout, name: str, by: dict[type[Placement], Placement]) -> Layout:
-    """The layout with some types of placements exchanged for others, remembered on it: `.grad` asks all the time."""
     try:
-        known: Layout | None = layout.__dict__[name]
-    except KeyError:
-        known = None
-        if any(type(placement) in by for placement in layout.placements):
-            placements = [by.get(type(placement), placement) for placement in layout.placements]
-            known = layout.replace(placements=placements, order=layout.order)
-        layout.__dict__[name] = known
-    return layout if known is None else known  # None: it is its own, and must not keep itself alive
+        known: Layout | None = layout.attached.settled
+    except AttributeError:
+        known = cache_of(layout).settled = _exchanged(layout, _SETTLED)
+    return layout if known is None else known
+
+
+def _exchanged(layout: Layout, by: dict[type[Placement], Placement]) -> Layout | None:
+    """The layout with some types of placements exchanged for others; None where it has none of them."""
+    if not any(type(placement) in by for placement in layout.placements):
+        return None
+    placements = [by.get(type(placement), placement) for placement in layout.placements]
+    return layout.replace(placements=placements, order=layout.order)

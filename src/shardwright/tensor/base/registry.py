@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -16,14 +15,10 @@ if TYPE_CHECKING:  # the rules register themselves here: this module comes befor
     from shardwright.tensor.base.strategy import MeshStrategy, Strategies
 
 __all__ = [
-    "FAST",
-    "UNIFORM",
     "Op",
     "canonical_name",
     "composite",
     "forget_types",
-    "mark_fast",
-    "mark_uniform",
     "operator",
     "rule",
     "takes_numbers_by_type",
@@ -43,8 +38,6 @@ class Op:
 
 
 OPERATORS: dict[str, Op] = {}
-UNIFORM: dict[Any, bool] = {}  # element by element: inputs of one layout give that layout; True: in place
-FAST: set[Any] = set()  # functions that always return one new tensor: their plans may be as short as a layout
 _by_function: dict[Any, tuple[str, bool]] = {}
 _by_type: dict[Any, bool] = {}
 
@@ -149,22 +142,3 @@ def composite(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         return function
 
     return register
-
-
-def mark_fast(*names: str) -> None:
-    """Says that these operators always return one new tensor, so that the dispatcher may take its shortest path."""
-    for name in names:
-        for place in (torch, torch.Tensor, torch.nn.functional, torch.special):
-            function = getattr(place, name, None)
-            if function is not None and not isinstance(function, FunctionType):
-                FAST.add(function)
-
-
-def mark_uniform(*names: str) -> None:
-    """Says that these operators work element by element: on inputs of one layout there is nothing to look up."""
-    for name in names:
-        for place in (torch, torch.Tensor):
-            for spelling, inplace in ((name, False), (f"{name}_", True)):
-                function = getattr(place, spelling, None)
-                if function is not None and not isinstance(function, FunctionType):
-                    UNIFORM[function] = inplace

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from shardwright import comm
 from shardwright.layout import Layout, Mesh, Region
-from shardwright.layout.layout import forget_plans
 from shardwright.tensor.base.gradient_types import REPLICATE
 
 __all__ = [
@@ -32,8 +31,6 @@ __all__ = [
     "version_of",
     "with_dtypes",
 ]
-
-comm.on_forget(forget_plans)  # plans know this process's rank
 
 disabled = torch._C._disabled_torch_function_impl
 no_torch_function = torch._C.DisableTorchFunctionSubclass

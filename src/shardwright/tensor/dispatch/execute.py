@@ -2,14 +2,12 @@
 
     function, layouts, static arguments ──cache──> CallPlan: inputs to move, local call, layouts of the outputs
 
-A plan holds no tensors. It lives in a table on the first operand's Layout, which is interned: equal calls meet the
-same plan, and plans die with their layouts. `Layout.fast` is the shortest path: where the inputs need nothing and the
-result is one new tensor, all there is to remember is the layout of that result.
+The cache and its shorter paths are in `cache`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
 from typing import Any
@@ -23,10 +21,9 @@ from shardwright.tensor.base import policy
 from shardwright.tensor.base.capture import below_modes
 from shardwright.tensor.base.copied import mark_copied, refuse_copied, remember_origin
 from shardwright.tensor.base.gradient_types import settled
-from shardwright.tensor.base.registry import FAST, Op
+from shardwright.tensor.base.registry import Op
 from shardwright.tensor.base.rounding import completing_first
 from shardwright.tensor.base.strategy import Local, LocalContext, MeshStrategy, Operand, Strategies
-from shardwright.tensor.base.strides import is_thin
 from shardwright.tensor.base.tagging import (
     DTensorBase,
     disabled,
@@ -37,65 +34,17 @@ from shardwright.tensor.base.tagging import (
 from shardwright.tensor.base.writes import WATCH, count_write
 from shardwright.tensor.dispatch.arguments import Call, map_tensors, take_apart
 from shardwright.tensor.dispatch.autocast import cast_to
+from shardwright.tensor.dispatch.cache import CallPlan, known_plan, remember_fast, remember_plan
 from shardwright.tensor.dispatch.choose import Impossible, choose
 from shardwright.tensor.dispatch.foreach import LIST_FUNCTIONS
 from shardwright.tensor.dispatch.outside import is_outside, run_outside
 from shardwright.tensor.dispatch.shapes import Outputs, outputs_of
-from shardwright.tensor.dispatch.shown import NOTHING, Shown, note_shown, what_torch_shows
+from shardwright.tensor.dispatch.shown import NOTHING, note_shown, what_torch_shows
 from shardwright.tensor.dispatch.write_through import is_looked_up
 from shardwright.tensor.gradients.enter import prepare_operand
 from shardwright.tensor.redistribute.autograd import differs
 
-__all__ = ["CallPlan", "call_by_rule", "call_known", "call_uniform"]
-
-MAX_PLANS = 512  # per layout; when it is full it is emptied: a cache, not a history
-
-
-@dataclass(frozen=True, slots=True)
-class CallPlan:
-    """How to make a call: where each tensor goes first, the local call, what the results are. Holds no tensors."""
-
-    name: str
-    moves: tuple[tuple[Layout, Layout] | None, ...]
-    moving: bool  # whether any of them is one
-    run: Local | None
-    outs: tuple[Layout, ...]
-    inplace: bool
-    enters: bool  # some input enters where a gradient is asked for
-    view: bool  # the result may be a view of the first input
-    copied: bool  # the input of a view had to move: the result looks like a view, but is a copy
-    dtypes: (
-        tuple[torch.dtype, ...] | None
-    )  # of the results, where this rank computes something else, having no elements
-    shown: dict[Any, Shown]  # by the strides of the first input: what torch makes of them
-
-
-def call_uniform(cls: Any, inplace: bool, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an element-wise call on tensors of one layout, if they are: nothing moves, nothing is looked up."""
-    first = args[0]
-    if type(first) is not cls or (kwargs and "out" in kwargs):
-        return NotImplemented  # the longer way says what is wrong
-    layout = first._layout
-    if layout.is_partial:
-        return NotImplemented
-    for value in args if not kwargs else (*args, *kwargs.values()):
-        kind = type(value)
-        if kind is cls:
-            if value._layout is not layout:
-                return NotImplemented
-        elif kind is not float and kind is not int and isinstance(value, _NOT_UNIFORM):
-            return NotImplemented
-    result = disabled(func, types, args, kwargs or {})
-    if inplace:
-        if WATCH.inference:
-            count_write(first)
-        return first
-    result.__class__ = cls
-    result._layout = layout
-    return result
-
-
-_NOT_UNIFORM = (torch.Tensor, list, tuple)
+__all__ = ["call_by_rule", "call_known"]
 
 
 def call_known(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -105,7 +54,7 @@ def call_known(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     call = take_apart(func, args, kwargs)
     if call.key is None or not call.tensors:
         return NotImplemented
-    plan = call.tensors[0]._layout.plans.get(call.key)
+    plan = known_plan(call.tensors[0]._layout, call.key)
     if plan is None or (plan.inplace and is_looked_up(call.tensors[0])):
         return NotImplemented
     return _execute(plan, func, args, kwargs, call)
@@ -116,17 +65,15 @@ def call_by_rule(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, 
     kwargs = _in_order(op.rule, kwargs) if len(kwargs) > 1 else kwargs
     call = take_apart(func, args, kwargs)
     first = call.tensors[0]._layout
-    plan = first.plans.get(call.key) if call.key is not None else None
+    plan = known_plan(first, call.key) if call.key is not None else None
     if plan is None:
         with below_modes():
             plan = _make_plan(op, inplace, func, args, kwargs, call)
         if plan is None:
             return NotImplemented
         if call.key is not None:
-            if len(first.plans) >= MAX_PLANS:
-                first.plans.clear()
-            first.plans[call.key] = plan
-            _remember_fast(op, plan, func, args, kwargs)
+            remember_plan(first, call.key, plan)
+            remember_fast(op, plan, func, args, kwargs)
     return _execute(plan, func, args, kwargs, call)
 
 
@@ -280,34 +227,3 @@ def _operand(tensor: DTensorBase) -> Operand:
     with no_torch_function():
         grad = tensor.requires_grad and torch.is_grad_enabled()
         return Operand(tensor._layout, tensor.dtype, grad, "_is_param" in tensor.__dict__)
-
-
-def _remember_fast(op: Op, plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Plans that are nothing but a local call on one tensor, or on two, get the shortest path.
-
-    They are found by the second tensor's layout, by the type of the number that is the second operand, or by all
-    the static arguments.
-    """
-    if kwargs or plan.enters or plan.moving or plan.inplace or plan.dtypes or len(plan.outs) != 1 or func not in FAST:
-        return
-    if plan.view and is_thin(plan.outs[0]):
-        return  # its strides may have to be noted
-    if not isinstance(args[0], DTensorBase) or args[0]._layout.is_partial:
-        return
-    other: Any = tuple(args[1:])
-    if len(args) == 2 and isinstance(args[1], DTensorBase):
-        other = args[1]._layout
-        if other.is_partial:
-            return
-    elif len(args) == 2 and op.numbers_by_type and type(args[1]) in (int, float):
-        other = type(args[1])
-    elif len(args) == 3 and isinstance(args[1], DTensorBase):
-        other = tuple(value._layout if isinstance(value, DTensorBase) else value for value in args[1:])
-        if any(getattr(value, "is_partial", False) for value in other) or not isinstance(other[1], Layout | None):
-            return
-    elif not all(type(value) in (int, torch.Size) or value is None for value in other):
-        return
-    known = args[0]._layout.fast.setdefault(func, {})
-    if len(known) >= MAX_PLANS:
-        known.clear()
-    known[other] = plan.outs[0] if plan.run is None else (plan.run, plan.outs[0])

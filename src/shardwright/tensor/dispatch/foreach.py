@@ -16,6 +16,7 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import InPlaceError, TensorError
 from shardwright.layout import Layout
+from shardwright.tensor.base.layout_cache import cache_of
 from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function, tag_replicated
 from shardwright.tensor.base.writes import WATCH, count_write
 from shardwright.tensor.redistribute.steps import line
@@ -194,10 +195,11 @@ def _sharing(tensors: Sequence[Tensor]) -> dict[tuple[int, ...], list[int]]:
 
 def _cut_over(layout: Layout, rank: int) -> tuple[int, ...]:
     """The ranks that hold the other pieces of what this rank holds a piece of; kept with the layout."""
-    known = layout.plans.get((_cut_over, rank))
+    derived = cache_of(layout).derived
+    known: tuple[int, ...] | None = derived.get((_cut_over, rank))
     if known is None:
         cutting = tuple(m for m, placement in enumerate(layout.placements) if placement.is_shard())
-        known = layout.plans[_cut_over, rank] = tuple(sorted(line(layout.mesh, cutting, rank)))
+        known = derived[_cut_over, rank] = tuple(sorted(line(layout.mesh, cutting, rank)))
     return known
 
 

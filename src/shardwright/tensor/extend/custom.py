@@ -8,8 +8,9 @@ from typing import Any, final
 from torch._ops import OpOverload, OpOverloadPacket
 
 from shardwright.errors import RuleError
-from shardwright.layout.layout import forget_plans
-from shardwright.tensor.base.registry import FAST, OPERATORS, UNIFORM, Op, Rule, canonical_name, forget_types
+from shardwright.tensor.base.layout_cache import forget_caches
+from shardwright.tensor.base.registry import OPERATORS, Op, Rule, canonical_name, forget_types
+from shardwright.tensor.dispatch.cache import restore_shortcuts, take_shortcuts
 from shardwright.tensor.extend.claims import checked
 from shardwright.tensor.extend.user_rules import indexed
 
@@ -29,11 +30,7 @@ class Registration:
     def __init__(self, name: str, rule: Rule, numbers_by_type: bool) -> None:
         self.name = name
         self._before = OPERATORS.get(name)
-        self._fast = {function for function in FAST if canonical_name(function)[0] == name}
-        self._uniform = {function: UNIFORM[function] for function in UNIFORM if canonical_name(function)[0] == name}
-        FAST.difference_update(self._fast)
-        for function in self._uniform:
-            del UNIFORM[function]
+        self._shortcuts = take_shortcuts(name)
         OPERATORS[name] = self._mine = Op(name, rule, None, numbers_by_type)
         _forget()
 
@@ -45,8 +42,7 @@ class Registration:
             del OPERATORS[self.name]
         else:
             OPERATORS[self.name] = self._before
-        FAST.update(self._fast)
-        UNIFORM.update(self._uniform)
+        restore_shortcuts(self._shortcuts)
         _forget()
 
     def __enter__(self) -> Registration:
@@ -59,7 +55,7 @@ class Registration:
 def _forget() -> None:
     """Plans made by other rules are no longer true."""
     forget_types()
-    forget_plans()
+    forget_caches()
 
 
 def register_rule(

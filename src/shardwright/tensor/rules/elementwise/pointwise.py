@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwright.tensor.base.gradient_types import REPLICATE
-from shardwright.tensor.base.registry import composite, mark_fast, mark_uniform, rule
+from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.rounding import keeps_every_value
 from shardwright.tensor.base.strategy import (
     Labels,
@@ -19,6 +19,7 @@ from shardwright.tensor.base.strategy import (
     Strategies,
     index_strategies,
 )
+from shardwright.tensor.dispatch.cache import mark_fast, mark_uniform
 from shardwright.tensor.rules.elementwise.overwrite import as_addend, overwriting
 
 __all__ = ["broadcast_labels", "operands_in", "pointwise"]

@@ -10,7 +10,7 @@ import torch
 
 from shardwright.layout import Shard
 from shardwright.tensor.base.gradient_types import REPLICATE
-from shardwright.tensor.base.registry import composite, mark_fast, rule
+from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import (
     Labels,
     Local,
@@ -20,6 +20,7 @@ from shardwright.tensor.base.strategy import (
     Strategy,
     index_strategies,
 )
+from shardwright.tensor.dispatch.cache import mark_fast
 from shardwright.tensor.rules.elementwise.pointwise import broadcast_labels, operands_in, pointwise
 
 __all__: list[str] = []

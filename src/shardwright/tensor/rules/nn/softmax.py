@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from shardwright.tensor.base.registry import composite, mark_fast, rule
+from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Operand, Strategies, index_strategies
+from shardwright.tensor.dispatch.cache import mark_fast
 
 __all__: list[str] = []
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from shardwright.errors import TensorError
 from shardwright.layout import Layout
 from shardwright.tensor.base.gradient_types import ENTERED
-from shardwright.tensor.base.registry import composite, mark_fast, rule
+from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Labels, Local, LocalContext, Operand, Strategies, index_strategies
 from shardwright.tensor.base.tagging import alias, no_torch_function, tag
+from shardwright.tensor.dispatch.cache import mark_fast
 from shardwright.tensor.redistribute.autograd import redistribute_local
 from shardwright.tensor.redistribute.identity import identity_element
 from shardwright.tensor.redistribute.implicit import completed

@@ -18,6 +18,7 @@ from shardwright import comm
 from shardwright.layout import Layout, Placement, Shard
 from shardwright.tensor.base import policy
 from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE, settled
+from shardwright.tensor.base.layout_cache import cache_of
 from shardwright.tensor.redistribute.autograd import redistribute_local
 from shardwright.tensor.rules.shared.pick import cutting
 
@@ -88,14 +89,15 @@ def pieces_of(layout: Layout, dim: Any) -> Pieces | None:
     dim %= layout.ndim
     if not cutting(layout, dim) or comm.rank() not in layout.mesh:
         return None
-    known: Pieces | None = layout.plans.get(("pieces", dim))
+    derived = cache_of(layout).derived
+    known: Pieces | None = derived.get((Pieces, dim))
     if known is None:
         shape = (*layout.shape[:dim], prod(layout.mesh.shape[m] for m in layout.cut_by(dim)), *layout.shape[dim + 1 :])
         placements = [Shard(dim) if p.is_shard(dim) else p for p in layout.placements]
         one_each = Layout(layout.mesh, placements, shape, layout.order)
         sizes = layout.table().sizes[:, dim]
         start = layout.region(comm.rank()).offset[dim]
-        known = layout.plans["pieces", dim] = _ordered(one_each, dim, sizes, start)
+        known = derived[Pieces, dim] = _ordered(one_each, dim, sizes, start)
     return known
 
 

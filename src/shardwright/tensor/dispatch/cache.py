@@ -1,0 +1,238 @@
+"""The dispatcher's caches, with everything that reads and writes them. Three paths, the shortest first:
+
+| path | for | looked up by | what is remembered |
+|---|---|---|---|
+| fast | a local call and nothing else, one new tensor | first operand's layout, function, `FastKey` | `FastPlan` |
+| uniform | an element-wise operator, all operands of one layout | function, in `UNIFORM` | whether it is in place |
+| plans | every call by a rule | first operand's layout, `CallKey` | `CallPlan` |
+
+Nothing here holds a tensor. Tables are kept with a layout, which is interned: equal calls meet the same plan, and plans
+die with their layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from shardwright.layout import Layout
+from shardwright.tensor.base.layout_cache import LayoutCache, cache_of
+from shardwright.tensor.base.registry import Op, canonical_name
+from shardwright.tensor.base.strategy import Local
+from shardwright.tensor.base.strides import is_thin
+from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function
+from shardwright.tensor.base.writes import WATCH, count_write
+from shardwright.tensor.dispatch.shown import Shown
+
+__all__ = [
+    "FAST",
+    "UNIFORM",
+    "CallKey",
+    "CallPlan",
+    "FastKey",
+    "FastPlan",
+    "Shortcuts",
+    "known_plan",
+    "mark_fast",
+    "mark_uniform",
+    "remember_fast",
+    "remember_plan",
+    "restore_shortcuts",
+    "take_shortcuts",
+    "torch_function",
+]
+
+MAX_PLANS = 512  # per layout; when it is full it is emptied: a cache, not a history
+
+# The second operand's layout; the type of the number it is; both further layouts; or all static arguments.
+FastKey: TypeAlias = "Layout | type[int] | type[float] | tuple[Any, ...]"
+FastPlan: TypeAlias = (
+    "Layout | tuple[Local, Layout]"  # of the result; with what to call, where that is not the function
+)
+CallKey: TypeAlias = tuple[Any, ...]  # what `take_apart` makes of a call
+
+UNIFORM: dict[Any, bool] = {}  # element by element: inputs of one layout give that layout; True: in place
+FAST: set[Any] = set()  # functions that always return one new tensor: their plans may be as short as a layout
+
+
+def mark_fast(*names: str) -> None:
+    """Says that these operators always return one new tensor, so that the dispatcher may take its shortest path."""
+    for name in names:
+        for place in (torch, torch.Tensor, torch.nn.functional, torch.special):
+            function = getattr(place, name, None)
+            if function is not None and not isinstance(function, FunctionType):
+                FAST.add(function)
+
+
+def mark_uniform(*names: str) -> None:
+    """Says that these operators work element by element: on inputs of one layout there is nothing to look up."""
+    for name in names:
+        for place in (torch, torch.Tensor):
+            for spelling, inplace in ((name, False), (f"{name}_", True)):
+                function = getattr(place, spelling, None)
+                if function is not None and not isinstance(function, FunctionType):
+                    UNIFORM[function] = inplace
+
+
+class Shortcuts(NamedTuple):
+    """The short paths of one operator."""
+
+    fast: set[Any]
+    uniform: dict[Any, bool]
+
+
+def take_shortcuts(name: str) -> Shortcuts:
+    """Take away the short paths of an operator, which its new rule may not allow, and return them."""
+    fast = {function for function in FAST if canonical_name(function)[0] == name}
+    uniform = {function: UNIFORM[function] for function in UNIFORM if canonical_name(function)[0] == name}
+    FAST.difference_update(fast)
+    for function in uniform:
+        del UNIFORM[function]
+    return Shortcuts(fast, uniform)
+
+
+def restore_shortcuts(taken: Shortcuts) -> None:
+    """Put back what `take_shortcuts` took away."""
+    FAST.update(taken.fast)
+    UNIFORM.update(taken.uniform)
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """How to make a call: where each tensor goes first, the local call, what the results are. Holds no tensors."""
+
+    name: str
+    moves: tuple[tuple[Layout, Layout] | None, ...]
+    moving: bool  # whether any of them is one
+    run: Local | None
+    outs: tuple[Layout, ...]
+    inplace: bool
+    enters: bool  # some input enters where a gradient is asked for
+    view: bool  # the result may be a view of the first input
+    copied: bool  # the input of a view had to move: the result looks like a view, but is a copy
+    dtypes: tuple[torch.dtype, ...] | None  # of the results, where this rank has no elements and computes otherwise
+    shown: dict[Any, Shown]  # by the strides of the first input: what torch makes of them
+
+
+def torch_function(passed: frozenset[Any], call_known: Callable[..., Any], intercept: Callable[..., Any]) -> Any:
+    """Return `DTensor.__torch_function__`. What no short path answers goes to the local tensor if in `passed`, then
+    to `call_known`, then to `intercept`.
+    """
+
+    def call(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and args and type(args[0]) is cls:
+            known = args[0]._layout.attached.get(func)
+            if known is not None:
+                short = None
+                if len(args) == 2:
+                    second = args[1]
+                    short = known.get(second._layout if type(second) is cls else type(second))
+                elif len(args) == 3 and type(args[1]) is cls:
+                    _, second, third = args
+                    short = known.get((second._layout, third._layout if type(third) is cls else third))
+                if short is None:
+                    try:
+                        short = known.get(args[1:])
+                    except TypeError:
+                        short = None  # a list among the arguments: the longer way
+                if type(short) is Layout:
+                    result = disabled(func, types, args, {})
+                    result.__class__ = cls
+                    result._layout = short
+                    return result
+                if short is not None:
+                    run, layout = short
+                    with no_torch_function():
+                        result = run(func, args, {})
+                    result.__class__ = cls
+                    result._layout = layout
+                    return result
+        inplace = UNIFORM.get(func)
+        if inplace is not None and args:
+            result = _call_uniform(cls, inplace, func, types, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        kwargs = kwargs or {}
+        if func in passed:
+            return disabled(func, types, args, kwargs)
+        result = call_known(func, args, kwargs)
+        return intercept(func, types, args, kwargs) if result is NotImplemented else result
+
+    return call
+
+
+def _call_uniform(cls: Any, inplace: bool, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an element-wise call on tensors of one layout, if they are: nothing moves, nothing is looked up."""
+    first = args[0]
+    if type(first) is not cls or (kwargs and "out" in kwargs):
+        return NotImplemented  # the longer way says what is wrong
+    layout = first._layout
+    if layout.is_partial:
+        return NotImplemented
+    for value in args if not kwargs else (*args, *kwargs.values()):
+        kind = type(value)
+        if kind is cls:
+            if value._layout is not layout:
+                return NotImplemented
+        elif kind is not float and kind is not int and isinstance(value, _NOT_UNIFORM):
+            return NotImplemented
+    result = disabled(func, types, args, kwargs or {})
+    if inplace:
+        if WATCH.inference:
+            count_write(first)
+        return first
+    result.__class__ = cls
+    result._layout = layout
+    return result
+
+
+_NOT_UNIFORM = (torch.Tensor, list, tuple)
+
+
+def remember_fast(op: Op, plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Plans that are nothing but a local call on one tensor, or on two, get the shortest path.
+
+    They are found by the second tensor's layout, by the type of the number that is the second operand, or by all
+    the static arguments.
+    """
+    if kwargs or plan.enters or plan.moving or plan.inplace or plan.dtypes or len(plan.outs) != 1 or func not in FAST:
+        return
+    if plan.view and is_thin(plan.outs[0]):
+        return  # its strides may have to be noted
+    if not isinstance(args[0], DTensorBase) or args[0]._layout.is_partial:
+        return
+    other: Any = tuple(args[1:])
+    if len(args) == 2 and isinstance(args[1], DTensorBase):
+        other = args[1]._layout
+        if other.is_partial:
+            return
+    elif len(args) == 2 and op.numbers_by_type and type(args[1]) in (int, float):
+        other = type(args[1])
+    elif len(args) == 3 and isinstance(args[1], DTensorBase):
+        other = tuple(value._layout if isinstance(value, DTensorBase) else value for value in args[1:])
+        if any(getattr(value, "is_partial", False) for value in other) or not isinstance(other[1], Layout | None):
+            return
+    elif not all(type(value) in (int, torch.Size) or value is None for value in other):
+        return
+    known: dict[FastKey, FastPlan] = cache_of(args[0]._layout).setdefault(func, {})
+    if len(known) >= MAX_PLANS:
+        known.clear()
+    known[other] = plan.outs[0] if plan.run is None else (plan.run, plan.outs[0])
+
+
+def known_plan(layout: Layout, key: CallKey) -> CallPlan | None:
+    """Return the plan of a call whose first operand is laid out like this, if there is one."""
+    cache = layout.attached
+    return cache.plans.get(key) if type(cache) is LayoutCache else None
+
+
+def remember_plan(layout: Layout, key: CallKey, plan: CallPlan) -> None:
+    """Keep the plan of a call with the layout of its first operand."""
+    plans = cache_of(layout).plans
+    if len(plans) >= MAX_PLANS:
+        plans.clear()
+    plans[key] = plan
