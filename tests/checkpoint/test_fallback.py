@@ -46,7 +46,7 @@ def two_steps(root: Path) -> CheckpointManager:
 def test_nothing_of_a_damaged_step_remains_where_names_keep_their_values(tmp_path: Path, on_missing: Any) -> None:
     manager = two_steps(tmp_path)
     state = {"a": full(0), "z": full(0), "new": full(5)}
-    with pytest.warns(CheckpointWarning, match="passed over\n  step 20: CorruptionError"):
+    with pytest.warns(CheckpointWarning, match="skipped\n  step 20: CorruptionError"):
         assert manager.restore(state, on_missing=on_missing) == 10
     assert [state[name].unique().tolist() for name in ("a", "z", "new")] == [[0], [10], [5]]
 
@@ -93,7 +93,7 @@ def test_damage_that_comes_after_the_verification_is_an_error_that_names_the_ste
     manager = two_steps(tmp_path)
     monkeypatch.setattr(manager_module.CheckpointManager, "_verify", lambda _self, _step: None)  # it was good then
     state = {"a": full(0), "z": full(0)}
-    with pytest.raises(CheckpointError, match=r"step 20 is damaged.*step 10 does not have 'a'.*undefined.*step=10"):
+    with pytest.raises(CheckpointError, match=r"step 20 is corrupted.*step 10 does not have 'a'.*undefined.*step=10"):
         manager.restore(state, on_missing="keep")
     fresh = {"a": full(0), "z": full(0)}
     assert manager.restore(fresh, step=10, on_missing="keep") == 10
@@ -104,7 +104,7 @@ def test_an_older_step_that_does_not_fit_says_that_the_state_is_undefined(tmp_pa
     with pytest.raises(LoadMismatchError) as raised:
         manager.restore({"a": full(0), "z": full(0)})
     assert raised.value.__notes__ == [
-        "the state is undefined: it may hold values of damaged steps, which were tried first: 20"
+        "the state is undefined: it may hold values of corrupted steps that were tried first: 20"
     ]
 
 

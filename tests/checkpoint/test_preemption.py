@@ -33,9 +33,9 @@ def test_the_handler_before_is_called_too_and_comes_back() -> None:
     try:
         mine = signal.getsignal(signal.SIGTERM)
         preemption = Preemption()
-        assert not preemption.anywhere(comm.world())
+        assert not preemption.on_any_rank(comm.world())
         os.kill(os.getpid(), signal.SIGTERM)
-        assert preemption.anywhere(comm.world())
+        assert preemption.on_any_rank(comm.world())
         assert heard == [signal.SIGTERM]
         preemption.close()
         assert signal.getsignal(signal.SIGTERM) is mine
@@ -67,7 +67,7 @@ def test_a_thread_cannot_listen_and_is_told_so() -> None:
     thread = threading.Thread(target=listen)
     thread.start()
     thread.join()
-    assert raised == ["save_on_sigterm: Python lets only the main thread listen for signals"]
+    assert raised == ["save_on_sigterm: Python lets only the main thread handle signals"]
 
 
 def test_the_manager_gives_the_handler_back_also_when_the_loop_raises(tmp_path: Path) -> None:

@@ -110,10 +110,10 @@ def test_of_equal_metrics_the_newer_is_better() -> None:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ({"last": 0}, "keep_last=0: one or more is needed"),
-        ({"every": -1}, "keep_every=-1"),
-        ({"best": KeepBest(0, "loss")}, "keep_best=0"),
-        ({"best": KeepBest(1, "loss", "least")}, 'mode \'least\' is neither "min" nor "max"'),
+        ({"last": 0}, "keep_last must be at least 1 or None, got 0"),
+        ({"every": -1}, "keep_every must be at least 1 or None, got -1"),
+        ({"best": KeepBest(0, "loss")}, "keep_best must be at least 1 or None, got 0"),
+        ({"best": KeepBest(1, "loss", "least")}, 'mode must be "min" or "max", got \'least\''),
     ],
 )
 def test_a_rule_that_cannot_be_is_refused(policy: dict[str, object], message: str) -> None:

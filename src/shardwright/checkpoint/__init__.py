@@ -3,8 +3,9 @@
 from shardwright.checkpoint.api import async_save, load, read, save
 from shardwright.checkpoint.background import AsyncSave, SaveProgress
 from shardwright.checkpoint.format.values import Codec
+from shardwright.checkpoint.manage.restore import CheckpointWarning
 from shardwright.checkpoint.manage.retention import KeepBest
-from shardwright.checkpoint.manager import CheckpointManager, CheckpointWarning
+from shardwright.checkpoint.manager import CheckpointManager
 from shardwright.checkpoint.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,

@@ -1,8 +1,8 @@
-"""Going back from a damaged step to an older one without mixing the two.
+"""Fall back from a corrupted step to an older one without mixing the two.
 
-Damage is found while a step is read, when part of the state may hold its values. The older step that is loaded next
-replaces all of them, if it has all names of the damaged one. Where names of the state that are not stored keep their
-values (`on_missing`), it may not: then the newer step is verified before anything of it is loaded.
+Corruption is found while a step is read, when part of the state may already hold its values. The older step that is
+loaded next overwrites all of them if it has all names of the corrupted one. With `on_missing`, names that are not
+stored keep their values, so it may not; then the newer step is verified before any of it is loaded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, final
 from shardwright.checkpoint.format.manifest import Manifest
 from shardwright.checkpoint.format.tree import tensor_names
 from shardwright.errors import CheckpointError, CorruptionError, FormatError, NotACheckpointError
+from shardwright.listing import join_first
 
 __all__ = ["Fallback"]
 
@@ -21,40 +22,40 @@ _MAX_LISTED = 5
 
 @final
 class Fallback:
-    """The steps that were loaded in part, and which may be loaded after them. `manifest` reads that of a step."""
+    """The steps that were loaded in part, and which steps may be loaded after them. `manifest` reads a step's."""
 
     def __init__(self, manifest: Callable[[int], Manifest]) -> None:
         self._manifest = manifest
         self._names: dict[int, frozenset[Any]] = {}
-        self._touched: list[int] = []
+        self._partly_loaded: list[int] = []
 
     def must_verify(self, step: int, older: Iterable[int]) -> bool:
-        """Return whether a step is to be verified before it is loaded: an older one could not replace all of it.
+        """Return True if a step must be verified before it is loaded, as an older one could not overwrite all of it.
 
-        Raise `CheckpointError` if it would leave values of a step in the state that was loaded in part before.
+        Raise `CheckpointError` if loading it would leave values in the state from a step that was loaded in part.
         """
-        names = self._read(step)
+        names = self._read_names(step)
         if names is None:
-            return False  # it is not loaded: that finds the same damage before it changes anything
+            return False  # loading it finds the same corruption before it changes anything
         self._names[step] = names
-        for before in self._touched:
+        for before in self._partly_loaded:
             left = sorted(map(str, self._names[before] - names))
             if left:
-                told = ", ".join(map(repr, left[:_MAX_LISTED])) + (" and more" if len(left) > _MAX_LISTED else "")
+                listed = join_first([repr(name) for name in left], _MAX_LISTED)
                 raise CheckpointError(
-                    f"step {before} is damaged, and was loaded in part before that was found; step {step} does not "
-                    f"have {told}, which the state may now hold from step {before}. The state is undefined: make it "
-                    f"anew, and give restore the step, step={step}"
+                    f"step {before} is corrupted, and part of it was loaded before that was found; step {step} does "
+                    f"not have {listed}, which the state may now hold from step {before}. The state is undefined: "
+                    f"create it anew, and pass step={step} to restore"
                 )
-        return any(other is not None and not names <= other for other in map(self._read, older))
+        return any(other is not None and not names <= other for other in map(self._read_names, older))
 
     def failed(self, step: int) -> None:
-        """Note that the load of a step failed, perhaps after it had changed the state."""
+        """Record that loading a step failed, possibly after it had changed the state."""
         if step in self._names:
-            self._touched.append(step)
+            self._partly_loaded.append(step)
 
-    def _read(self, step: int) -> frozenset[Any] | None:
-        """Return the names of the tensors of a step, None if its manifest is damaged."""
+    def _read_names(self, step: int) -> frozenset[Any] | None:
+        """Return the names of the tensors of a step; None if its manifest is corrupted."""
         try:
             return frozenset(tensor_names(self._manifest(step).tree))
         except (CorruptionError, FormatError, NotACheckpointError):

@@ -1,4 +1,4 @@
-"""SIGTERM, taken as a request to save and end. A handler only notes it: the work is done where the ranks agree to."""
+"""SIGTERM as a request to save and exit. The handler only sets a flag; the ranks agree on it in `step_end`."""
 
 from __future__ import annotations
 
@@ -15,35 +15,34 @@ __all__ = ["Preemption"]
 
 @final
 class Preemption:
-    """Listens for SIGTERM from when it is made until `close`. A handler that was there before is called as well.
+    """Handle SIGTERM from construction until `close`. The handler that was installed before is called as well.
 
     >>> import os
     >>> preemption = Preemption()
     >>> os.kill(os.getpid(), signal.SIGTERM)
-    >>> preemption.anywhere(comm.world())
+    >>> preemption.on_any_rank(comm.world())
     True
     >>> preemption.close()
     """
 
     def __init__(self) -> None:
-        self.noted = False
+        self.received = False
         if threading.current_thread() is not threading.main_thread():
-            raise CheckpointError("save_on_sigterm: Python lets only the main thread listen for signals")
+            raise CheckpointError("save_on_sigterm: Python lets only the main thread handle signals")
         if signal.getsignal(signal.SIGTERM) is None:
-            raise CheckpointError("save_on_sigterm: another library listens for SIGTERM, and not through Python")
-        self._before = signal.signal(signal.SIGTERM, self._note)
+            raise CheckpointError("save_on_sigterm: another library handles SIGTERM outside of Python")
+        self._previous = signal.signal(signal.SIGTERM, self._handle)
 
-    def anywhere(self, group: comm.Group) -> bool:
-        """Whether any rank of the group has been told to end: one small message around, where there are several."""
-        said = comm.gather_bytes(b"\1" if self.noted else b"", group, what="whether SIGTERM came")
-        return any(said)
+    def on_any_rank(self, group: comm.Group) -> bool:
+        """Return True if any rank of the group has received SIGTERM: one small message if there are several ranks."""
+        return any(comm.gather_bytes(b"\1" if self.received else b"", group, what="whether SIGTERM came"))
 
     def close(self) -> None:
-        """Puts the handler back that was there before, unless somebody has put another in our place."""
-        if signal.getsignal(signal.SIGTERM) == self._note:
-            signal.signal(signal.SIGTERM, self._before)
+        """Restore the previous handler, unless another one was installed after ours."""
+        if signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, self._previous)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.noted = True
-        if callable(self._before):  # neither to be ignored nor the end of the process
-            self._before(number, frame)
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+        if callable(self._previous):  # neither SIG_IGN nor SIG_DFL
+            self._previous(number, frame)

@@ -1,7 +1,7 @@
-"""What a manager notes in the manifest of a step, beside the state: the step, the time, the metrics, the line.
+"""The record that a manager stores in the manifest of a step, beside the state: step, time, metrics, lineage.
 
-A run that goes back to an earlier step begins a line. Every step of it says which steps, by number and save, it has
-left behind: whichever of its steps survives, the others are known to be superseded, in every process.
+A run that goes back to an earlier step starts a new lineage. Each of its steps lists the steps that it left behind, by
+number and save id, so whichever of these steps survives, every process knows that the others are superseded.
 """
 
 from __future__ import annotations
@@ -18,61 +18,65 @@ from torch import Tensor
 from shardwright.checkpoint.format.manifest import Manifest
 from shardwright.errors import CheckpointError, FormatError
 
-__all__ = ["FIELD", "Line", "Record", "Seen", "line_from", "newest_line", "numbers"]
+__all__ = ["FIELD", "Lineage", "Record", "StepLineage", "current_lineage", "lineage_from", "metric_values"]
 
 FIELD: Final = "manager"
-"""The field of the manifest."""
+"""The manifest field that holds the record."""
 
 
-class Line(NamedTuple):
-    """How often a run was sent back, and the steps that were left behind, each with the id of its save."""
+class Lineage(NamedTuple):
+    """How often a run went back to an earlier step, and the steps it left behind, each with its save id."""
 
     number: int = 0
     superseded: Mapping[int, str] = MappingProxyType({})
 
 
-class Seen(NamedTuple):
-    """A step that is there: the id of its save, and its line."""
+class StepLineage(NamedTuple):
+    """The save id of an existing step, and its lineage."""
 
     save_id: str
-    line: Line
+    lineage: Lineage
 
 
-def newest_line(seen: Mapping[int, Seen]) -> Line:
-    """The line that a run is on: of all steps, that which was begun last. Only steps that are there are superseded.
+def current_lineage(steps: Mapping[int, StepLineage]) -> Lineage:
+    """Return the lineage that started last among these steps; only existing steps are listed as superseded.
 
-    >>> newest_line({10: Seen("a", Line()), 60: Seen("c", Line(1, {100: "b", 90: "x"})), 100: Seen("b", Line())})
-    Line(number=1, superseded={100: 'b'})
+    >>> first, second = StepLineage("a", Lineage()), StepLineage("c", Lineage(1, {100: "b", 90: "x"}))
+    >>> current_lineage({10: first, 60: second, 100: StepLineage("b", Lineage())})
+    Lineage(number=1, superseded={100: 'b'})
     """
-    line = max((one.line for _, one in sorted(seen.items())), key=lambda line: line.number, default=Line())
-    there = {step: one.save_id for step, one in seen.items()}
-    # The steps of a line are written one after the other: a later one knows no less that is still there.
-    known = [one.line.superseded for one in seen.values() if one.line.number == line.number]
-    left = {step: save_id for one in known for step, save_id in one.items() if there.get(step) == save_id}
-    return Line(line.number, dict(sorted(left.items())))
+    newest = max((one.lineage for _, one in sorted(steps.items())), key=lambda one: one.number, default=Lineage())
+    save_ids = {step: one.save_id for step, one in steps.items()}
+    # Steps of a lineage are written one after the other; merge their lists, as any of the steps may be gone.
+    lists = [one.lineage.superseded for one in steps.values() if one.lineage.number == newest.number]
+    left = {step: save_id for one in lists for step, save_id in one.items() if save_ids.get(step) == save_id}
+    return Lineage(newest.number, dict(sorted(left.items())))
 
 
-def line_from(step: int, seen: Mapping[int, Seen]) -> Line:
-    """The line of a run that is sent back to a step: it leaves behind all that is later, or not of that step's past.
+def lineage_from(step: int, steps: Mapping[int, StepLineage]) -> Lineage:
+    """Return the lineage of a run that goes back to `step`: it leaves behind all steps that are not in its past.
 
-    >>> line_from(10, {10: Seen("a", Line()), 60: Seen("c", Line(1, {100: "b"})), 100: Seen("b", Line())})
-    Line(number=2, superseded={60: 'c', 100: 'b'})
+    >>> first, second = StepLineage("a", Lineage()), StepLineage("c", Lineage(1, {100: "b"}))
+    >>> lineage_from(10, {10: first, 60: second, 100: StepLineage("b", Lineage())})
+    Lineage(number=2, superseded={60: 'c', 100: 'b'})
     """
-    here = seen[step].line if step in seen else Line()
+    here = steps[step].lineage if step in steps else Lineage()
     left = {
-        at: one.save_id
-        for at, one in sorted(seen.items())
-        if at > step or one.line.number > here.number or (at != step and here.superseded.get(at) == one.save_id)
+        number: one.save_id
+        for number, one in sorted(steps.items())
+        if number > step
+        or one.lineage.number > here.number
+        or (number != step and here.superseded.get(number) == one.save_id)
     }
-    return Line(1 + max((one.line.number for one in seen.values()), default=0), left)
+    return Lineage(1 + max((one.lineage.number for one in steps.values()), default=0), left)
 
 
 @final
 class Record(msgspec.Struct, frozen=True):
-    """A step, when it was saved (UTC, ISO 8601), and its metrics. A metric that JSON has no number for is text.
+    """A step, the time it was saved (UTC, ISO 8601) and its metrics. A metric that JSON cannot represent is a string.
 
-    `parent` is the step that the run was restored from, `line` counts how often a run was sent back, and `superseded`
-    are the steps that this line has left behind, each with the id of its save.
+    `parent` is the step that the run was restored from, `line` the number of its lineage, and `superseded` the steps
+    that this lineage left behind, each with its save id.
 
     >>> Record(100, "2026-01-01T00:00:00+00:00", {"loss": "nan"}).values()
     {'loss': nan}
@@ -87,49 +91,47 @@ class Record(msgspec.Struct, frozen=True):
 
     @classmethod
     def now(
-        cls, step: int, metrics: Mapping[str, float], parent: int | None = None, line: Line | None = None
+        cls, step: int, metrics: Mapping[str, float], parent: int | None = None, lineage: Lineage | None = None
     ) -> Record:
-        """The record of a step that is saved now."""
-        number, superseded = line or Line()
+        """Return the record of a step that is saved now."""
+        number, superseded = lineage or Lineage()
         stored = {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}
         return cls(step, datetime.now(UTC).isoformat(timespec="seconds"), stored, parent, number, dict(superseded))
 
     @classmethod
     def of(cls, manifest: Manifest) -> Record | None:
-        """The record in a manifest; None where no manager saved it."""
+        """Return the record in a manifest; None if the checkpoint was saved without a manager."""
         raw = manifest.extra.get(FIELD)
         if raw is None:
             return None
         try:
-            found = msgspec.json.decode(raw, type=cls)
-            found.values()
-            datetime.fromisoformat(found.time)
+            record = msgspec.json.decode(raw, type=cls)
+            record.values()
+            datetime.fromisoformat(record.time)
         except (msgspec.MsgspecError, ValueError) as error:
             raise FormatError(f"the field {FIELD!r} of the manifest cannot be read: {error}") from None
-        return found
+        return record
 
-    def seen(self, save_id: str) -> Seen:
-        """What it says of its line."""
-        return Seen(save_id, Line(self.line, self.superseded))
+    def lineage(self) -> Lineage:
+        """Return the lineage that the record describes."""
+        return Lineage(self.line, self.superseded)
 
     def values(self) -> dict[str, float]:
-        """The metrics as numbers."""
+        """Return the metrics as floats."""
         return {name: float(value) for name, value in self.metrics.items()}
 
 
-def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Metrics as a caller gives them, as numbers.
+def metric_values(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Convert metrics given by the caller to floats.
 
     >>> import torch
-    >>> numbers({"loss": torch.tensor(0.5), "tokens": 3})
+    >>> metric_values({"loss": torch.tensor(0.5), "tokens": 3})
     {'loss': 0.5, 'tokens': 3.0}
     """
-    found = {}
+    values = {}
     for name, value in (metrics or {}).items():
         try:
-            found[str(name)] = float(value.detach() if isinstance(value, Tensor) else value)
+            values[str(name)] = float(value.detach() if isinstance(value, Tensor) else value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(
-                f"metric {name!r} is a {type(value).__name__}: a number is needed ({error})"
-            ) from None
-    return found
+            raise CheckpointError(f"metric {name!r} must be a number, got {type(value).__name__} ({error})") from None
+    return values

@@ -1,4 +1,4 @@
-"""Which checkpoints to keep: the last few, every k-th, the best by a metric. Pure: it decides, and removes nothing."""
+"""Retention: which checkpoints to keep (the last few, every k-th, the best by a metric). Pure: it removes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["KeepBest", "Policy", "Saved", "best_of", "to_remove"]
 
 
 class KeepBest(NamedTuple):
-    """The `n` best checkpoints by a metric; mode is "min" (lower is better) or "max".
+    """Keep the `n` best checkpoints by a metric; mode is "min" (lower is better) or "max".
 
     >>> KeepBest(3, "accuracy", "max").metric
     'accuracy'
@@ -28,9 +28,9 @@ class KeepBest(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is kept: the union of the last `last` steps, the multiples of `every`, and the best.
+    """What to keep: the last `last` steps, the multiples of `every`, and the best ones, together.
 
-    Where nothing is said, everything is kept.
+    If none of them is given, every step is kept.
     """
 
     last: int | None = None
@@ -41,18 +41,18 @@ class Policy:
         counts = {"keep_last": self.last, "keep_every": self.every, "keep_best": self.best and self.best.n}
         for name, count in counts.items():
             if count is not None and count < 1:
-                raise CheckpointError(f"{name}={count}: one or more is needed; None keeps none for this reason")
+                raise CheckpointError(f"{name} must be at least 1 or None, got {count}")
         if self.best is not None and self.best.mode not in ("min", "max"):
-            raise CheckpointError(f'keep_best: mode {self.best.mode!r} is neither "min" nor "max"')
+            raise CheckpointError(f'keep_best: mode must be "min" or "max", got {self.best.mode!r}')
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing is ever removed."""
+        """True if no step is ever removed."""
         return self.last is None and self.every is None and self.best is None
 
 
 class Saved(NamedTuple):
-    """A checkpoint as retention sees it. One that is not valid (damaged, files missing) counts for none to be kept."""
+    """A checkpoint as retention sees it. One that is invalid (corrupted, files missing) does not count as kept."""
 
     step: int
     metrics: Mapping[str, float] = MappingProxyType({})
@@ -60,11 +60,12 @@ class Saved(NamedTuple):
 
 
 def to_remove(saved: Sequence[Saved], policy: Policy, newest: int) -> list[int]:
-    """The steps that a policy does not keep, in order, once step `newest` has been saved.
+    """Return the steps that a policy does not keep, in order, once step `newest` has been saved.
 
     Steps after `newest` belong to another run of the same job, or to another process: they are neither removed nor
-    counted. The newest valid step stays whatever the policy says, so there is always one to go on from. A checkpoint
-    that is not valid is kept as long as a valid one of its step would be, for somebody to look at; it takes no place.
+    counted. The newest valid step is always kept, so there is always one to continue from. An invalid checkpoint is
+    kept as long as a valid one of its step would be, so that it can be inspected; it does not count as one of those
+    kept.
 
     >>> steps = [Saved(step, {"loss": 1 / (step + 1)}) for step in (0, 100, 200, 300, 400)]
     >>> to_remove(steps, Policy(last=2), newest=400)
@@ -74,21 +75,21 @@ def to_remove(saved: Sequence[Saved], policy: Policy, newest: int) -> list[int]:
     """
     if policy.keeps_all:
         return []
-    mine = sorted((one for one in saved if one.step <= newest), key=lambda one: one.step)
-    valid = [one.step for one in mine if one.valid]
+    candidates = sorted((one for one in saved if one.step <= newest), key=lambda one: one.step)
+    valid = [one.step for one in candidates if one.valid]
     kept = set(valid[-1:])
     if policy.last is not None:
         threshold = valid[-policy.last] if len(valid) >= policy.last else 0
-        kept.update(one.step for one in mine if one.step >= threshold)
+        kept.update(one.step for one in candidates if one.step >= threshold)
     if policy.every is not None:
-        kept.update(one.step for one in mine if one.step % policy.every == 0)
+        kept.update(one.step for one in candidates if one.step % policy.every == 0)
     if policy.best is not None:
-        kept.update(best_of(mine, policy.best))
-    return [one.step for one in mine if one.step not in kept]
+        kept.update(best_of(candidates, policy.best))
+    return [one.step for one in candidates if one.step not in kept]
 
 
 def best_of(saved: Sequence[Saved], best: KeepBest) -> list[int]:
-    """The best steps by a metric, the best first; of equals the newer. Steps without it, or with NaN, do not count.
+    """Return the best steps by a metric, the best first, the newer first among equals. NaN does not count.
 
     >>> best_of([Saved(1, {"loss": 2.0}), Saved(2, {"loss": 0.5}), Saved(3, {"loss": math.nan})], KeepBest(5, "loss"))
     [2, 1]

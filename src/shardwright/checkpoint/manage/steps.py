@@ -1,14 +1,14 @@
-"""A folder of checkpoints, one for each step: finding them, holding one while it is read, removing one.
+"""The directories of a run's steps: list them, lock one while it is read, remove one.
 
-A step is there from the moment its manifest is, so removing begins with the manifest: what a crash leaves half removed
-is no checkpoint, as what it leaves half saved is none. Nobody's files but ours are removed.
+A step exists once its manifest does, so removal deletes the manifest first: what a crash leaves half removed is not a
+checkpoint, just as what it leaves half saved is not. Only files that a save created are removed.
 
-Two locks are kept in a step's folder. Who saves there holds `.lock`. Who reads holds `.readers`, with others; who
-removes holds both alone. They are flock(2) locks: the kernel drops them with the process, however it ends. They hold
-among the processes of a host, and among hosts where the file system carries them (NFS version 4, and 3 with lockd).
+Each step directory has two locks. A save holds `.lock`. Readers hold a shared lock on `.readers`; removal takes both
+exclusively. They are flock(2) locks, which the kernel releases when the process ends. They work among the processes of
+a host, and among hosts where the file system supports it (NFS version 4, and version 3 with lockd).
 
-Nothing is judged by a call that failed. A manifest is missing only if the file system says so (ENOENT); any other error
-is raised as a `StorageError`, and then nothing is removed.
+A failed call decides nothing. A manifest is missing only if the file system says so (ENOENT); any other error is raised
+as a `StorageError`, and nothing is removed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @final
 class Steps:
-    """The steps under a folder, which need not exist yet.
+    """The steps under a root directory, which may not exist yet.
 
     >>> Steps("runs/7").path(1000)[-20:]
     'runs/7/step-00001000'
@@ -51,82 +51,83 @@ class Steps:
         self._calls = calls or Calls()
 
     def path(self, step: int) -> str:
-        """The folder of a step."""
+        """Return the directory of a step."""
         return os.path.join(self.root, f"step-{step:08d}")
 
     def storage(self, step: int) -> LocalStorage:
-        """The folder of a step, as a place of one checkpoint."""
+        """Return the directory of a step as a storage."""
         return LocalStorage(self.path(step), self._calls)
 
     def committed(self) -> dict[int, str]:
-        """The steps that have a manifest, in order, each with a mark that changes when it is saved anew."""
+        """Return the steps that have a manifest, in order, each with a version that changes when it is replaced."""
         while True:
-            folders = self._folders()
+            directories = self._directories()
             found = {}
-            for step in folders:
-                if mark := self._mark(step):
-                    found[step] = mark
-            # All that was listed may be gone by now, and a newer one there: nothing is only believed when it stays so.
-            if found or self._folders() == folders:
+            for step in directories:
+                if version := self._version(step):
+                    found[step] = version
+            # List again: an empty result may be a race with a concurrent replacement.
+            if found or self._directories() == directories:
                 return found
 
     def without_manifest(self) -> list[int]:
-        """Return the steps that have a folder and no manifest: being saved now, or left by what was cut short."""
-        return [step for step in self._folders() if is_folder(self._calls, self.path(step)) and not self._mark(step)]
+        """Return the steps that have a directory but no manifest: being saved now, or left over from a crash."""
+        return [
+            step for step in self._directories() if is_folder(self._calls, self.path(step)) and not self._version(step)
+        ]
 
     def is_abandoned(self, step: int) -> bool:
-        """Return whether a step has no manifest and nobody saves or removes it; raise if that cannot be known."""
-        # A second look, after the lock: who held it at the first may have put the manifest there before letting go.
-        return not self._mark(step) and not self._is_locked(step) and not self._mark(step)
+        """Return True if a step has no manifest and is not being saved or removed; raise if that is unknown."""
+        # Look again after the lock: its last holder may have put the manifest in place before releasing it.
+        return not self._version(step) and not self._is_locked(step) and not self._version(step)
 
     def has_data(self, step: int) -> bool:
-        """Return whether a step holds files of a save. They are written under the lock only."""
+        """Return True if a step has files of a save. They are written only under the lock."""
         return any(map(is_save_file, self.storage(step).list_keys()))
 
     def manifest(self, step: int) -> Manifest:
-        """The manifest of a step, all of whose data files are there. Their contents are not looked at."""
+        """Read the manifest of a step, and check that all its data files exist. Their contents are not read."""
         storage = self.storage(step)
         manifest = read_manifest(storage)
         missing = sorted(manifest.names - set(storage.list_keys()))
         if missing:
-            raise NotACheckpointError(f"{storage!r} lacks {len(missing)} of its data files, such as {missing[0]}")
+            raise NotACheckpointError(f"{storage!r} is missing {len(missing)} of its data files, such as {missing[0]}")
         return manifest
 
     def announce(self, step: int) -> None:
-        """Makes the file that readers lock, so that those can who may not write here."""
+        """Create the file that readers lock, for readers without write permission."""
         path = os.path.join(self.path(step), _READERS)
-        with suppress(OSError):  # then readers make it
+        with suppress(OSError):  # then readers create it
             LockFile(self._calls, path, os.O_CREAT | os.O_RDWR).close()
 
     @contextmanager
     def reading(self, step: int) -> Iterator[str]:
-        """Holds a step: while it lasts, nobody removes it. Gives its folder."""
+        """Keep a step from being removed while the context lasts; yield its directory."""
         path = self.path(step)
-        file = self._hold(path)
+        file = self._lock_shared(path)
         try:
-            if not self._mark(step):
-                raise _not_there(path)
+            if not self._version(step):
+                raise _no_checkpoint(path)
             yield path
         finally:
             if file is not None:
                 file.close()
 
-    def remove(self, step: int, *, if_mark: str | None = None) -> None:
-        """Remove a step; raise `StorageBusyError` if somebody saves there or reads it. A second time is no mistake.
+    def remove(self, step: int, *, if_version: str | None = None) -> None:
+        """Remove a step. Idempotent. Raise `StorageBusyError` while it is being saved or read.
 
-        With `if_mark`, the mark that the step had when it was judged, one that was saved meanwhile stays; the mark of a
-        step without a manifest is "".
+        With `if_version`, remove it only if its manifest still has this version; "" means that it has no manifest.
         """
         storage = self.storage(step)
         status = status_of(self._calls, storage.path)
         if status is None or not stat.S_ISDIR(status.st_mode):
             return
         try:
-            with storage.lock(), self._alone(storage.path):
-                if if_mark not in (None, self._mark(step)):
+            with storage.lock(), self._exclusive(storage.path):
+                if if_version not in (None, self._version(step)):
                     return
                 storage.delete(KEY)
-                # Only when this is safe may a data file go: else a crash could leave a manifest without them.
+                # Data files may be removed only after this: else a crash could leave a manifest without them.
                 self._sync(storage.path)
                 for key in storage.list_keys():
                     if may_be_removed(storage, key):
@@ -138,11 +139,11 @@ class Steps:
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):  # somebody's own files stay
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):  # files that are not ours stay
                 raise StorageError(f"cannot remove {storage.path}: {explained(error)}") from error
 
-    def _folders(self) -> list[int]:
-        """The steps that have a folder, whatever is in it."""
+    def _directories(self) -> list[int]:
+        """Return the steps that have a directory, whatever it contains."""
         try:
             names = self._calls.listdir(self.root)
         except FileNotFoundError:
@@ -152,19 +153,19 @@ class Steps:
         steps = (int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
         return sorted(step for step in steps if os.path.basename(self.path(step)) in names)
 
-    def _mark(self, step: int) -> str:
-        """Return what changes when a step is saved anew, "" if it has no manifest; raise if that cannot be known."""
+    def _version(self, step: int) -> str:
+        """Return a version that changes when a step is replaced, "" if it has no manifest; raise if that is unknown."""
         status = status_of(self._calls, os.path.join(self.path(step), KEY))
         return "" if status is None else f"{status.st_ino}.{status.st_mtime_ns}.{status.st_size}"
 
-    def _hold(self, path: str) -> LockFile | None:
-        """Return a folder's `.readers`, locked with others; None where we may neither find it nor make it."""
+    def _lock_shared(self, path: str) -> LockFile | None:
+        """Return `.readers` with a shared lock; None if it neither exists nor can be created."""
         readers = os.path.join(path, _READERS)
         while True:
             try:
                 file = self._open_readers(readers)
             except FileNotFoundError:
-                raise _not_there(path) from None
+                raise _no_checkpoint(path) from None
             except OSError as error:
                 if isinstance(error, StorageError):
                     raise
@@ -184,7 +185,7 @@ class Steps:
                 if isinstance(error, StorageError):
                     raise
                 raise StorageError(f"cannot lock {readers}: {explained(error)}") from error
-            file.close()  # it was removed between the two calls; another may be there now
+            file.close()  # it was removed between the two calls; there may be a new one
 
     def _open_readers(self, path: str) -> LockFile:
         try:
@@ -193,8 +194,8 @@ class Steps:
             return LockFile(self._calls, path, os.O_RDONLY | os.O_CREAT)
 
     @contextmanager
-    def _alone(self, path: str) -> Iterator[None]:
-        """Hold an exclusive lock on a folder's `.readers`."""
+    def _exclusive(self, path: str) -> Iterator[None]:
+        """Hold an exclusive lock on `.readers`."""
         file = LockFile(self._calls, os.path.join(path, _READERS), os.O_CREAT | os.O_RDWR)
         try:
             try:
@@ -206,7 +207,7 @@ class Steps:
             file.close()
 
     def _is_locked(self, step: int) -> bool:
-        """Return whether somebody saves to a step, or removes it; raise `StorageError` if that cannot be known."""
+        """Return True if a step is being saved or removed; raise `StorageError` if that cannot be determined."""
         path = os.path.join(self.path(step), _LOCK)
         try:
             file = LockFile(self._calls, path, os.O_RDONLY)
@@ -218,7 +219,7 @@ class Steps:
             raise StorageError(f"cannot open {path}: {explained(error)}") from error
         try:
             file.lock(shared=True)
-        except OSError:  # another process holds it; or nobody can say, and then it counts as held
+        except OSError:  # another process holds it, or it cannot be determined, which counts as held
             return True
         finally:
             file.close()
@@ -232,5 +233,5 @@ class Steps:
             self._calls.close(fd)
 
 
-def _not_there(path: str) -> NotACheckpointError:
+def _no_checkpoint(path: str) -> NotACheckpointError:
     return NotACheckpointError(f"{path} holds no checkpoint: there is no {KEY}")
