@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright import comm
 from shardwright.errors import TensorError, UnsupportedError
+from shardwright.tensor.random.local import draws_alike
 from shardwright.testing import run_ranks
 
 SHAPE = (5, 6)
@@ -217,6 +218,14 @@ def test_an_operator_of_the_users_that_draws_is_seeded_alike_by_its_tag_and_refu
     (first, plain), (second, other_plain) = run_ranks(2, on_a_rank)
     assert torch.equal(first, second)
     assert not torch.equal(plain, other_plain)  # the generators of the ranks are their own again
+
+
+def test_functions_named_like_an_attribute_of_torch_ops_do_not_draw() -> None:
+    def name() -> None: ...
+
+    assert not isinstance(torch.ops.aten.name, torch._ops.OpOverloadPacket)  # a str: the namespace's own attribute
+    with draws_alike("name", name, sw.Mesh((1,))):
+        name()
 
 
 def test_recurrent_dropout_is_the_same_on_every_rank() -> None:

@@ -95,3 +95,28 @@ def test_detach_in_place_of_what_is_a_view_on_some_ranks_detaches_on_all() -> No
         expected = torch.ones(rows, 2, requires_grad=True)
         (expected.sum() + (expected * 2).sum() + (expected * 2)[:1].sum() + 2 * (expected * 2).sum()).backward()
         torch.testing.assert_close(leaf.grad.full_tensor(), expected.grad)
+
+
+@on_ranks(2, timeout=30)
+def test_writes_to_any_argument_are_kept_in_inference_mode() -> None:
+    @torch.library.custom_op("writes::store", mutates_args=("out", "more"))
+    def store(source: torch.Tensor, out: torch.Tensor, more: list[torch.Tensor]) -> None:
+        out.copy_(source)
+        more[1].copy_(source * 2)
+
+    mesh = sw.init_device_mesh("cpu", (2,))
+    with torch.inference_mode():
+        source, out, replicated, last = (
+            sw.distribute_tensor(torch.full((4, 2), float(i)), mesh, [placement])
+            for i, placement in enumerate((sw.Shard(0), sw.Shard(1), sw.Replicate(), sw.Shard(0)))
+        )
+        source += 4
+        store(source, out, [replicated, last])
+        assert out.full_tensor().eq(4).all()
+        assert last.full_tensor().eq(8).all()
+        assert source.full_tensor().eq(4).all()
+        assert replicated.full_tensor().eq(2).all()
+        copy = out[:, 0]
+        store(source, out, [replicated, last])
+        with pytest.raises(sw.errors.InPlaceError, match="written to since"):
+            copy.full_tensor()

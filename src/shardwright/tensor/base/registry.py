@@ -20,6 +20,7 @@ __all__ = [
     "composite",
     "forget_types",
     "operator",
+    "overloads_of",
     "rule",
     "takes_numbers_by_type",
 ]
@@ -92,6 +93,22 @@ def _canonical_name(func: Any) -> tuple[str, bool]:
     inplace = name.endswith("_") and not name.endswith("__")
     name = name[:-1] if inplace else name
     return _ALIASES.get(name, name), inplace
+
+
+def overloads_of(func: Any) -> list[Any]:
+    """Return torch's overloads of the operator that a function calls; none if it is not an operator's function.
+
+    >>> [str(overload) for overload in overloads_of(torch.Tensor.relu_)]
+    ['aten.relu_.default']
+    """
+    func = getattr(func, "_opoverload", func)  # made by torch.library.custom_op
+    packet = getattr(func, "_overloadpacket", func)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []
+    names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]  # torch's own
+    return [getattr(packet, name) for name in names]
 
 
 def operator(name: str) -> Op | None:

@@ -11,10 +11,10 @@ from shardwright.layout import Layout
 from shardwright.tensor.base import policy
 from shardwright.tensor.base.copied import is_copied, mark_copied, refuse_copied
 from shardwright.tensor.base.gradient_types import REPLICATE
-from shardwright.tensor.base.registry import canonical_name
+from shardwright.tensor.base.registry import canonical_name, overloads_of
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag_results, version_of
 from shardwright.tensor.base.writes import WATCH, count_write
-from shardwright.tensor.dispatch.arguments import map_tensors, take_apart
+from shardwright.tensor.dispatch.arguments import map_tensors, take_apart, tensors_in
 from shardwright.tensor.dispatch.outside import call_outside, is_outside
 from shardwright.tensor.dispatch.write_through import refuse_unwritable
 from shardwright.tensor.random.local import draws_alike
@@ -22,8 +22,8 @@ from shardwright.tensor.redistribute.autograd import redistribute_local
 
 __all__ = ["call_replicated"]
 
-# What these write to is not in what they return, and no version counter tells of it.
-_SILENT_WRITES = {"batch_norm": (1, 2), "instance_norm": (1, 2)}
+# Arguments that are written to although neither the schema nor a version counter shows it.
+_UNDECLARED_WRITES = {"batch_norm": (1, 2), "instance_norm": (1, 2)}
 
 
 def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -48,13 +48,13 @@ def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> 
         plain_args, plain_kwargs = map_tensors(args, kwargs, lambda _: next(each))
         with draws_alike(name, func, mesh):
             result = func(*plain_args, **plain_kwargs)
-        if WATCH.inference and canonical_name(func)[1]:
-            count_write(call.tensors[0])
-        silent = [args[i] for i in _SILENT_WRITES.get(name, ()) if i < len(args)]
+        declared = _declared_writes(name, func, args, kwargs)
         written = []
         for tensor, moved, version, target in zip(call.tensors, whole, versions, targets, strict=True):
             first_in_place = moved is whole[0] and canonical_name(func)[1]
-            if version_of(moved) != version or first_in_place or any(tensor is other for other in silent):
+            if version_of(moved) != version or first_in_place or any(tensor is other for other in declared):
+                if WATCH.inference:
+                    count_write(tensor)
                 refuse_copied(name, tensor)
                 if moved is not tensor:
                     records = torch.is_grad_enabled() and (tensor.requires_grad or moved.requires_grad)
@@ -62,14 +62,26 @@ def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> 
                     written.append((tensor, moved, target))
         for tensor, moved, target in written:  # nothing was refused
             tensor.copy_(redistribute_local(moved, target, tensor._layout))
-            if WATCH.inference:
-                count_write(tensor)
     returned = {id(moved): tensor for moved, tensor in zip(whole, call.tensors, strict=True)}
     tagged = _tag(result, mesh, returned)
     for tensor, moved in zip(call.tensors, whole, strict=True):
         if moved is not tensor and tagged is not tensor:
             mark_copied(tagged, name, tensor, sharing=moved)
     return tagged
+
+
+def _declared_writes(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensor arguments whose writes the version counters miss.
+
+    Inference tensors have no version counter: for them, the schemas of the operator say which arguments it writes to.
+    """
+    written = [args[i] for i in _UNDECLARED_WRITES.get(name, ()) if i < len(args)]
+    if torch.is_inference_mode_enabled():
+        for overload in overloads_of(func):
+            arguments = overload._schema.arguments
+            given = dict(zip((a.name for a in arguments if not a.kwarg_only), args, strict=False)) | kwargs
+            written += (given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return list(tensors_in(written))
 
 
 def _tag(result: Any, mesh: Any, returned: dict[int, DTensorBase]) -> Any:

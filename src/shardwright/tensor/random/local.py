@@ -14,6 +14,7 @@ from shardwright import comm
 from shardwright.errors import UnsupportedError
 from shardwright.layout import Layout, Mesh, Region
 from shardwright.tensor.base.capture import as_step, is_recording, refuse_to_record
+from shardwright.tensor.base.registry import overloads_of
 from shardwright.tensor.base.tagging import local_region
 from shardwright.tensor.random.offsets import tracker
 from shardwright.tensor.random.philox import Key
@@ -99,13 +100,7 @@ def draws_alike(name: str, func: Any, mesh: Mesh) -> Iterator[None]:
 
 def _is_seeded(func: Any) -> bool:
     """Return whether torch tags an overload of this function as drawing random numbers."""
-    func = getattr(func, "_opoverload", func)  # made by torch.library.custom_op
-    packet = getattr(func, "_overloadpacket", func)
-    if not hasattr(packet, "overloads"):
-        name: str = getattr(func, "__name__", "")
-        packet = getattr(torch.ops.aten, name, None) if name else None
-    overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
-    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads_of(func))
 
 
 def _generator_states() -> list[Tensor]:
