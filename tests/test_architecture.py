@@ -31,6 +31,7 @@ class Use(NamedTuple):
         return any(f"{self.name}.".startswith(f"{package}.") for package in packages)
 
 
+FACADE = PurePosixPath("shardwright/__init__.py")
 # Of ours, a layer may use only these; a layer that is not named here may use any.
 MAY_USE = {
     "errors": ("errors",),
@@ -99,7 +100,7 @@ def dotted(node: ast.expr, known: dict[str, str]) -> str | None:
 
 def broken_import_rules(tree: ast.Module, path: PurePosixPath) -> Iterator[tuple[int, str]]:
     layer = path.parts[1].removesuffix(".py")
-    is_facade = path == PurePosixPath("shardwright/__init__.py")
+    is_facade = path == FACADE
     is_plan = any(part.removesuffix(".py") == "plan" for part in path.parts)
     says_pure = re.search(r"\bPure[.:]", ast.get_docstring(tree) or "") is not None
     for use in uses(tree, path):
@@ -113,10 +114,19 @@ def broken_import_rules(tree: ast.Module, path: PurePosixPath) -> Iterator[tuple
             yield use.line, f"{layer} must not use {use.name}"
         if fitting := [name for name in ONLY if use.is_under(name)]:
             rule = max(fitting, key=len)
-            if layer not in ONLY[rule]:
+            if layer not in ONLY[rule] and not (is_facade and use.is_under("shardwright")):
                 yield use.line, f"{layer} uses {use.name}, and only {', '.join(ONLY[rule])} may use {rule}"
         if (is_plan or says_pure) and use.is_under(*PLANS_MUST_NOT_USE):
             yield use.line, f"a plan is pure, and {use.name} is not"
+
+
+def imports_lazily(node: ast.If) -> bool:
+    """True for `if typing.TYPE_CHECKING: imports; else: __getattr__ and __dir__`, as PEP 562 has them."""
+    return (
+        ast.unparse(node.test) == "typing.TYPE_CHECKING"
+        and all(isinstance(each, ast.ImportFrom) for each in node.body)
+        and all(isinstance(each, ast.FunctionDef) and each.name in ("__getattr__", "__dir__") for each in node.orelse)
+    )
 
 
 def broken_shape_rules(tree: ast.Module, path: PurePosixPath) -> Iterator[tuple[int, str]]:
@@ -131,6 +141,8 @@ def broken_shape_rules(tree: ast.Module, path: PurePosixPath) -> Iterator[tuple[
                 case ast.Expr(value=ast.Constant(value=str())) if number == 0:
                     continue
                 case ast.Assign(targets=[ast.Name(id="__all__" | "__version__")]):
+                    continue
+                case ast.If() if path == FACADE and imports_lazily(node):
                     continue
                 case _:
                     yield node.lineno, "an __init__.py only re-exports: a docstring, imports, __all__, __version__"
@@ -213,6 +225,17 @@ PLANTED = {
     "the façade, from inside": ("tensor/dtensor.py", "from shardwright import Layout", "is the façade"),
     "an __init__ with a function": ("comm/__init__.py", "def f():\n    pass", "only re-exports"),
     "an __init__ with a constant": ("comm/__init__.py", "TIMEOUT = 60", "only re-exports"),
+    "an __init__ with a __getattr__": (
+        "comm/__init__.py",
+        "if typing.TYPE_CHECKING:\n    from a import b\nelse:\n    def __getattr__(name):\n        pass",
+        "only re-exports",
+    ),
+    "a façade with a function": ("__init__.py", "def f():\n    pass", "only re-exports"),
+    "a façade with a function beside its __getattr__": (
+        "__init__.py",
+        "if typing.TYPE_CHECKING:\n    from a import b\nelse:\n    def f():\n        pass",
+        "only re-exports",
+    ),
     "a drawer": ("tensor/utils.py", "", "a drawer"),
     "a drawer with shelves": ("helpers/__init__.py", "", "a drawer"),
 }
@@ -238,6 +261,10 @@ ALLOWED = {
     ),
     "a plan uses values": ("checkpoint/plan/save.py", "from math import prod\nfrom shardwright.layout import Layout"),
     "an __init__ re-exports": ("comm/__init__.py", '"""Ranks."""\nfrom shardwright.comm.a import b\n__all__ = ["b"]'),
+    "the façade imports lazily": (
+        "__init__.py",
+        "if typing.TYPE_CHECKING:\n    from shardwright import testing\nelse:\n    def __getattr__(a):\n        pass",
+    ),
     "an attribute of the same name": ("tensor/dtensor.py", "def f(torch):\n    return self.torch.distributed"),
 }
 

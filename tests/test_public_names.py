@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -84,10 +86,12 @@ def test_the_front_door_offers_just_this() -> None:
         "distribute_module",
         "distribute_tensor",
         "empty",
+        "errors",
         "explain",
         "full",
         "implicit_replication",
         "init_device_mesh",
+        "interop",
         "local_map",
         "manual_seed",
         "normal",
@@ -99,11 +103,39 @@ def test_the_front_door_offers_just_this() -> None:
         "register_rule",
         "rules",
         "sharded",
+        "storage",
+        "testing",
         "trace",
         "verify_ranks",
         "visualize",
         "zeros",
     ]
+
+
+def in_a_new_process(program: str) -> list[str]:
+    """Return what a program prints, line by line."""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    return result.stdout.splitlines()
+
+
+def test_submodules_are_there_after_importing_the_package() -> None:
+    program = """
+import shardwright as sw
+print(sw.errors.ShardwrightError.__name__, sw.storage.MemoryStorage.__name__)
+print(sw.interop.to_torch_dtensor.__name__, sw.testing.run_ranks.__name__)
+"""
+    assert in_a_new_process(program) == ["ShardwrightError MemoryStorage", "to_torch_dtensor run_ranks"]
+
+
+def test_importing_the_package_imports_neither_interop_nor_testing_nor_what_they_need() -> None:
+    program = """
+import sys
+import shardwright
+heavy = "shardwright.interop", "shardwright.testing", "torch.distributed.tensor", "pytest", "hypothesis", "cloudpickle"
+print([name for name in heavy if name in sys.modules], {"interop", "testing"} <= set(dir(shardwright)))
+print(hasattr(shardwright, "intorep"), [name for name in heavy if name in sys.modules])
+"""
+    assert in_a_new_process(program) == ["[] True", "False []"]
 
 
 @facades

@@ -1,6 +1,9 @@
 """Sharded tensors you can compute with, and checkpoints you can trust, on PyTorch."""
 
-from shardwright import checkpoint, rules, sharded
+import importlib
+import typing
+
+from shardwright import checkpoint, errors, rules, sharded, storage
 from shardwright.comm import DeviceMesh, init_device_mesh
 from shardwright.layout import Layout, Mesh, Partial, Placement, Ragged, Region, Replicate, Shard
 from shardwright.tensor import (
@@ -33,6 +36,20 @@ from shardwright.tensor import (
     zeros,
 )
 
+if typing.TYPE_CHECKING:
+    from shardwright import interop, testing
+else:  # hidden from type checkers, for which a module with __getattr__ has every name
+
+    def __getattr__(name: str) -> object:
+        """Import `interop` and `testing` when they are first used: they are slow to import."""
+        if name in ("interop", "testing"):
+            return importlib.import_module(f"shardwright.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+
 __all__ = [
     "CommunicationWarning",
     "DTensor",
@@ -55,10 +72,12 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "errors",
     "explain",
     "full",
     "implicit_replication",
     "init_device_mesh",
+    "interop",
     "local_map",
     "manual_seed",
     "normal",
@@ -70,6 +89,8 @@ __all__ = [
     "register_rule",
     "rules",
     "sharded",
+    "storage",
+    "testing",
     "trace",
     "verify_ranks",
     "visualize",
