@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright.tensor.base.writes import count_writes_through, storage_of, was_written, writes_to
+from shardwright.tensor.base.writes import count_writes_through, memory_version, storage_of, was_written
 from shardwright.testing import on_ranks
 
 
@@ -29,7 +29,7 @@ GIVE: list[Callable[[Any, Any], Any]] = [give, give_data, lambda target, source:
 
 
 def counted(source: Any) -> int:
-    return len(writes_to(source).counts)
+    return len(memory_version(source).counts)
 
 
 @pytest.mark.parametrize("given", GIVE)
@@ -53,7 +53,7 @@ def test_what_was_detached_from_a_tensor_that_is_gone_is_still_counted(given: An
         aliases.append(target.detach())
         del target
     for alias in aliases:
-        before = writes_to(source)
+        before = memory_version(source)
         alias.add_(1)
         assert was_written(source, before)
     assert storage_of(alias) is storage_of(source)
@@ -64,7 +64,7 @@ def test_a_tensor_that_was_swapped_is_counted_anew() -> None:
     target.data = source
     torch._C._swap_tensor_impl(target, other)  # type: ignore[attr-defined]  # as `.data =` does between devices
     target.data = source
-    before = writes_to(source)
+    before = memory_version(source)
     target.add_(1)
     assert was_written(source, before)
     count_writes_through(target, source)

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import shardwright as sw
 from shardwright.errors import InPlaceError
-from shardwright.tensor.dispatch.decompose import body_of, writes_on_the_way
+from shardwright.tensor.dispatch.decompose import python_body, writes_to_intermediates
 from shardwright.testing import on_ranks, prove
 
 S, R, P = sw.Shard, sw.Replicate, sw.Partial
@@ -166,7 +166,7 @@ def test_every_function_of_torch_that_writes_on_its_way_is_known_here() -> None:
     public = [
         getattr(module, name) for module in (functional, torch.functional) for name in dir(module) if name[0] != "_"
     ]
-    found = {f.__name__ for f in public if callable(f) and body_of(f) is not None and writes_on_the_way(f)}
+    found = {f.__name__ for f in public if callable(f) and python_body(f) is not None and writes_to_intermediates(f)}
     # All of these are tried above with partial sums; a new one of torch's belongs there too.
     assert found <= {"gaussian_nll_loss", "gumbel_softmax", "normalize"}, found
 

@@ -15,7 +15,7 @@ from shardwright.sharded.base.registry import implements, implements_named, unsu
 from shardwright.sharded.base.shardwise import check_operands
 from shardwright.sharded.base.tensor_base import ShardedTensorBase
 from shardwright.tensor.base.registry import canonical_name
-from shardwright.tensor.dispatch.decompose import body_of
+from shardwright.tensor.dispatch.decompose import python_body
 from shardwright.tensor.random import fill_integers, fill_normal, fill_scaled_mask, fill_uniform
 from shardwright.tensor.random.local import next_key, refuse_generator
 from shardwright.tensor.rules.create.random import IN_PLACE, Draw
@@ -94,7 +94,7 @@ def _dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 @implements(nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_)
 def _init(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> ShardedTensorBase:
     """Their own code, which reads the global size and fills in place; it would hand itself over once more."""
-    body = body_of(func)
+    body = python_body(func)
     assert body is not None  # they are written in Python
     made: ShardedTensorBase = body(*args, **kwargs)
     return made

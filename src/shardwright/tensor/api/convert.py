@@ -60,7 +60,7 @@ def redistribute(
     if async_op and target is not source and not differentiable and cast_before_sending(source, before, forward):
         cast: Any = tensor.to(forward)
         return _start_moving(cast, source, target)
-    with no_torch_function(), trace.asked(), comm.moving_tensor(tensor.__dict__.get("_number", 0)):
+    with no_torch_function(), trace.requested(), comm.moving_tensor(tensor.__dict__.get("_number", 0)):
         if forward == backward == before:
             moved = redistribute_local(tensor, source, target)
         else:
@@ -73,8 +73,8 @@ def _start_moving(tensor: DTensorBase, source: Layout, target: Layout) -> Any:
     with no_torch_function(), torch.no_grad():
         steps = plan(source, target, tensor.element_size())
         if trace.current() is not None:
-            with trace.asked():
-                trace.note_redistribution(source, target, 0, backward=False)
+            with trace.requested():
+                trace.record_redistribution(source, target, 0, backward=False)
         moving = start(steps, tensor.clone())  # a copy: the tensor may be written to before all of it is sent
         result = tag(torch.empty(0, dtype=tensor.dtype, device=tensor.device), target)
     result.__class__ = DTensorBase.pending

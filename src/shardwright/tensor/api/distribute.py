@@ -16,7 +16,7 @@ from shardwright.tensor.api.dtensor import DTensor
 from shardwright.tensor.api.from_local import bound_mesh
 from shardwright.tensor.api.torch_hooks import register_with_torch
 from shardwright.tensor.base.gradient_types import REPLICATE
-from shardwright.tensor.base.tagging import local_region, nothing_of, tag
+from shardwright.tensor.base.tagging import empty_outside_mesh, local_region, tag
 
 __all__ = ["distribute_tensor"]
 
@@ -60,7 +60,7 @@ def distribute_tensor(
         if src_data_rank is not None and sent:
             whole = _from_source(whole, layout.mesh, src_data_rank)
         inside = comm.rank() in layout.mesh
-        local = whole[local_region(layout).slices()] if inside else nothing_of(whole, layout)
+        local = whole[local_region(layout).slices()] if inside else empty_outside_mesh(whole, layout)
         # Never the caller's own memory: what is written to one must not show in the other. Nor a piece of the whole's,
         # which would stay alive with it.
         if local.numel() < whole.numel() or _memory(local) == _memory(tensor):

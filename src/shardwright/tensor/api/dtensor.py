@@ -30,7 +30,7 @@ from shardwright.tensor.gradients.enter import forget_entered
 __all__ = ["DTensor"]
 
 _OF_ONE_OBJECT = frozenset(
-    ("_layout", "_copied", "_origin", "_seen", "_looked_up", "_strides", "_number", "_untracked")
+    ("_layout", "_copied_by", "_base_index", "_base_version", "_lookup_result", "_strides", "_number", "_untracked")
 )  # not copied
 _enabled = torch._C._is_torch_function_enabled
 

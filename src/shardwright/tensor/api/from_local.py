@@ -20,9 +20,9 @@ from shardwright import comm
 from shardwright.errors import ArgumentTypeError, LocalTensorError, PlacementError, TensorError
 from shardwright.layout import Layout, Mesh, Placement, Ragged, Shard, as_placement
 from shardwright.layout.placement import StridedShard
-from shardwright.tensor.base.capture import refuse_to_record
+from shardwright.tensor.base.capture import refuse_capture
 from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE
-from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, nothing_of, tag
+from shardwright.tensor.base.tagging import DTensorBase, alias, empty_outside_mesh, no_torch_function, tag
 from shardwright.tensor.redistribute.autograd import redistribute_local
 from shardwright.tensor.redistribute.steps import line
 
@@ -67,7 +67,7 @@ def from_local(
         local = alias(local_tensor)
     else:
         layout = Layout(mesh, given, _equal_shards(local_tensor.shape, mesh, given) if shape is None else shape)
-        local = nothing_of(local_tensor, layout)
+        local = empty_outside_mesh(local_tensor, layout)
     if grad_placements is not None:
         with no_torch_function():
             moved = redistribute_local(local, for_gradient(layout, grad_placements), layout)
@@ -130,7 +130,7 @@ def _layout(
         layout = Layout(mesh, placements, _equal_shards(local.shape, mesh, placements) if shape is None else shape)
         verify_local(local, layout)
         return layout
-    refuse_to_record(
+    refuse_capture(
         "DTensor.from_local gathers the local sizes of all ranks here, which a captured program would not repeat: "
         "give shape=, or run_check=False where all shards have one size"
     )

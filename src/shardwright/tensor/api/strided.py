@@ -12,7 +12,7 @@ from shardwright.tensor.base.strides import meta_of
 from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.dispatch.arguments import map_tensors, tensors_in
 from shardwright.tensor.dispatch.shapes import call_on_meta
-from shardwright.tensor.dispatch.shown import note_shown
+from shardwright.tensor.dispatch.view_outcome import record_result_strides
 
 __all__ = ["Strided"]
 
@@ -42,9 +42,9 @@ def _follow(result: DTensor, func: Any, args: Any, kwargs: dict[str, Any], given
     except (NotImplementedError, RuntimeError):
         return  # an operator that torch has no meta kernel for: it does not keep strides
     if len(found) == 1 and tuple(found[0].shape) == tuple(result.shape) and not found[0].is_contiguous():
-        note_shown(result, (found[0].stride(),), given)
+        record_result_strides(result, (found[0].stride(),), given)
 
 
 for _function in functions_of(Strided):
     leave_eager(_function)
-DTensorBase.strided = Strided  # `note_strides` lies below DTensor
+DTensorBase.strided = Strided  # `record_strides` lies below DTensor

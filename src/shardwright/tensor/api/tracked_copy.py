@@ -53,7 +53,7 @@ class TrackedCopy(Strided):
     def data(self) -> DTensor:
         refuse_stale("data", self)
         detached: DTensor = DTensor.data.fget(self)  # type: ignore[attr-defined]  # a property
-        mark_copied(detached, self._copied, self, sharing=self)
+        mark_copied(detached, self._copied_by, self, sharing=self)
         return detached
 
     @data.setter
@@ -63,7 +63,7 @@ class TrackedCopy(Strided):
 
 def _refuse_change(name: str, tensor: DTensorBase) -> NoReturn:
     raise InPlaceError(
-        f"{name} of {tensor._layout}, which looks like a view but is a copy, because {tensor._copied} of a sharded "
+        f"{name} of {tensor._layout}, which looks like a view but is a copy, because {tensor._copied_by} of a sharded "
         "dimension needed communication: its original could not follow. Use the out-of-place operator, or clone() it"
     )
 

@@ -1,7 +1,7 @@
 """Programs being captured: what is recorded as one step of them, and what cannot be part of one.
 
 `sw.compile` runs a program once and records what it does to local tensors. Most of that is torch's own operators, which
-torch records. What is not (movements, random numbers, autograd functions) passes through `as_step`: it is run, and
+torch records. What is not (movements, random numbers, autograd functions) passes through `capture_call`: it is run, and
 recorded as one call, to be made again at every replay.
 """
 
@@ -21,26 +21,26 @@ from shardwright.tensor.base.tagging import DTensorBase, alias, tag
 from shardwright.tensor.base.trace import source_line
 
 __all__ = [
-    "as_step",
     "below_modes",
-    "foreign",
-    "is_recording",
-    "recording",
-    "refuse_to_record",
-    "step_of",
-    "unrecorded",
+    "capture_call",
+    "captured_function",
+    "capturing",
+    "is_capturing",
+    "not_captured",
+    "refuse_capture",
+    "uncaptured_tensor_message",
 ]
 
-_on = False  # of the process: torch's own recording, which `as_step` asks for, is of the thread
+_on = False  # of the process: torch's own capturing, which `capture_call` asks for, is of the thread
 
 
-def is_recording() -> bool:
+def is_capturing() -> bool:
     """Whether a program is being captured, and this is not inside one of its steps."""
     return _on
 
 
 @contextmanager
-def recording(on: bool = True) -> Iterator[None]:
+def capturing(on: bool = True) -> Iterator[None]:
     """Has steps recorded while it is open; `on=False`: not."""
     global _on
     before, _on = _on, on
@@ -51,48 +51,48 @@ def recording(on: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def unrecorded() -> Iterator[None]:
+def not_captured() -> Iterator[None]:
     """What is computed within it, on tensors of its own, is no part of a program that is being captured."""
     if not _on:
         yield
         return
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing  # slow to import
 
-    with recording(False), disable_proxy_modes_tracing(), torch._C._DisablePythonDispatcher():
+    with capturing(False), disable_proxy_modes_tracing(), torch._C._DisablePythonDispatcher():
         yield
 
 
 @contextmanager
 def below_modes() -> Iterator[None]:
     """Hide what is computed within it from dispatch modes: planning happens once, and is no part of the program."""
-    if _on or not torch._C._len_torch_dispatch_stack():  # `unrecorded` hides it from the mode that captures
+    if _on or not torch._C._len_torch_dispatch_stack():  # `not_captured` hides it from the mode that captures
         yield
         return
     with torch._C._DisableTorchDispatch():
         yield
 
 
-def refuse_to_record(what: str) -> None:
+def refuse_capture(what: str) -> None:
     """Raises where a program is being captured: this cannot be a part of one."""
     if _on:
         raise CaptureError(f"{source_line()}: {what}")
 
 
-def as_step(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def capture_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The function's result; where a program is being captured, its call becomes one step of it."""
     if not _on:
         return function(*args, **kwargs)
     from torch.fx.experimental import proxy_tensor  # slow to import, and needed only by those who compile
 
     mode = proxy_tensor.get_proxy_mode()
-    if mode is None:  # another thread is recording
+    if mode is None:  # another thread is capturing
         return function(*args, **kwargs)
     flat, spec = pytree.tree_flatten((args, kwargs))
     places = [place for place, value in enumerate(flat) if isinstance(value, Tensor)]
     proxies = [_proxy_of(flat[place], mode.tracer) for place in places]
     layouts = _layouts([flat[place] for place in places])
     step = _Step(function, flat, spec, places, layouts).as_function()
-    with unrecorded():
+    with not_captured():
         result = function(*args, **kwargs)
         made = mode.tracer.create_proxy("call_function", step, tuple(proxies), {})
         with torch._C.DisableTorchFunctionSubclass():
@@ -105,11 +105,11 @@ def _proxy_of(tensor: Tensor, tracer: Any) -> Any:
 
     slot: Any = get_proxy_slot(tensor, tracer, None)
     if slot is None:
-        raise CaptureError(f"{source_line()}: {foreign(tensor)}")
+        raise CaptureError(f"{source_line()}: {uncaptured_tensor_message(tensor)}")
     return slot.proxy
 
 
-def foreign(tensor: Tensor) -> str:
+def uncaptured_tensor_message(tensor: Tensor) -> str:
     """What is wrong with a tensor that the program did not get as an argument."""
     what = f"a DTensor {tensor._layout}" if isinstance(tensor, DTensorBase) else f"a tensor {tuple(tensor.shape)}"
     return (
@@ -126,7 +126,7 @@ def _layouts(tensors: Sequence[Tensor]) -> list[Layout | None] | None:
     return found if any(found) else None
 
 
-def step_of(target: Any) -> Callable[..., Any] | None:
+def captured_function(target: Any) -> Callable[..., Any] | None:
     """The function that a recorded call makes as one step; None where it is no such call."""
     return getattr(target, "does", None) if getattr(target, "__module__", "") == __name__ else None
 

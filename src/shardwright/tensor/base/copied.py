@@ -13,14 +13,14 @@ from torch import Tensor
 
 from shardwright.errors import InPlaceError
 from shardwright.tensor.base.tagging import DTensorBase
-from shardwright.tensor.base.writes import storage_of, was_written, writes_to
+from shardwright.tensor.base.writes import memory_version, storage_of, was_written
 
-__all__ = ["is_copied", "mark_copied", "refuse_copied", "refuse_stale", "remember_origin", "source_of"]
+__all__ = ["is_copied", "mark_copied", "memory_owner", "record_base_index", "refuse_copied", "refuse_stale"]
 
 
 def is_copied(tensor: Tensor) -> bool:
     """Return whether a tensor looks like a view but is a copy, or shares the memory of one that is."""
-    return "_copied" in tensor.__dict__
+    return "_copied_by" in tensor.__dict__
 
 
 def mark_copied(results: Any, operator: str, base: DTensorBase, sharing: Tensor | None = None) -> None:
@@ -28,33 +28,33 @@ def mark_copied(results: Any, operator: str, base: DTensorBase, sharing: Tensor 
     if isinstance(results, DTensorBase):
         if results is not base and (sharing is None or storage_of(results) is storage_of(sharing)):
             results.__class__ = DTensorBase.copies
-            results._copied = operator
-            results._seen = base, None if sharing is base else writes_to(base)
+            results._copied_by = operator
+            results._base_version = base, None if sharing is base else memory_version(base)
     elif isinstance(results, list | tuple):
         for result in results:
             mark_copied(result, operator, base, sharing)
 
 
-def remember_origin(copied: Any, name: str, base: DTensorBase, args: Any, kwargs: dict[str, Any]) -> None:
+def record_base_index(copied: Any, name: str, base: DTensorBase, args: Any, kwargs: dict[str, Any]) -> None:
     """Record which index of `base` a copy is, where one index says it: what is written to it is written there too."""
     if name == "unbind" and isinstance(copied, tuple):
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         for place, each in enumerate(copied):
-            each._origin = (base, _along(base, dim, place))
+            each._base_index = (base, _along(base, dim, place))
     elif name == "__getitem__" and len(args) == 2:
-        copied._origin = (base, args[1])
+        copied._base_index = (base, args[1])
     elif name == "select" and len(args) == 3:
-        copied._origin = (base, _along(base, args[1], args[2]))
+        copied._base_index = (base, _along(base, args[1], args[2]))
 
 
 def _along(base: DTensorBase, dim: int, place: int) -> tuple[Any, ...]:
     return (*[slice(None)] * (dim % len(base._layout.shape)), place)
 
 
-def source_of(tensor: DTensorBase) -> DTensorBase:
+def memory_owner(tensor: DTensorBase) -> DTensorBase:
     """Return the copy whose memory a tensor shares: itself, where it was not made as a view of a copy."""
-    while tensor._seen[1] is None:
-        tensor = tensor._seen[0]
+    while tensor._base_version[1] is None:
+        tensor = tensor._base_version[0]
     return tensor
 
 
@@ -62,7 +62,7 @@ def refuse_stale(name: str, tensor: Any) -> None:
     """Raise InPlaceError if the original of a copy was written to since the copy was made."""
     link = tensor
     while is_copied(link):
-        base, before = link._seen
+        base, before = link._base_version
         if before is not None and was_written(base, before):
             raise InPlaceError(
                 f"{name}: this tensor, {tensor._layout}, looks like a view but is a copy, because {_spoken(link)} of a "
@@ -74,7 +74,7 @@ def refuse_stale(name: str, tensor: Any) -> None:
 
 
 def _spoken(copy: DTensorBase) -> str:
-    return {"__getitem__": "x[...]"}.get(copy._copied, copy._copied)
+    return {"__getitem__": "x[...]"}.get(copy._copied_by, copy._copied_by)
 
 
 def refuse_copied(name: str, target: DTensorBase) -> None:

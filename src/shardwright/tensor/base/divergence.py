@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from shardwright import comm
 from shardwright.errors import CommError, ProgramMismatchError, RankLostError
 from shardwright.layout import Layout
-from shardwright.tensor.base.trace import doing, source_line
+from shardwright.tensor.base.trace import operation_name, source_line
 
-__all__ = ["compare_notes", "post_mortem", "verify_ranks"]
+__all__ = ["check_same_program", "post_mortem", "verify_ranks"]
 
 _verifying = False
 POST_MORTEM_SECONDS = 5.0
@@ -40,7 +40,7 @@ def verify_ranks() -> Iterator[None]:
         _verifying = before
 
 
-def compare_notes(source: Layout, target: Layout) -> None:
+def check_same_program(source: Layout, target: Layout) -> None:
     """Raises on every rank where they are about to make different movements, if `verify_ranks` is open."""
     if _verifying:
         _compare(source, target, None)
@@ -64,7 +64,7 @@ def _compare(source: Layout, target: Layout, timeout: float | None) -> None:
     ranks = sorted({*source.mesh.ranks, *target.mesh.ranks})
     if len(ranks) == 1 or comm.rank() not in ranks:
         return
-    note = json.dumps([doing() or "redistribute", f"{source} → {target}", source_line()])
+    note = json.dumps([operation_name() or "redistribute", f"{source} → {target}", source_line()])
     group = comm.subgroup(ranks)
     heard = comm.gather_bytes(note.encode(), group, what="comparing programs", timeout=timeout)
     notes = dict(zip(group.ranks, (json.loads(entry) for entry in heard), strict=True))

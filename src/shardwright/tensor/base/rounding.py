@@ -15,7 +15,7 @@ import torch
 
 from shardwright.tensor.base.strategy import Operand, Strategies, Strategy
 
-__all__ = ["completing_first", "keeps_every_value", "never_partial"]
+__all__ = ["keeps_every_value", "rounded_operands", "without_rounding"]
 
 
 @lru_cache(maxsize=1024)
@@ -35,16 +35,16 @@ def keeps_every_value(source: torch.dtype, target: torch.dtype) -> bool:
     return wanted.eps <= have.eps and wanted.max >= have.max and wanted.smallest_normal <= have.smallest_normal
 
 
-def completing_first(strategies: Strategies, operands: Sequence[Operand], dtypes: Sequence[torch.dtype]) -> Strategies:
+def without_rounding(strategies: Strategies, operands: Sequence[Operand], dtypes: Sequence[torch.dtype]) -> Strategies:
     """Return the strategies that cast no partial values, given the dtypes of the results.
 
     A value that is whole may still be made partial: one rank casts it, the others cast zeros.
     """
-    rounded = [place for place in never_partial(operands, dtypes) if operands[place].layout.is_partial]
+    rounded = [place for place in rounded_operands(operands, dtypes) if operands[place].layout.is_partial]
     return replace(strategies, at=_without_partial(strategies.at, rounded)) if rounded else strategies
 
 
-def never_partial(operands: Sequence[Operand], dtypes: Sequence[torch.dtype]) -> list[int]:
+def rounded_operands(operands: Sequence[Operand], dtypes: Sequence[torch.dtype]) -> list[int]:
     """Return the places of the operands whose partial values would be rounded in results of these dtypes."""
     return [
         place

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwright.layout import Layout
 from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function
 
-__all__ = ["copy_strides", "global_stride", "is_contiguous", "is_thin", "meta_of", "note_strides"]
+__all__ = ["copy_strides", "global_stride", "has_thin_shards", "is_contiguous", "meta_of", "record_strides"]
 
 _is_contiguous = Tensor.is_contiguous
 _CAST = frozenset((torch.float16, torch.bfloat16, torch.float32))
@@ -36,7 +36,7 @@ def is_contiguous(tensor: DTensorBase) -> bool:
     return "_strides" not in tensor.__dict__ and bool(disabled(_is_contiguous, (), (tensor,), {}))
 
 
-def note_strides(tensor: DTensorBase, strides: tuple[int, ...], always: bool = False) -> None:
+def record_strides(tensor: DTensorBase, strides: tuple[int, ...], always: bool = False) -> None:
     """Note the strides of a new tensor that is not contiguous, where some rank's shard does not tell them."""
     if always or _hides(tensor._layout, strides):
         tensor._strides = strides
@@ -50,7 +50,7 @@ def copy_strides(target: DTensorBase, source: DTensorBase) -> None:
     if type(target) is DTensorBase.strided:
         target.__class__ = DTensorBase.concrete
     if "_strides" in source.__dict__:
-        note_strides(target, source._strides, always=True)
+        record_strides(target, source._strides, always=True)
 
 
 def global_stride(tensor: DTensorBase) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ def global_stride(tensor: DTensorBase) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def is_thin(layout: Layout) -> bool:
+def has_thin_shards(layout: Layout) -> bool:
     """Return whether some rank has less than two elements of a longer dimension: its strides tell little."""
     return any(least < min(size, 2) for least, size in zip(_least_sizes(layout), layout.shape, strict=True))
 

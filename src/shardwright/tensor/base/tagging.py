@@ -20,11 +20,11 @@ __all__ = [
     "DTensorBase",
     "alias",
     "disabled",
+    "empty_outside_mesh",
     "layout_of",
     "local_region",
     "local_size",
     "no_torch_function",
-    "nothing_of",
     "tag",
     "tag_replicated",
     "tag_results",
@@ -40,10 +40,12 @@ class DTensorBase(Tensor):
     """What the modules below `DTensor` know of it: a tensor with a layout. `DTensor` is the one concrete class."""
 
     _layout: Layout
-    _copied: str  # set where the tensor looks like a view but is a copy: which operator made it
-    _origin: tuple[DTensorBase, Any]  # what it was picked of, and by which index, where one index says it
-    _seen: tuple[DTensorBase, Any]  # what it is a copy of, and the state of its memory then; None: it shares its memory
-    _looked_up: bool  # set on partial results of lookups, which are new tensors in torch and may be overwritten
+    _copied_by: str  # set where the tensor looks like a view but is a copy: which operator made it
+    _base_index: tuple[DTensorBase, Any]  # what it was picked of, and by which index, where one index says it
+    _base_version: tuple[
+        DTensorBase, Any
+    ]  # what it is a copy of, and the state of its memory then; None: it shares its memory
+    _lookup_result: bool  # set on partial results of lookups, which are new tensors in torch and may be overwritten
     _strides: tuple[int, ...]  # the global tensor's, where it is not contiguous and shards do not tell
     _number: int  # among the tensors that `distribute_tensor` has sent over the mesh, the same on all its ranks
     _untracked: bool  # set where its memory may be written to behind autograd's back
@@ -76,7 +78,7 @@ def local_size(layout: Layout) -> tuple[int, ...]:
     return layout.local_shape(rank) if rank in layout.mesh else (0,) * max(1, layout.ndim)
 
 
-def nothing_of(tensor: Tensor, layout: Layout) -> Tensor:
+def empty_outside_mesh(tensor: Tensor, layout: Layout) -> Tensor:
     """Return what a rank outside the mesh holds in place of `tensor`: an empty tensor, whose gradient is zero."""
     with no_torch_function():
         if tensor.ndim != layout.ndim or not layout.ndim:
@@ -100,7 +102,7 @@ def tag(fresh: Tensor, layout: Layout) -> Any:
 def tag_replicated(fresh: Tensor, mesh: Mesh) -> Any:
     """A tensor object nobody else holds, whole on every rank, as a DTensor."""
     layout = Layout(mesh, [REPLICATE] * mesh.ndim, fresh.shape)
-    return tag(fresh if comm.rank() in mesh else nothing_of(fresh, layout), layout)
+    return tag(fresh if comm.rank() in mesh else empty_outside_mesh(fresh, layout), layout)
 
 
 def tag_results(result: Any, layouts: Sequence[Layout], inputs: Iterable[Tensor]) -> Any:

@@ -22,15 +22,15 @@ __all__ = [
     "Operation",
     "Redistribution",
     "Trace",
-    "asked",
     "current",
-    "doing",
-    "is_of_the_user",
-    "note_redistribution",
+    "is_user_frame",
     "on_trace",
     "operation",
+    "operation_name",
+    "record_redistribution",
+    "requested",
     "source_line",
-    "source_place",
+    "source_location",
     "trace",
 ]
 
@@ -184,7 +184,7 @@ def operation(name: str) -> Iterator[Operation]:
 
 
 @contextmanager
-def asked() -> Iterator[None]:
+def requested() -> Iterator[None]:
     """Marks the movements inside as asked for by the user."""
     token = _asked.set(True)
     try:
@@ -193,23 +193,23 @@ def asked() -> Iterator[None]:
         _asked.reset(token)
 
 
-def note_redistribution(source: Layout, target: Layout, received: int, backward: bool) -> None:
+def record_redistribution(source: Layout, target: Layout, received: int, backward: bool) -> None:
     """Records one movement, where a trace is open."""
     seen = current()
     if seen is None:
         return
-    doing = _operation.get()
-    name, where = (doing.name, doing.where) if doing is not None else ("", source_line())
+    record = _operation.get()
+    name, where = (record.name, record.where) if record is not None else ("", source_line())
     seen.events.append(Redistribution(name, where, source, target, received, _asked.get(), backward))
 
 
-def doing() -> str:
+def operation_name() -> str:
     """The operator being run, or nothing."""
     record = _operation.get()
     return record.name if record is not None else ""
 
 
-def is_of_the_user(frame: Any) -> bool:
+def is_user_frame(frame: Any) -> bool:
     """Whether a frame is neither ours nor torch's."""
     module = frame.f_globals.get("__name__", "")
     return not module.startswith(("shardwright.", "torch.", "contextlib")) and module not in ("torch", "shardwright")
@@ -219,13 +219,13 @@ def source_line() -> str:
     """The line of the user's program that is being run: the nearest frame that is neither ours nor torch's."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if is_of_the_user(frame):
+        if is_user_frame(frame):
             return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
 
 
-def source_place() -> str:
+def source_location() -> str:
     """The user's line being run with its code, and the module it belongs to with its path in the outermost one.
 
     It walks the stack and reads the file: meant for error messages.
@@ -233,7 +233,7 @@ def source_place() -> str:
     frame: Any = sys._getframe(1)
     line, modules = "", list[nn.Module]()
     while frame is not None:
-        if not line and is_of_the_user(frame):
+        if not line and is_user_frame(frame):
             file, number = frame.f_code.co_filename, frame.f_lineno
             code = linecache.getline(file, number, frame.f_globals).strip()
             line = f"{file.rsplit('/', 1)[-1]}:{number}" + (f", `{code}`" if code else "")

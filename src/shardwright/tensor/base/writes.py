@@ -15,25 +15,25 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from shardwright.layout import Layout
-from shardwright.tensor.base.capture import is_recording
+from shardwright.tensor.base.capture import is_capturing
 from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function
 
 __all__ = [
     "WATCH",
-    "Written",
+    "MemoryVersion",
     "count_write",
     "count_writes_through",
     "data_of",
+    "memory_version",
     "storage_of",
     "was_written",
-    "writes_to",
 ]
 
 _use_count = torch._C._storage_Use_Count
 _get_data = Tensor.data.__get__  # type: ignore[attr-defined]  # a getset descriptor
-_OF_INFERENCE = "_shardwright_inference_writes"  # an attribute of a storage: the number of writes
+_INFERENCE_COUNT = "_shardwright_inference_writes"  # an attribute of a storage: the number of writes
 # Attributes of a storage: two counters, and the tensor whose `.data` was first asked for, as a weak reference.
-_OF_DATA, _OF_OTHERS, _OWNER = "_shardwright_data_counter", "_shardwright_counters", "_shardwright_owner"
+_DATA_COUNTER, _OTHER_COUNTERS, _OWNER = "_shardwright_data_counter", "_shardwright_counters", "_shardwright_owner"
 
 
 class _Watch:
@@ -48,7 +48,7 @@ class _Watch:
 WATCH = _Watch()
 
 
-class Written(NamedTuple):
+class MemoryVersion(NamedTuple):
     """The state of a tensor's memory, as far as it can be told without looking at values."""
 
     storage: Any
@@ -61,7 +61,7 @@ def storage_of(tensor: Tensor) -> Any:
     return disabled(Tensor.untyped_storage, (), (tensor,), {})
 
 
-def writes_to(tensor: DTensorBase) -> Written:
+def memory_version(tensor: DTensorBase) -> MemoryVersion:
     """Return the present state of a tensor's memory.
 
     Tensors of inference mode have no version counter: from the first time on that one is asked for here, operators
@@ -71,16 +71,18 @@ def writes_to(tensor: DTensorBase) -> Written:
         storage: Any = storage_of(tensor)
         if tensor.is_inference():
             WATCH.inference = True
-            return Written(storage, tensor._layout, (storage.__dict__.get(_OF_INFERENCE, 0),))
+            return MemoryVersion(storage, tensor._layout, (storage.__dict__.get(_INFERENCE_COUNT, 0),))
         counters = storage.__dict__
-        data, others = counters.get(_OF_DATA), counters.get(_OF_OTHERS, ())
+        data, others = counters.get(_DATA_COUNTER), counters.get(_OTHER_COUNTERS, ())
         past = 0 if data is None else data._version
-        return Written(storage, tensor._layout, (tensor._version, past, *(other.counter._version for other in others)))
+        return MemoryVersion(
+            storage, tensor._layout, (tensor._version, past, *(other.counter._version for other in others))
+        )
 
 
-def was_written(tensor: DTensorBase, before: Written) -> bool:
+def was_written(tensor: DTensorBase, before: MemoryVersion) -> bool:
     """Return whether a tensor's memory may have been written to, or replaced, since `before`."""
-    now = writes_to(tensor)
+    now = memory_version(tensor)
     return now.storage is not before.storage or now.layout is not before.layout or now.counts != before.counts
 
 
@@ -89,19 +91,19 @@ def count_write(tensor: Tensor) -> None:
     with no_torch_function():
         if tensor.is_inference():
             counters = storage_of(tensor).__dict__
-            counters[_OF_INFERENCE] = counters.get(_OF_INFERENCE, 0) + 1
+            counters[_INFERENCE_COUNT] = counters.get(_INFERENCE_COUNT, 0) + 1
 
 
 def data_of(tensor: DTensorBase) -> Tensor:
-    """Return `tensor.data`: an alias without history, whose writes autograd does not count and `writes_to` does."""
+    """Return `tensor.data`: an alias without history, whose writes count in `memory_version` only."""
     plain: Tensor = disabled(_get_data, (), (tensor,), {})
     with no_torch_function():
-        if plain.is_inference() or is_recording():
+        if plain.is_inference() or is_capturing():
             return plain
         counters = storage_of(tensor).__dict__
-        known = counters.get(_OF_DATA)
+        known = counters.get(_DATA_COUNTER)
         if known is None:
-            counters[_OF_DATA], counters[_OWNER] = _without_memory(plain), TensorWeakRef(tensor)
+            counters[_DATA_COUNTER], counters[_OWNER] = _without_memory(plain), TensorWeakRef(tensor)
             return plain
         counted: Tensor = known.detach()  # it shares the counter
         counted.data = plain
@@ -119,7 +121,7 @@ def count_writes_through(tensor: DTensorBase, source: DTensorBase) -> None:
         if tensor.is_inference():
             return
         storage = storage_of(tensor)
-        counters: list[_Counter] = storage.__dict__.setdefault(_OF_OTHERS, [])
+        counters: list[_Counter] = storage.__dict__.setdefault(_OTHER_COUNTERS, [])
         current = [counter for counter in counters if counter.is_of(storage)]
         owner = storage.__dict__.get(_OWNER, lambda: None)()
         holders = {id(counter.tensor()) for counter in current} | {id(tensor), id(source)}

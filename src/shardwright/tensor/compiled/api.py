@@ -13,7 +13,7 @@ from torch import nn
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, CaptureError
 from shardwright.tensor.api.torch_hooks import leave_eager
-from shardwright.tensor.base.capture import is_recording
+from shardwright.tensor.base.capture import is_capturing
 from shardwright.tensor.base.custom_op import is_traced
 from shardwright.tensor.base.trace import source_line
 from shardwright.tensor.compiled.backend import with_backend
@@ -60,7 +60,7 @@ class Compiled:
         self._looks = Looks()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_recording() or is_traced():
+        if is_capturing() or is_traced():
             return self._function(*args, **kwargs)  # a part of what is being captured, or traced by others
         call = gather(args, kwargs, self._function, self._looks)
         program = self._programs.get(call.key)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwright.tensor.api.torch_hooks import leave_eager
-from shardwright.tensor.base.capture import step_of
+from shardwright.tensor.base.capture import captured_function
 from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.gradients.enter import prepare_operand
 
@@ -25,7 +25,7 @@ def with_backend(module: fx.GraphModule, backend: Callable[..., Any] | str) -> C
     early = _without_entering(module.graph, body.graph)
     body.recompile()
     for node in body.graph.nodes:
-        if node.op == "call_function" and step_of(node.target) is not None:
+        if node.op == "call_function" and captured_function(node.target) is not None:
             leave_eager(node.target)
     compiled = torch.compile(body, backend=backend, dynamic=False)
 
@@ -43,7 +43,7 @@ def _without_entering(source: fx.Graph, target: fx.Graph) -> list[tuple[Callable
     known: dict[fx.Node, fx.Node] = {node: target.node_copy(node) for node in inputs}
     early: list[tuple[Any, int]] = []
     for node in source.nodes:
-        if step_of(node.target) is prepare_operand and node.args[0] in inputs:
+        if captured_function(node.target) is prepare_operand and node.args[0] in inputs:
             known[node] = target.placeholder(f"entered_{len(early)}")
             early.append((node.target, inputs.index(node.args[0])))
     for node in source.nodes:

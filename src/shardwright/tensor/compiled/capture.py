@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from shardwright import comm
 from shardwright.errors import CaptureError
-from shardwright.tensor.base.capture import foreign, is_recording, recording, refuse_to_record
-from shardwright.tensor.base.trace import is_of_the_user, source_line
+from shardwright.tensor.base.capture import capturing, is_capturing, refuse_capture, uncaptured_tensor_message
+from shardwright.tensor.base.trace import is_user_frame, source_line
 from shardwright.tensor.compiled.passes import clean
 from shardwright.tensor.compiled.program import Program
 from shardwright.tensor.dispatch.arguments import tensors_in
@@ -59,7 +59,7 @@ def capture(call: Callable[[], Any], tensors: Sequence[Tensor]) -> tuple[Any, Pr
 
     forget_entered()  # what operators share would be none of the program's
     try:
-        with recording(False):
+        with capturing(False):
             module = make_fx(traced, pre_dispatch=True)(*tensors)
     except CaptureError:
         raise
@@ -78,7 +78,7 @@ def capture(call: Callable[[], Any], tensors: Sequence[Tensor]) -> tuple[Any, Pr
 @contextmanager
 def _watching(tracer: Any) -> Iterator[None]:
     with ExitStack() as stack:
-        stack.enter_context(recording())
+        stack.enter_context(capturing())
         stack.enter_context(comm.listen(_refuse_transfer))
         stack.enter_context(_without_hooks())
         stack.enter_context(_Watch(tracer))
@@ -86,7 +86,7 @@ def _watching(tracer: Any) -> Iterator[None]:
 
 
 def _refuse_transfer(_: comm.Transfer) -> None:
-    refuse_to_record("the program communicates by other means than movements of DTensors")
+    refuse_capture("the program communicates by other means than movements of DTensors")
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def _without_hooks() -> Iterator[None]:
     register = Tensor.register_hook
 
     def refused(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-        refuse_to_record(HOOKS.format("register_hook"))
+        refuse_capture(HOOKS.format("register_hook"))
         return register(tensor, hook)  # type: ignore[no-untyped-call]  # torch's own
 
     Tensor.register_hook = refused  # type: ignore[method-assign]  # put back below
@@ -116,22 +116,22 @@ class _Watch(TorchFunctionMode):
         from torch.fx.experimental.proxy_tensor import has_proxy_slot  # slow to import
 
         kwargs = kwargs or {}
-        if is_recording():
+        if is_capturing():
             name = getattr(func, "__name__", "")
             if name in VALUES:
                 _refuse_values(source_line(), name)
             if name in GRADIENTS:
-                refuse_to_record("the program takes gradients itself: return what is to be differentiated instead")
+                refuse_capture("the program takes gradients itself: return what is to be differentiated instead")
             if name in ("retain_grad", "register_post_accumulate_grad_hook"):
-                refuse_to_record(HOOKS.format(name))
+                refuse_capture(HOOKS.format(name))
             if (name == "requires_grad_" or func == _set_requires_grad) and _changes_asking(*args, **kwargs):
-                refuse_to_record(ASKING)
+                refuse_capture(ASKING)
             if func == _set_grad:
-                refuse_to_record("the program sets the gradient of a tensor: do so outside of what is compiled")
+                refuse_capture("the program sets the gradient of a tensor: do so outside of what is compiled")
             for tensor in (*tensors_in(args), *tensors_in(kwargs.values())):
                 if not has_proxy_slot(tensor, self.tracer):
-                    with recording(False):  # a description may look at the tensor
-                        raise CaptureError(f"{source_line()}: {foreign(tensor)}")
+                    with capturing(False):  # a description may look at the tensor
+                        raise CaptureError(f"{source_line()}: {uncaptured_tensor_message(tensor)}")
         return func(*args, **kwargs)
 
 
@@ -149,7 +149,7 @@ def _refuse_values(line: str, name: str, cause: Exception | None = None) -> NoRe
 def _line_of(error: BaseException) -> str:
     """The innermost line of the user's program that an error came through."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if is_of_the_user(frame):
+        if is_user_frame(frame):
             return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{line}"
     return "?"
 

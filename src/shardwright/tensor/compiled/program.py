@@ -61,13 +61,13 @@ def _out(value: Tensor, inputs: Sequence[Tensor], values: Sequence[Tensor]) -> _
     refuse_stale("sw.compile: what the program returns", value)
     base = value
     while is_copied(base):
-        base = base._seen[0]
+        base = base._base_version[0]
     of_input, of_output = (
         next((place for place, tensor in enumerate(given) if tensor is base), None) for given in (inputs, values)
     )
     if base is value or (of_input is None and of_output is None):
         return _Out(value._layout)  # nobody can write to what it is a copy of
-    return _Out(value._layout, value._copied, of_input, of_output)
+    return _Out(value._layout, value._copied_by, of_input, of_output)
 
 
 def _mark(value: DTensorBase, out: _Out, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:

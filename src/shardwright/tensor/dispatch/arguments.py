@@ -14,11 +14,11 @@ from shardwright.layout import Layout
 from shardwright.tensor.base import policy, trace
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import takes_numbers_by_type
-from shardwright.tensor.base.tagging import DTensorBase, alias, disabled, nothing_of, tag, tag_replicated
+from shardwright.tensor.base.tagging import DTensorBase, alias, disabled, empty_outside_mesh, tag, tag_replicated
 from shardwright.tensor.dispatch.decompose import made_by_torch
 from shardwright.tensor.dispatch.refusals import refuse_functional
 
-__all__ = ["Call", "admit", "map_tensors", "take_apart", "tensors_in"]
+__all__ = ["Call", "admit_plain_tensors", "flatten_call", "map_tensors", "tensors_in"]
 
 _dtype = Tensor.dtype.__get__  # type: ignore[attr-defined]  # a getset descriptor
 _requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]  # likewise
@@ -31,7 +31,7 @@ class Call(NamedTuple):
     key: tuple[Any, ...] | None
 
 
-def take_apart(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+def flatten_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
     """The DTensors of a call, and its key: layouts by identity, static arguments by value, operands by type."""
     tensors: list[DTensorBase] = []
     key: list[Any] = [func, torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()]
@@ -79,7 +79,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 def map_tensors(
     args: Sequence[Any], kwargs: dict[str, Any], change: Callable[[Tensor], Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with every DTensor changed, in the order `take_apart` lists them."""
+    """The arguments with every DTensor changed, in the order `flatten_call` lists them."""
 
     def visit(value: Any) -> Any:
         if isinstance(value, DTensorBase):
@@ -106,12 +106,12 @@ def _numbers_to_one_mesh(
     def bring(tensor: Tensor) -> Any:
         if tensor._layout.mesh is mesh:  # type: ignore[attr-defined]  # only DTensors are mapped
             return tensor
-        return tag(alias(tensor) if comm.rank() in mesh else nothing_of(tensor, here), here)
+        return tag(alias(tensor) if comm.rank() in mesh else empty_outside_mesh(tensor, here), here)
 
     return map_tensors(args, kwargs, bring)
 
 
-def admit(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+def admit_plain_tensors(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     """The arguments, with plain tensors made DTensors where that cannot be wrong, and refused with the fix elsewhere.
 
     It cannot be wrong for 0-dimensional tensors without gradient, for those that torch's own code made on its way, and
@@ -124,7 +124,7 @@ def admit(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Seque
     if len(meshes) > 1:
         brought = _numbers_to_one_mesh(args, kwargs, ours)
         if brought is not None:
-            return admit(name, *brought)
+            return admit_plain_tensors(name, *brought)
         first, second = meshes[:2]
         raise MeshMismatchError(
             f"{name}: arguments are on different meshes, {first!r} and {second!r}: bring them to one with "
@@ -142,7 +142,7 @@ def admit(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Seque
             raise MixedTensorsError(
                 f"{name}: {where} is a plain tensor of shape {tuple(value.shape)} beside a DTensor {beside}: say how "
                 "it is laid out, with distribute_tensor(tensor, mesh, placements) or DTensor.from_local, or open "
-                f"`with sw.implicit_replication():` where every rank holds the same values ({trace.source_place()})"
+                f"`with sw.implicit_replication():` where every rank holds the same values ({trace.source_location()})"
             )
         if type(value) in (list, tuple):
             return type(value)(visit(item, f"{where}[{place}]") for place, item in enumerate(value))

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.dispatch.arguments import map_tensors, tensors_in
 
-__all__ = ["call_as_cast", "cast_to", "low_dtype"]
+__all__ = ["autocast_dtype", "call_with_autocast", "low_precision_cast"]
 
 _LOW = frozenset((torch.float16, torch.bfloat16))
 # Registered for autocast, and computed in the low precision.
@@ -35,7 +35,7 @@ _IN_WIDEST = frozenset(
 )
 
 
-def call_as_cast(name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def call_with_autocast(name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """The result of a call, with its arguments and within it cast as autocast has it for the operator of this name."""
     tensors = [tensor for tensor in tensors_in((*args, *kwargs.values())) if isinstance(tensor, DTensorBase)]
     kind = tensors[0].device.type
@@ -48,19 +48,19 @@ def call_as_cast(name: str, call: Callable[..., Any], args: Any, kwargs: dict[st
         return call(args, kwargs)
 
 
-def low_dtype(tensor: Tensor) -> torch.dtype:
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of an operator that autocast computes in low precision, given a tensor of its arguments."""
     kind = tensor.device.type
     cast = torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if cast else tensor.dtype
 
 
-def cast_to(name: str, tensor: Tensor) -> tuple[torch.dtype, ...]:
+def low_precision_cast(name: str, tensor: Tensor) -> tuple[torch.dtype, ...]:
     """Return the dtype that autocast casts the arguments of this operator to, where that is a low one; else nothing."""
     if not torch._C._is_any_autocast_enabled() or name not in _IN_LOW:
         return ()
     with torch._C.DisableTorchFunctionSubclass():
-        dtype = low_dtype(tensor)
+        dtype = autocast_dtype(tensor)
     return (dtype,) if dtype in _LOW else ()
 
 

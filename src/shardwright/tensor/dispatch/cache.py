@@ -23,10 +23,10 @@ from shardwright.layout import Layout
 from shardwright.tensor.base.layout_cache import LayoutCache, cache_of
 from shardwright.tensor.base.registry import Op, canonical_name
 from shardwright.tensor.base.strategy import Local
-from shardwright.tensor.base.strides import is_thin
+from shardwright.tensor.base.strides import has_thin_shards
 from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function
 from shardwright.tensor.base.writes import WATCH, count_write
-from shardwright.tensor.dispatch.shown import Shown
+from shardwright.tensor.dispatch.view_outcome import ViewOutcome
 
 __all__ = [
     "FAST",
@@ -53,7 +53,7 @@ FastKey: TypeAlias = "Layout | type[int] | type[float] | tuple[Any, ...]"
 FastPlan: TypeAlias = (
     "Layout | tuple[Local, Layout]"  # of the result; with what to call, where that is not the function
 )
-CallKey: TypeAlias = tuple[Any, ...]  # what `take_apart` makes of a call
+CallKey: TypeAlias = tuple[Any, ...]  # what `flatten_call` makes of a call
 
 UNIFORM: dict[Any, bool] = {}  # element by element: inputs of one layout give that layout; True: in place
 FAST: set[Any] = set()  # functions that always return one new tensor: their plans may be as short as a layout
@@ -115,7 +115,7 @@ class CallPlan:
     view: bool  # the result may be a view of the first input
     copied: bool  # the input of a view had to move: the result looks like a view, but is a copy
     dtypes: tuple[torch.dtype, ...] | None  # of the results, where this rank has no elements and computes otherwise
-    shown: dict[Any, Shown]  # by the strides of the first input: what torch makes of them
+    shown: dict[Any, ViewOutcome]  # by the strides of the first input: what torch makes of them
 
 
 def torch_function(passed: frozenset[Any], call_known: Callable[..., Any], intercept: Callable[..., Any]) -> Any:
@@ -201,7 +201,7 @@ def remember_fast(op: Op, plan: CallPlan, func: Any, args: Any, kwargs: dict[str
     """
     if kwargs or plan.enters or plan.moving or plan.inplace or plan.dtypes or len(plan.outs) != 1 or func not in FAST:
         return
-    if plan.view and is_thin(plan.outs[0]):
+    if plan.view and has_thin_shards(plan.outs[0]):
         return  # its strides may have to be noted
     if not isinstance(args[0], DTensorBase) or args[0]._layout.is_partial:
         return

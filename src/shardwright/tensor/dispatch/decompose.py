@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shardwright.tensor.base.tagging import DTensorBase
 
-__all__ = ["body_of", "made_by_torch", "writes_on_the_way"]
+__all__ = ["made_by_torch", "python_body", "writes_to_intermediates"]
 
 _MARK = "__shardwright_body__"  # among the globals of a function that is run without its first question
 # Functions of their arguments alone, which hand themselves over to nobody.
@@ -32,7 +32,7 @@ def _no(*_: Any) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def body_of(func: Any) -> FunctionType | None:
+def python_body(func: Any) -> FunctionType | None:
     """The function without its first question, or None where it is not written in Python."""
     if not isinstance(func, FunctionType):
         return None
@@ -55,7 +55,7 @@ def body_of(func: Any) -> FunctionType | None:
 
 
 @lru_cache(maxsize=1024)
-def writes_on_the_way(func: Any) -> bool:
+def writes_to_intermediates(func: Any) -> bool:
     """Return whether a function of torch's writes in place to tensors that it made of its arguments.
 
     Where an argument is a partial sum, so may they be, and a partial sum cannot be clamped in place: such arguments

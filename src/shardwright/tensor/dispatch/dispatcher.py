@@ -17,16 +17,21 @@ from shardwright.errors import InPlaceError
 from shardwright.tensor.base import trace
 from shardwright.tensor.base.registry import Op, canonical_name, operator
 from shardwright.tensor.base.tagging import DTensorBase, disabled, tag_replicated
-from shardwright.tensor.dispatch.arguments import admit, map_tensors, tensors_in
-from shardwright.tensor.dispatch.autocast import call_as_cast
-from shardwright.tensor.dispatch.decompose import body_of, writes_on_the_way
+from shardwright.tensor.dispatch.arguments import admit_plain_tensors, map_tensors, tensors_in
+from shardwright.tensor.dispatch.autocast import call_with_autocast
+from shardwright.tensor.dispatch.decompose import python_body, writes_to_intermediates
 from shardwright.tensor.dispatch.execute import call_by_rule
 from shardwright.tensor.dispatch.fallback import call_replicated
 from shardwright.tensor.dispatch.foreach import LISTS, call_on_lists
 from shardwright.tensor.dispatch.numbers import read_numbers
 from shardwright.tensor.dispatch.refusals import refuse
 from shardwright.tensor.dispatch.reshape_in_place import RESHAPES, reshape_in_place
-from shardwright.tensor.dispatch.write_through import is_looked_up, overwrite, refuse_unwritable, written_with
+from shardwright.tensor.dispatch.write_through import (
+    is_lookup_result,
+    overwrite,
+    refuse_unwritable,
+    tensors_written_with,
+)
 from shardwright.tensor.gradients import engine
 from shardwright.tensor.random.local import refuse_plain_draws
 from shardwright.tensor.redistribute.implicit import completed
@@ -103,7 +108,7 @@ def intercept(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     read, named = read_numbers(name, func, args, kwargs)
     if read is not args and not any(isinstance(tensor, DTensorBase) for tensor in tensors_in((*read, *named.values()))):
         return func(*read, **named)  # plain.view(n, 3): its numbers alone were DTensors
-    args, kwargs = admit(full, read, named)
+    args, kwargs = admit_plain_tensors(full, read, named)
     if "out" in kwargs:
         if kwargs["out"] is not None:
             return _into(func, args, kwargs)
@@ -127,7 +132,9 @@ def listen(tell: Callable[[str, Any, Any, dict[str, Any]], None]) -> Iterator[No
 def _call(name: str, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     op = operator(name)
     if torch._C._is_any_autocast_enabled() and not inplace and op is not None and op.composite is not None:
-        return call_as_cast(name, lambda args, kwargs: _call_cast(op, name, False, func, args, kwargs), args, kwargs)
+        return call_with_autocast(
+            name, lambda args, kwargs: _call_cast(op, name, False, func, args, kwargs), args, kwargs
+        )
     return _call_cast(op, name, inplace, func, args, kwargs)
 
 
@@ -137,7 +144,7 @@ def _call_cast(op: Op | None, name: str, inplace: bool, func: Any, args: Any, kw
     with trace.operation(name) as record:
         if inplace and name in RESHAPES:
             return reshape_in_place(name, func, args[0], args[1:], kwargs)
-        if inplace and args and is_looked_up(args[0]) and name != "detach":
+        if inplace and args and is_lookup_result(args[0]) and name != "detach":
             return overwrite(func, *args, **kwargs)
         if op is not None and not _is_spelled_otherwise(func, kwargs):
             if op.composite is not None and not inplace:
@@ -148,9 +155,9 @@ def _call_cast(op: Op | None, name: str, inplace: bool, func: Any, args: Any, kw
                 result = call_by_rule(op, inplace, func, args, kwargs)
                 if result is not NotImplemented:
                     return result
-        body = body_of(func)
+        body = python_body(func)
         if body is not None:
-            if writes_on_the_way(func):
+            if writes_to_intermediates(func):
                 args, kwargs = map_tensors(args, kwargs, lambda tensor: completed(name, tensor))  # type: ignore[arg-type]  # only DTensors are mapped
             return body(*args, **kwargs)
         record.fell_back = True
@@ -213,5 +220,5 @@ def _refuse_out(name: str, target: DTensorBase, value: Tensor) -> None:
         )
     if not torch.can_cast(value.dtype, target.dtype):
         raise InPlaceError(f"{name}: `out` of {target.dtype} cannot hold the result of {value.dtype}")
-    for tensor in written_with(name, target):
+    for tensor in tensors_written_with(name, target):
         refuse_unwritable(name, tensor, records=False)  # `out=` is never recorded

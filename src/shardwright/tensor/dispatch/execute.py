@@ -19,10 +19,10 @@ from shardwright.errors import InPlaceError
 from shardwright.layout import Layout
 from shardwright.tensor.base import policy
 from shardwright.tensor.base.capture import below_modes
-from shardwright.tensor.base.copied import mark_copied, refuse_copied, remember_origin
+from shardwright.tensor.base.copied import mark_copied, record_base_index, refuse_copied
 from shardwright.tensor.base.gradient_types import settled
 from shardwright.tensor.base.registry import Op
-from shardwright.tensor.base.rounding import completing_first
+from shardwright.tensor.base.rounding import without_rounding
 from shardwright.tensor.base.strategy import Local, LocalContext, MeshStrategy, Operand, Strategies
 from shardwright.tensor.base.tagging import (
     DTensorBase,
@@ -32,15 +32,15 @@ from shardwright.tensor.base.tagging import (
     with_dtypes,
 )
 from shardwright.tensor.base.writes import WATCH, count_write
-from shardwright.tensor.dispatch.arguments import Call, map_tensors, take_apart
-from shardwright.tensor.dispatch.autocast import cast_to
+from shardwright.tensor.dispatch.arguments import Call, flatten_call, map_tensors
+from shardwright.tensor.dispatch.autocast import low_precision_cast
 from shardwright.tensor.dispatch.cache import CallPlan, known_plan, remember_fast, remember_plan
 from shardwright.tensor.dispatch.choose import Impossible, choose
 from shardwright.tensor.dispatch.foreach import LIST_FUNCTIONS
 from shardwright.tensor.dispatch.outside import is_outside, run_outside
 from shardwright.tensor.dispatch.shapes import Outputs, outputs_of
-from shardwright.tensor.dispatch.shown import NOTHING, note_shown, what_torch_shows
-from shardwright.tensor.dispatch.write_through import is_looked_up
+from shardwright.tensor.dispatch.view_outcome import UNCHANGED, record_result_strides, view_outcome
+from shardwright.tensor.dispatch.write_through import is_lookup_result
 from shardwright.tensor.gradients.enter import prepare_operand
 from shardwright.tensor.redistribute.autograd import differs
 
@@ -51,11 +51,11 @@ def call_known(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The result of a call whose plan is known; NotImplemented where it is not."""
     if func in LIST_FUNCTIONS:
         return NotImplemented  # they need no plan, and their arguments are long
-    call = take_apart(func, args, kwargs)
+    call = flatten_call(func, args, kwargs)
     if call.key is None or not call.tensors:
         return NotImplemented
     plan = known_plan(call.tensors[0]._layout, call.key)
-    if plan is None or (plan.inplace and is_looked_up(call.tensors[0])):
+    if plan is None or (plan.inplace and is_lookup_result(call.tensors[0])):
         return NotImplemented
     return _execute(plan, func, args, kwargs, call)
 
@@ -63,7 +63,7 @@ def call_known(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def call_by_rule(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The result of a call by the operator's rule; NotImplemented where the rule has no answer."""
     kwargs = _in_order(op.rule, kwargs) if len(kwargs) > 1 else kwargs
-    call = take_apart(func, args, kwargs)
+    call = flatten_call(func, args, kwargs)
     first = call.tensors[0]._layout
     plan = known_plan(first, call.key) if call.key is not None else None
     if plan is None:
@@ -80,7 +80,7 @@ def call_by_rule(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, 
 def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call: Call) -> Any:
     if plan.inplace:
         refuse_copied(plan.name + "_", call.tensors[0])
-    shown = what_torch_shows(plan.shown, plan, func, args, kwargs, call.tensors[0]) if plan.view else NOTHING
+    shown = view_outcome(plan.shown, plan, func, args, kwargs, call.tensors[0]) if plan.view else UNCHANGED
     if plan.moving:
         args, kwargs = _moved(plan, args, kwargs, call)
     if shown.copies and plan.moves[0] is None:
@@ -101,14 +101,14 @@ def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call:
             result = result.contiguous()  # as the view would be
     tagged = tag_results(result, plan.outs, call.tensors)
     if shown.strides is not None:
-        note_shown(tagged, shown.strides, call.tensors, plan.copied)
+        record_result_strides(tagged, shown.strides, call.tensors, plan.copied)
     if shown.copies:
         return tagged
     if plan.copied:
         mark_copied(tagged, plan.name, call.tensors[0])
-        remember_origin(tagged, plan.name, call.tensors[0], args, kwargs)
-    elif plan.view and "_copied" in call.tensors[0].__dict__:  # a view of a copy is no view of the original either
-        mark_copied(tagged, call.tensors[0]._copied, call.tensors[0], sharing=call.tensors[0])
+        record_base_index(tagged, plan.name, call.tensors[0], args, kwargs)
+    elif plan.view and "_copied_by" in call.tensors[0].__dict__:  # a view of a copy is no view of the original either
+        mark_copied(tagged, call.tensors[0]._copied_by, call.tensors[0], sharing=call.tensors[0])
     return tagged
 
 
@@ -151,7 +151,7 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
     else:
         inplace = inplace or answer.unmoved is not None
         shapes, dtypes = _outputs(answer, operands, inplace, func, args, kwargs)
-        answer = completing_first(answer, operands, cast_to(op.name, call.tensors[0]) or dtypes)
+        answer = without_rounding(answer, operands, low_precision_cast(op.name, call.tensors[0]) or dtypes)
         try:
             ins, outs = choose(operands, replace(answer, unmoved=0 if inplace else None), shapes)
         except Impossible as where:

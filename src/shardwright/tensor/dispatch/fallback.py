@@ -14,7 +14,7 @@ from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import canonical_name, overloads_of
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag_results, version_of
 from shardwright.tensor.base.writes import WATCH, count_write
-from shardwright.tensor.dispatch.arguments import map_tensors, take_apart, tensors_in
+from shardwright.tensor.dispatch.arguments import flatten_call, map_tensors, tensors_in
 from shardwright.tensor.dispatch.outside import call_outside, is_outside
 from shardwright.tensor.dispatch.write_through import refuse_unwritable
 from shardwright.tensor.random.local import draws_alike
@@ -28,7 +28,7 @@ _UNDECLARED_WRITES = {"batch_norm": (1, 2), "instance_norm": (1, 2)}
 
 def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The result of a call on whole tensors, the same on every rank. What the call wrote to is written back."""
-    call = take_apart(func, args, kwargs)
+    call = flatten_call(func, args, kwargs)
     mesh = call.tensors[0]._layout.mesh
     if is_outside(call.tensors[0]):
         with draws_alike(name, func, mesh):

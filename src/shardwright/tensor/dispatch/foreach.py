@@ -130,10 +130,10 @@ def _powsum(tensor: Tensor, ord: Any = 2, dtype: torch.dtype | None = None) -> T
 
 def _refuse_copies(name: str, targets: Sequence[Tensor]) -> None:
     for target in targets:
-        if "_copied" in target.__dict__:
+        if "_copied_by" in target.__dict__:
             raise InPlaceError(
                 f"_foreach_{name}_: {target._layout} looks like a view but is a copy, because "  # type: ignore[attr-defined]  # it is one of ours
-                f"{target._copied} of a sharded dimension needed communication: write to the original tensor"  # type: ignore[attr-defined]  # likewise
+                f"{target._copied_by} of a sharded dimension needed communication: write to the original tensor"  # type: ignore[attr-defined]  # likewise
             )
 
 

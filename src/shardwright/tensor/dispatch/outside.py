@@ -23,10 +23,10 @@ from shardwright.tensor.base.registry import canonical_name
 from shardwright.tensor.base.strategy import Local
 from shardwright.tensor.base.strides import global_stride
 from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag_results
-from shardwright.tensor.dispatch.arguments import map_tensors, take_apart
+from shardwright.tensor.dispatch.arguments import flatten_call, map_tensors
 from shardwright.tensor.random.local import next_key
 
-__all__ = ["Kind", "call_outside", "empty_results", "is_outside", "run_outside"]
+__all__ = ["ResultMeta", "call_outside", "empty_results", "is_outside", "run_outside"]
 
 
 def is_outside(tensor: DTensorBase) -> bool:
@@ -37,7 +37,7 @@ def is_outside(tensor: DTensorBase) -> bool:
 _TO_A_DEVICE = frozenset(("to", "cpu", "cuda", "type", "type_as"))
 
 
-class Kind(NamedTuple):
+class ResultMeta(NamedTuple):
     """What is known of a result without computing it."""
 
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ def run_outside(layouts: Sequence[Layout], *, inplace: bool, view: bool, draws: 
         nonlocal known
         if draws:
             next_key(layouts[0].mesh)  # the ranks of the mesh take one: all ranks go on with the same numbers
-        inputs = take_apart(func, args, kwargs).tensors
+        inputs = flatten_call(func, args, kwargs).tensors
         if inplace:
             return _write(inputs)
         if known is None or torch._C._is_any_autocast_enabled():
@@ -67,14 +67,14 @@ def run_outside(layouts: Sequence[Layout], *, inplace: bool, view: bool, draws: 
 
 def call_outside(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return the result of an operator without a rule: replicated on the ranks of the mesh, empty on this one."""
-    inputs = take_apart(func, args, kwargs).tensors
+    inputs = flatten_call(func, args, kwargs).tensors
     with no_torch_function():
         if canonical_name(func)[1]:
             return _write(inputs)
         kinds, structure = _kinds(func, args, kwargs)
         result = pytree.tree_unflatten(_results(inputs, kinds, view=False), structure)
     mesh = inputs[0]._layout.mesh
-    layouts = [Layout(mesh, [REPLICATE] * mesh.ndim, kind.shape) for kind in kinds if isinstance(kind, Kind)]
+    layouts = [Layout(mesh, [REPLICATE] * mesh.ndim, kind.shape) for kind in kinds if isinstance(kind, ResultMeta)]
     return tag_results(result, layouts, ())
 
 
@@ -103,9 +103,9 @@ def _kinds(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], Any
             f"values ({error}). Run this on the ranks of the mesh only, or redistribute to a mesh of all ranks first"
         ) from error
     flat, structure = pytree.tree_flatten(result)
-    here = take_apart(func, args, kwargs).tensors[0].device
+    here = flatten_call(func, args, kwargs).tensors[0].device
     kinds = [
-        Kind(tuple(v.shape), v.dtype, v.device if cast else here, v.requires_grad) if isinstance(v, Tensor) else v
+        ResultMeta(tuple(v.shape), v.dtype, v.device if cast else here, v.requires_grad) if isinstance(v, Tensor) else v
         for v in flat
     ]
     return kinds, structure
@@ -118,17 +118,17 @@ def _fake_tensors() -> Any:
 
 
 def _results(inputs: Sequence[DTensorBase], kinds: Sequence[Any], view: bool) -> list[Any]:
-    tensors = [kind for kind in kinds if isinstance(kind, Kind)]
+    tensors = [kind for kind in kinds if isinstance(kind, ResultMeta)]
     if view and all((kind.dtype, kind.device) == (inputs[0].dtype, inputs[0].device) for kind in tensors):
         seen = [Tensor.view(inputs[0], (0,) * max(1, len(kind.shape))) for kind in tensors]
         made = [each if kind.grad else each.detach() for each, kind in zip(seen, tensors, strict=True)]
     else:
         made = list(empty_results(tensors, inputs))
     each_made = iter(made)
-    return [next(each_made) if isinstance(kind, Kind) else kind for kind in kinds]
+    return [next(each_made) if isinstance(kind, ResultMeta) else kind for kind in kinds]
 
 
-def empty_results(kinds: Sequence[Kind], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def empty_results(kinds: Sequence[ResultMeta], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return empty tensors of these kinds, whose gradients are empty gradients of the inputs."""
     sources = [alias(tensor) for tensor in inputs if tensor.requires_grad]
     if sources and any(kind.grad for kind in kinds):
@@ -136,7 +136,7 @@ def empty_results(kinds: Sequence[Kind], inputs: Sequence[Tensor]) -> tuple[Tens
     return tuple(map(_empty, kinds))
 
 
-def _empty(kind: Kind) -> Tensor:
+def _empty(kind: ResultMeta) -> Tensor:
     return torch.empty((0,) * max(1, len(kind.shape)), dtype=kind.dtype, device=kind.device)
 
 
@@ -144,8 +144,8 @@ class _Nothing(torch.autograd.Function):
     """An operator that is not computed here: empty results of empty inputs, and the same on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, kinds: Sequence[Kind], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.kinds = [Kind(tuple(each.shape), each.dtype, each.device, True) for each in inputs]
+    def forward(ctx: Any, kinds: Sequence[ResultMeta], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.kinds = [ResultMeta(tuple(each.shape), each.dtype, each.device, True) for each in inputs]
         ctx.save_for_backward(*inputs)  # a gradient may depend on them: they are needed for its own gradient
         made = tuple(map(_empty, kinds))
         ctx.mark_non_differentiable(*(each for each, kind in zip(made, kinds, strict=True) if not kind.grad))
@@ -160,6 +160,6 @@ def _write(inputs: Sequence[DTensorBase]) -> DTensorBase:
     """Write nothing to the first tensor: what counts is that it was written to, and what its gradient depends on."""
     target = inputs[0]
     recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    kind = Kind(target._layout.shape, target.dtype, target.device, recorded)
+    kind = ResultMeta(target._layout.shape, target.dtype, target.device, recorded)
     Tensor.copy_(target, empty_results([kind], inputs)[0])
     return target

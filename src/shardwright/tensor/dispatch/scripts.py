@@ -19,7 +19,7 @@ from torch import nn
 from shardwright.errors import UnsupportedError
 from shardwright.tensor.base.replaced import is_replaced, replacing
 from shardwright.tensor.base.tagging import DTensorBase
-from shardwright.tensor.dispatch.arguments import admit, tensors_in
+from shardwright.tensor.dispatch.arguments import admit_plain_tensors, tensors_in
 from shardwright.tensor.dispatch.fallback import call_replicated
 
 __all__ = ["install"]
@@ -61,7 +61,7 @@ def _call_whole(original: Any) -> Any:
                 "tensors, of which TorchScript would see this rank's shard: pass it as an argument of its own, or give "
                 "`x.full_tensor()` or `x.to_local()`"
             )
-        args, kwargs = admit(name, args, kwargs)  # type: ignore[assignment]  # it gives a tuple
+        args, kwargs = admit_plain_tensors(name, args, kwargs)  # type: ignore[assignment]  # it gives a tuple
         return call_replicated(name, run, (script, *args), kwargs)
 
     return call

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwright.tensor.base.capture import unrecorded
+from shardwright.tensor.base.capture import not_captured
 from shardwright.tensor.base.strides import meta_of
 from shardwright.tensor.dispatch.arguments import map_tensors
 
@@ -32,7 +32,7 @@ def outputs_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Outputs:
 def call_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that a call on meta tensors gives."""
     kwargs = {k: torch.device("meta") if k == "device" and v is not None else v for k, v in kwargs.items()}
-    with torch.no_grad(), unrecorded():
+    with torch.no_grad(), not_captured():
         result = func(*args, **kwargs)
     flat = result if isinstance(result, list | tuple) else [result]
     return [value for value in flat if isinstance(value, torch.Tensor)]

@@ -30,9 +30,9 @@ __all__ = [
     "cuda_array_interface",
     "detach_",
     "exposing",
+    "is_fully_local",
     "is_same_size",
     "is_set_to",
-    "is_whole_here",
     "refuse_shard",
     "resize_",
     "resize_as_",
@@ -49,7 +49,7 @@ EXPOSING = tuple(
 _enabled = torch._C._is_torch_function_enabled
 
 
-def is_whole_here(layout: Layout) -> bool:
+def is_fully_local(layout: Layout) -> bool:
     """Return True if this rank's local tensor is the global tensor: every mesh dimension replicates or has one rank."""
     sizes = layout.mesh.shape
     replicated = all(
@@ -61,7 +61,7 @@ def is_whole_here(layout: Layout) -> bool:
 def refuse_shard(what: str, tensor: DTensorBase) -> None:
     """Raise UnsupportedError unless this rank's local tensor is the global tensor."""
     layout = tensor._layout
-    if is_whole_here(layout):
+    if is_fully_local(layout):
         return
     if comm.rank() not in layout.mesh:
         held = "nothing on this rank, which is outside its mesh"

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import InPlaceError
-from shardwright.tensor.base.copied import is_copied, refuse_copied, source_of
+from shardwright.tensor.base.copied import is_copied, memory_owner, refuse_copied
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import canonical_name
 from shardwright.tensor.base.strides import global_stride
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
-from shardwright.tensor.base.writes import WATCH, count_write, writes_to
+from shardwright.tensor.base.writes import WATCH, count_write, memory_version
 from shardwright.tensor.redistribute.autograd import redistribute_local
 
-__all__ = ["is_looked_up", "overwrite", "refuse_unwritable", "write_through", "written_with"]
+__all__ = ["is_lookup_result", "overwrite", "refuse_unwritable", "tensors_written_with", "write_through"]
 
 
-def is_looked_up(tensor: Any) -> bool:
+def is_lookup_result(tensor: Any) -> bool:
     """Return whether this is a partial result of a lookup (`x[indices]`), which torch's user may overwrite."""
-    return isinstance(tensor, DTensorBase) and "_looked_up" in tensor.__dict__
+    return isinstance(tensor, DTensorBase) and "_lookup_result" in tensor.__dict__
 
 
 def overwrite(func: Any, target: DTensorBase, *args: Any, **kwargs: Any) -> DTensorBase:
@@ -45,11 +45,11 @@ def write_through(func: Any, target: DTensorBase, *args: Any, **kwargs: Any) -> 
     The copy must be up to date. Raise InPlaceError where the original cannot be written to: nothing is written then.
     """
     name = canonical_name(func)[0]
-    chain = written_with(name, target)
+    chain = tensors_written_with(name, target)
     if _overlaps_itself(target):
         raise InPlaceError(
             f"{name}: {target._layout} has elements that share memory, and is a view of a copy, because "
-            f"{target._copied} of a sharded dimension needed communication: write to the original, or to a clone()"
+            f"{target._copied_by} of a sharded dimension needed communication: write to the original, or to a clone()"
         )
     fresh = _written(func, target, args, kwargs)
     with no_torch_function():
@@ -60,7 +60,7 @@ def write_through(func: Any, target: DTensorBase, *args: Any, **kwargs: Any) -> 
     with torch.set_grad_enabled(records):
         with no_torch_function():
             target.copy_(redistribute_local(fresh, fresh._layout, target._layout))
-        _pass_on(source_of(target))
+        _pass_on(memory_owner(target))
     return target
 
 
@@ -77,10 +77,10 @@ def _overlaps_itself(tensor: DTensorBase) -> bool:
 
 def _pass_on(copy: DTensorBase) -> None:
     """Write a copy to the original it was picked of."""
-    base, index = copy._origin
-    copy._seen = base, writes_to(base)
+    base, index = copy._base_index
+    copy._base_version = base, memory_version(base)
     base[index] = copy
-    copy._seen = base, writes_to(base)
+    copy._base_version = base, memory_version(base)
 
 
 def _written(func: Any, target: DTensorBase, args: Any, kwargs: dict[str, Any]) -> DTensorBase:
@@ -94,15 +94,15 @@ def _written(func: Any, target: DTensorBase, args: Any, kwargs: dict[str, Any]) 
     return fresh
 
 
-def written_with(name: str, target: DTensorBase) -> list[DTensorBase]:
+def tensors_written_with(name: str, target: DTensorBase) -> list[DTensorBase]:
     """Return all tensors that a write to this one writes to; raise where no index says what of the original it is."""
     chain: list[DTensorBase] = []
     while is_copied(target):
-        copy = source_of(target)
-        if "_origin" not in copy.__dict__:
+        copy = memory_owner(target)
+        if "_base_index" not in copy.__dict__:
             refuse_copied(name, copy)
         chain += [target] if target is copy else [target, copy]
-        target = copy._origin[0]
+        target = copy._base_index[0]
     return [*chain, target]
 
 
@@ -127,7 +127,7 @@ def _unwritable(tensor: DTensorBase, records: bool) -> str | None:
     if tensor.requires_grad and tensor.is_leaf:
         return "it is a leaf that requires grad: write under torch.no_grad(), or to a clone()"
     if is_copied(tensor):
-        if tensor._copied == "unbind":
+        if tensor._copied_by == "unbind":
             return "it is one of several views that unbind made, which torch does not let you write to: use x[i]"
         if tensor._backward_hooks:
             return "it looks like a view but is a copy, and has hooks, which would not be called as a view's are"

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from shardwright.errors import RuleError
 from shardwright.layout import Layout, Placement, Ragged, Shard
-from shardwright.tensor.base.capture import unrecorded
+from shardwright.tensor.base.capture import not_captured
 from shardwright.tensor.base.registry import Rule
 from shardwright.tensor.base.strategy import Local, LocalContext, MeshStrategy, Run, Strategies, Strategy
 from shardwright.tensor.base.tagging import alias
@@ -143,7 +143,7 @@ def _check_all_ranks(who: str, context: LocalContext, func: Any, args: Any, kwar
         if ins is None or outs is None:
             continue
         try:
-            with torch.no_grad(), unrecorded():
+            with torch.no_grad(), not_captured():
                 for place, shape in zip(places, ins, strict=True):
                     flat[place] = torch.empty(shape, dtype=flat[place].dtype, device="meta")
                 meta_args, meta_kwargs = pytree.tree_unflatten(flat, spec)

@@ -16,10 +16,10 @@ from shardwright import comm
 from shardwright.errors import ArgumentTypeError, LocalTensorError, MeshMismatchError, TensorError
 from shardwright.layout import Layout, Mesh, Placement, as_placement
 from shardwright.tensor.api.from_local import for_gradient, from_local, one_mesh
-from shardwright.tensor.base.capture import recording
+from shardwright.tensor.base.capture import capturing
 from shardwright.tensor.base.gradient_types import ENTERED
 from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag
-from shardwright.tensor.dispatch.outside import Kind
+from shardwright.tensor.dispatch.outside import ResultMeta
 from shardwright.tensor.extend.local_map_outside import map_outside
 from shardwright.tensor.gradients.below_autograd import expect_plain_roots
 from shardwright.tensor.redistribute.autograd import redistribute_local
@@ -211,7 +211,7 @@ class _PlacementLists:
                 f"for plain values. {_ORDER}"
             )
         for place, (value, entry) in enumerate(zip(leaves, entries, strict=True)):
-            if entry is not None and not isinstance(value, Tensor | Kind):
+            if entry is not None and not isinstance(value, Tensor | ResultMeta):
                 raise TensorError(
                     f"{name}: {self.what} has placements for {leaf} {place}, which is not a tensor but "
                     f"{type(value).__name__}: give None for it. {_ORDER}"
@@ -318,7 +318,7 @@ def _layouts(
     placements = _said(name, mesh, outs, results)
     layouts = None if key is None else known.layouts.get(key)
     if layouts is None:
-        with recording(False):
+        with capturing(False):
             layouts = [_asked(value, mesh, said) for value, said in zip(results, placements, strict=True)]
         if key is not None:
             known.layouts[key] = layouts
@@ -343,7 +343,7 @@ def _said(name: str, mesh: Mesh, outs: _PlacementLists, results: Sequence[Any]) 
     for place, (value, said) in enumerate(zip(results, placements, strict=True)):
         if isinstance(value, DTensorBase):
             raise TensorError(f"{name}: result {place} is a DTensor {value._layout}: return local tensors")
-        if not isinstance(value, Tensor | Kind):
+        if not isinstance(value, Tensor | ResultMeta):
             continue
         if outs.entries is None:
             raise TensorError(

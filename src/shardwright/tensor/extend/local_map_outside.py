@@ -18,7 +18,7 @@ from shardwright.errors import UnsupportedError
 from shardwright.layout import Layout, Mesh, Placement
 from shardwright.tensor.api.from_local import layout_of_shards
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
-from shardwright.tensor.dispatch.outside import Kind, empty_results
+from shardwright.tensor.dispatch.outside import ResultMeta, empty_results
 
 __all__ = ["map_outside"]
 
@@ -41,11 +41,11 @@ def map_outside(
     placements = placements_of(first)
     inputs = [value for value in values if isinstance(value, Tensor)]
     with no_torch_function():
-        made = iter(empty_results([value for value in first if isinstance(value, Kind)], inputs))
+        made = iter(empty_results([value for value in first if isinstance(value, ResultMeta)], inputs))
     results: list[Any] = []
     for place, (value, said) in enumerate(zip(first, placements, strict=True)):
-        result = next(made) if isinstance(value, Kind) else value
-        if isinstance(value, Kind) and said is not None:
+        result = next(made) if isinstance(value, ResultMeta) else value
+        if isinstance(value, ResultMeta) and said is not None:
             shapes = {rank: results_there[place].shape for rank, (results_there, _) in called.items()}
             result = tag(result, layout_of_shards(shapes, mesh, list(said)))
         results.append(result)
@@ -60,7 +60,7 @@ def _on_each_rank(
     targets: Sequence[Layout | None],
     mesh: Mesh,
 ) -> dict[int, tuple[list[Any], pytree.TreeSpec]]:
-    """Return the flat results on each rank of the mesh, with a `Kind` for each tensor."""
+    """Return the flat results on each rank of the mesh, with a `ResultMeta` for each tensor."""
     by_shapes: dict[tuple[Any, ...], tuple[list[Any], pytree.TreeSpec]] = {}
     called = {}
     for rank in mesh.ranks:
@@ -90,7 +90,9 @@ def _call_on_fakes(
         args, kwargs = pytree.tree_unflatten(given, spec)
         flat, structure = pytree.tree_flatten(function(*args, **kwargs))
     kinds = [
-        Kind(tuple(value.shape), value.dtype, value.device, value.requires_grad) if isinstance(value, Tensor) else value
+        ResultMeta(tuple(value.shape), value.dtype, value.device, value.requires_grad)
+        if isinstance(value, Tensor)
+        else value
         for value in flat
     ]
     return kinds, structure

@@ -15,14 +15,14 @@ from torch.autograd.graph import GradientEdge
 
 from shardwright.errors import MixedTensorsError, TensorError, UnsupportedError
 from shardwright.layout import Layout, Partial
-from shardwright.tensor.base.capture import refuse_to_record
+from shardwright.tensor.base.capture import refuse_capture
 from shardwright.tensor.base.gradient_types import dual, settled
 from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.gradients.below_autograd import run_backward
-from shardwright.tensor.gradients.enter import forget_entered, reducing_now
+from shardwright.tensor.gradients.enter import forget_entered, reduce_immediately
 from shardwright.tensor.redistribute.autograd import redistribute_local
 
-__all__ = ["backward", "grad", "gradient_layout", "plain_gradient", "register_hook", "shown_gradient"]
+__all__ = ["backward", "grad", "gradient_layout", "local_gradient", "register_hook", "tag_gradient"]
 
 
 def gradient_layout(layout: Layout) -> Layout:
@@ -68,7 +68,7 @@ def grad(
     keep = create_graph if retain_graph is None else retain_graph
     allowed = materialize_grads if allow_unused is None else allow_unused
     try:
-        with reducing_now():
+        with reduce_immediately():
             found: Any = run_backward(
                 roots, seeds, keep, create_graph, wanted, allow_unreachable=allowed, accumulate_grad=False
             )
@@ -81,7 +81,7 @@ def grad(
             value = torch.zeros_like(target, requires_grad=create_graph)
         elif value is not None and isinstance(target, DTensorBase) and not isinstance(value, DTensorBase):
             if target._layout.is_partial:
-                value = shown_gradient(value, target._layout)
+                value = tag_gradient(value, target._layout)
             else:
                 if id(value) in seen:  # one tensor may be the gradient of several inputs, or the seed itself
                     value = alias(value)
@@ -101,7 +101,7 @@ def _refuse_edge(target: Any) -> None:
 
 
 def _roots(tensors: Any, seeds: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    refuse_to_record("the program takes gradients itself: return what is to be differentiated, and do so outside")
+    refuse_capture("the program takes gradients itself: return what is to be differentiated, and do so outside")
     roots = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
     given: Sequence[Any] = (seeds,) if seeds is None or isinstance(seeds, Tensor) else tuple(seeds)
     if len(given) == 1 and given[0] is None:
@@ -153,7 +153,7 @@ def _share(layout: Layout) -> float:
     return share
 
 
-def shown_gradient(gradient: Tensor, layout: Layout) -> Any:
+def tag_gradient(gradient: Tensor, layout: Layout) -> Any:
     """Return a gradient as it is in flight, plain and local, as the DTensor that users see.
 
     `layout` is that of the tensor whose gradient it is.
@@ -167,7 +167,7 @@ def shown_gradient(gradient: Tensor, layout: Layout) -> Any:
     return tag(fresh, gradient_layout(layout))
 
 
-def plain_gradient(answer: Any, layout: Layout, who: str) -> Tensor:
+def local_gradient(answer: Any, layout: Layout, who: str) -> Tensor:
     """Return what the user's code gave as the gradient of a tensor of this layout as the engine wants it: plain, local.
 
     Raise if it is no DTensor, or has another shape.
@@ -190,8 +190,8 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
 
     def tagged(gradient: Tensor | None) -> Tensor | None:
         # Torch calls the hooks of one output of several with None where backward does not reach it.
-        answer = hook(None if gradient is None else shown_gradient(gradient, layout))  # type: ignore[arg-type]  # as torch
-        return None if answer is None else plain_gradient(answer, layout, "a hook")
+        answer = hook(None if gradient is None else tag_gradient(gradient, layout))  # type: ignore[arg-type]  # as torch
+        return None if answer is None else local_gradient(answer, layout, "a hook")
 
     with no_torch_function():
         return Tensor.register_hook(tensor, tagged)  # type: ignore[no-untyped-call]  # torch's own

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Layout
-from shardwright.tensor.base.capture import as_step, is_recording
+from shardwright.tensor.base.capture import capture_call, is_capturing
 from shardwright.tensor.base.custom_op import is_traced
 from shardwright.tensor.base.gradient_types import ENTERED, dual, settled
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.redistribute.autograd import differs, redistribute_local
 
-__all__ = ["defer_gradient_reduction", "forget_entered", "prepare_operand", "reducing_now"]
+__all__ = ["defer_gradient_reduction", "forget_entered", "prepare_operand", "reduce_immediately"]
 
 MAX_ENTERED = 8192
 
@@ -50,8 +50,8 @@ def prepare_operand(tensor: DTensorBase, source: Layout, target: Layout) -> Tens
     """An operand redistributed to where its operator wants it; shared where it is a parameter that enters."""
     if not (tensor.requires_grad and torch.is_grad_enabled() and tensor.is_leaf and ENTERED in target.placements):
         return redistribute_local(tensor, source, target)
-    if is_recording():
-        return as_step(prepare_operand, tensor, source, target)  # type: ignore[no-any-return]  # it is this function's
+    if is_capturing():
+        return capture_call(prepare_operand, tensor, source, target)  # type: ignore[no-any-return]  # it is this function's
     if is_traced() and _saving_is_hooked():
         # Selective checkpointing counts the operators of a forward, and of the one that is computed again.
         return EnterParameter.apply(tensor, source, target)  # type: ignore[no-untyped-call, no-any-return]  # as below
@@ -79,7 +79,7 @@ def forget_entered() -> None:
 
 
 @contextmanager
-def reducing_now() -> Iterator[None]:
+def reduce_immediately() -> Iterator[None]:
     """Has gradients reduced where they arise, deferral or not: they are about to be given back."""
     global _reducing_now
     before, _reducing_now = _reducing_now, True

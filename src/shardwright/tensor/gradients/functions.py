@@ -24,11 +24,11 @@ from torch.nn.modules._functions import BackwardHookFunction
 from shardwright.errors import MixedTensorsError, TensorError
 from shardwright.layout import Layout
 from shardwright.tensor.base import policy
-from shardwright.tensor.base.capture import as_step, is_recording, refuse_to_record
+from shardwright.tensor.base.capture import capture_call, is_capturing, refuse_capture
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.tagging import DTensorBase, alias, disabled, no_torch_function, tag, tag_replicated
 from shardwright.tensor.gradients.below_autograd import expect_plain_roots
-from shardwright.tensor.gradients.engine import plain_gradient, shown_gradient
+from shardwright.tensor.gradients.engine import local_gradient, tag_gradient
 from shardwright.tensor.redistribute.autograd import redistribute_local
 
 __all__ = ["install", "layouts_of", "with_layout"]
@@ -49,14 +49,14 @@ def install() -> tuple[Any, ...]:
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if not is_recording():
+    if not is_capturing():
         return _run(cls, *args, **kwargs)
     if cls is BackwardHookFunction:
-        refuse_to_record(
+        refuse_capture(
             "a module has a backward hook, which a replay would not call: remove it, or leave the module out of what "
             "is compiled"
         )
-    return as_step(MethodType(_run, cls), *args, **kwargs)  # what it does inside is not differentiated, it is
+    return capture_call(MethodType(_run, cls), *args, **kwargs)  # what it does inside is not differentiated, it is
 
 
 def _run(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +155,7 @@ def _object_of_its_own(value: Any, args: Sequence[Any], ctx: Any) -> Any:
     """
     if not isinstance(value, DTensorBase) or any(value is dirty for dirty in ctx.dirty_tensors or ()):
         return value
-    if "_copied" in value.__dict__ or any(value is given for given in args):
+    if "_copied_by" in value.__dict__ or any(value is given for given in args):
         return tag(alias(value), value._layout)
     return value
 
@@ -205,7 +205,7 @@ class _Backward:
         if known is None:
             return list(gradients)
         return [
-            gradient if gradient is None or layout is None else shown_gradient(gradient, layout)
+            gradient if gradient is None or layout is None else tag_gradient(gradient, layout)
             for gradient, layout in zip(gradients, known[1], strict=True)
         ]
 
@@ -245,7 +245,7 @@ def _gradient_for(answer: Any, layout: Layout | None, name: str, place: int) -> 
             raise TensorError(
                 f"{name} returned a gradient {answer._layout} for argument {place}, {layout}: the shape does not fit"
             ) from None
-    return plain_gradient(answer, layout, name)
+    return local_gradient(answer, layout, name)
 
 
 def _replicated(gradient: DTensorBase) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.hooks import BackwardHook
 
 from shardwright.layout import Layout
-from shardwright.tensor.gradients.engine import plain_gradient, shown_gradient
+from shardwright.tensor.gradients.engine import local_gradient, tag_gradient
 
 __all__ = ["install"]
 
@@ -35,7 +35,7 @@ class _Node:
 
     def _tagged(self, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
         return tuple(
-            gradient if gradient is None or layout is None else shown_gradient(gradient, layout)
+            gradient if gradient is None or layout is None else tag_gradient(gradient, layout)
             for gradient, layout in zip(gradients, self._layouts, strict=True)
         )
 
@@ -44,7 +44,7 @@ class _Node:
             return given
         if answer is None or layout is None:
             return answer
-        return plain_gradient(answer, layout, "a backward hook of a module, for the gradient")
+        return local_gradient(answer, layout, "a backward hook of a module, for the gradient")
 
 
 def install() -> tuple[Any, ...]:

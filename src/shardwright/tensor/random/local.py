@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import UnsupportedError
 from shardwright.layout import Layout, Mesh, Region
-from shardwright.tensor.base.capture import as_step, is_recording, refuse_to_record
+from shardwright.tensor.base.capture import capture_call, is_capturing, refuse_capture
 from shardwright.tensor.base.registry import overloads_of
 from shardwright.tensor.base.tagging import local_region
 from shardwright.tensor.random.offsets import tracker
@@ -30,7 +30,7 @@ def next_key(mesh: Mesh) -> Key:
     Ranks communicate only at the first operator on the mesh after `torch.manual_seed` gave them a new seed: the seed of
     the mesh's first rank then counts. After `shardwright.manual_seed` they never do.
     """
-    refuse_to_record("this operator draws its numbers in a manner that a captured program cannot repeat")
+    refuse_capture("this operator draws its numbers in a manner that a captured program cannot repeat")
     return tracker.next_offset(agree_seed=partial(_agree, mesh), among=mesh)
 
 
@@ -51,8 +51,8 @@ def fill_local(
     """
     if out.is_meta:
         return out
-    if is_recording():
-        return as_step(fill_local, out, layout, fill, features=features, **how)  # type: ignore[no-any-return]  # likewise a tensor
+    if is_capturing():
+        return capture_call(fill_local, out, layout, fill, features=features, **how)  # type: ignore[no-any-return]  # likewise a tensor
     key = next_key(layout.mesh)
     region, shape = local_region(layout), layout.shape
     if features:
@@ -85,7 +85,7 @@ def draws_alike(name: str, func: Any, mesh: Mesh) -> Iterator[None]:
         with scratch_seed(mesh):
             yield
         return
-    if mesh.size == 1 or is_recording():
+    if mesh.size == 1 or is_capturing():
         yield
         return
     before = _generator_states()

@@ -15,7 +15,7 @@ from shardwright import comm
 from shardwright.errors import CommError, PartialGradientError
 from shardwright.layout import Layout, Partial
 from shardwright.tensor.base import divergence, trace
-from shardwright.tensor.base.capture import as_step, is_recording
+from shardwright.tensor.base.capture import capture_call, is_capturing
 from shardwright.tensor.base.custom_op import call_operator, define_operator, is_traced
 from shardwright.tensor.base.gradient_types import dual
 from shardwright.tensor.redistribute.execute import execute, local_shape
@@ -47,8 +47,8 @@ def redistribute_local(local: Tensor, source: Layout, target: Layout) -> Tensor:
     """Return the local tensor under `target`, differentiably. Call it where torch functions are not intercepted."""
     if not differs(source, target):
         return local
-    if is_recording():
-        return as_step(redistribute_local, local, source, target)  # type: ignore[no-any-return]  # it is this function's
+    if is_capturing():
+        return capture_call(redistribute_local, local, source, target)  # type: ignore[no-any-return]  # it is this function's
     if not (local.requires_grad and torch.is_grad_enabled()):
         return _redistribute(local, source, target)
     scaled, summed = summed_up(local, source)
@@ -114,10 +114,10 @@ def _redistribute_now(local: Tensor, source: Layout, target: Layout) -> Tensor:
     steps = plan(source, target, local.element_size())
     if trace.current() is not None:
         received = steps.received_bytes(comm.rank())
-        trace.note_redistribution(source, target, received, torch._C._current_graph_task_id() != -1)
+        trace.record_redistribution(source, target, received, torch._C._current_graph_task_id() != -1)
     if local.is_meta:
         return torch.empty(local_shape(target, comm.rank()), dtype=local.dtype, device="meta")
-    divergence.compare_notes(source, target)
+    divergence.check_same_program(source, target)
     with torch.no_grad():
         local = local.clone() if local._is_zerotensor() else local  # zeros that autograd has not materialized
         try:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwright.errors import ArgumentTypeError, TensorError
 from shardwright.layout import Layout, Placement
-from shardwright.tensor.base.capture import as_step, is_recording
+from shardwright.tensor.base.capture import capture_call, is_capturing
 from shardwright.tensor.base.gradient_types import REPLICATE, dual
 from shardwright.tensor.base.rounding import keeps_every_value
 from shardwright.tensor.redistribute.autograd import differs, redistribute_local, shares, summed_up
@@ -40,8 +40,8 @@ def cast_and_redistribute(
     """
     if local.dtype == forward and not differs(source, target):
         return local
-    if is_recording():
-        return as_step(cast_and_redistribute, local, source, target, forward, backward)  # type: ignore[no-any-return]  # this function's
+    if is_capturing():
+        return capture_call(cast_and_redistribute, local, source, target, forward, backward)  # type: ignore[no-any-return]  # this function's
     if not (local.requires_grad and torch.is_grad_enabled() and _has_gradients(forward)):
         with torch.no_grad():
             return _cast_and_redistribute(local, source, target, forward)

@@ -18,7 +18,7 @@ from shardwright.comm.packing import pack, unpack
 from shardwright.errors import CommError
 from shardwright.layout import Layout, Placement, Ragged, Region, Shard
 from shardwright.tensor.base import divergence, policy, trace
-from shardwright.tensor.base.capture import as_step, is_recording
+from shardwright.tensor.base.capture import capture_call, is_capturing
 from shardwright.tensor.redistribute.schedule import Message, Schedule
 
 __all__ = ["Halo", "gather_halo"]
@@ -40,8 +40,8 @@ def gather_halo(local: Tensor, halo: Halo, name: str) -> Tensor:
     rank = comm.rank()
     if not _communicates(halo) and halo.window(rank) == halo.layout.region(rank):
         return local
-    if is_recording():
-        return as_step(gather_halo, local, halo, name)  # type: ignore[no-any-return]  # it is this function's
+    if is_capturing():
+        return capture_call(gather_halo, local, halo, name)  # type: ignore[no-any-return]  # it is this function's
     policy.check(name, [(halo.layout, _as_layout(halo))])
     if not (local.requires_grad and torch.is_grad_enabled()):
         return _gather(local, halo)
@@ -120,7 +120,7 @@ def _exchange(halo: Halo, sends: dict[int, Tensor], receives: dict[int, Tensor])
     if not _communicates(halo):
         return
     target = _as_layout(halo)
-    divergence.compare_notes(halo.layout, target)
+    divergence.check_same_program(halo.layout, target)
     everyone = comm.world()
     index = {rank: number for number, rank in enumerate(everyone.ranks)}
     try:
@@ -136,7 +136,7 @@ def _exchange(halo: Halo, sends: dict[int, Tensor], receives: dict[int, Tensor])
 def _note(halo: Halo, received: tuple[Message, ...], local: Tensor) -> None:
     if trace.current() is not None and _communicates(halo):
         volume = sum(message.volume for message in received) * local.element_size()
-        trace.note_redistribution(halo.layout, _as_layout(halo), volume, torch._C._current_graph_task_id() != -1)
+        trace.record_redistribution(halo.layout, _as_layout(halo), volume, torch._C._current_graph_task_id() != -1)
 
 
 @lru_cache(maxsize=1024)

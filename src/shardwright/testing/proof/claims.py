@@ -10,7 +10,7 @@ from shardwright.errors import ShardwrightError, TensorError
 from shardwright.layout import Layout, Mesh, Placement
 from shardwright.tensor.base.gradient_types import settled
 from shardwright.tensor.base.registry import Rule
-from shardwright.tensor.base.rounding import completing_first, never_partial
+from shardwright.tensor.base.rounding import rounded_operands, without_rounding
 from shardwright.tensor.base.strategy import MeshStrategy, Operand, Run, Strategies, Strategy
 from shardwright.tensor.dispatch.choose import Impossible, choose
 from shardwright.testing.operators.sample import Reference, Sample
@@ -58,10 +58,10 @@ def ask(
         return Answer((), None)
     dtypes = [out.dtype for out in reference.outs]
     if isinstance(answer, Strategies):
-        answer = completing_first(answer, operands, dtypes)
+        answer = without_rounding(answer, operands, dtypes)
     try:
         # Partial values that the operator would round are made by dispatch of whole ones only: one, and zeros.
-        apart = never_partial(operands, dtypes)
+        apart = rounded_operands(operands, dtypes)
         claims = tuple(
             claim
             for claim in _claims(answer, operands, sample, reference, known)

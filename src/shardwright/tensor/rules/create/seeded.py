@@ -12,7 +12,7 @@ from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import composite
 from shardwright.tensor.base.tagging import DTensorBase, tag
 from shardwright.tensor.dispatch.arguments import tensors_in
-from shardwright.tensor.dispatch.decompose import body_of
+from shardwright.tensor.dispatch.decompose import python_body
 from shardwright.tensor.dispatch.fallback import call_replicated
 from shardwright.tensor.random import fill_uniform
 from shardwright.tensor.random.local import fill_local, refuse_generator, scratch_seed
@@ -59,7 +59,7 @@ for _name in SEEDED:
 
 def _seeded_body(name: str) -> None:
     """A function in Python that draws plain numbers on its way: every rank draws the same."""
-    body = body_of(getattr(torch, name))
+    body = python_body(getattr(torch, name))
     assert body is not None
 
     def compose(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ for _name in ("svd_lowrank", "pca_lowrank", "lobpcg"):
 
 def _fractional(name: str, dims: int) -> None:
     """Fractional pooling in Python draws plain numbers: where its windows begin, per image and channel."""
-    body = body_of(getattr(torch.nn.functional, name))
+    body = python_body(getattr(torch.nn.functional, name))
     assert body is not None
 
     def compose(input: Any, *args: Any, _random_samples: Any = None, **kwargs: Any) -> Any:

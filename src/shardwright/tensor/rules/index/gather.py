@@ -18,7 +18,7 @@ from shardwright.tensor.base.strategy import Label, Labels, Local, LocalContext,
 from shardwright.tensor.base.tagging import layout_of
 from shardwright.tensor.dispatch.arguments import tensors_in
 from shardwright.tensor.rules.shared.index_range import check_range
-from shardwright.tensor.rules.shared.neighbourhood import nothing_of
+from shardwright.tensor.rules.shared.neighbourhood import connected_zero
 from shardwright.tensor.rules.shared.pick import cutting
 
 __all__ = ["advanced_labels", "advanced_strategies", "located"]
@@ -67,12 +67,12 @@ def _ways(operands: Sequence[Operand], ins: Sequence[Labels], out: Labels, dims:
 def _nothing(context: LocalContext, source: Tensor) -> Tensor:
     """What a rank finds that has nothing to look up in: zeros, and a function of the source all the same."""
     zeros = source.new_zeros(context.outs[0].local_shape(context.rank))
-    return _addend(zeros + nothing_of(source) if source.requires_grad else zeros)
+    return _addend(zeros + connected_zero(source) if source.requires_grad else zeros)
 
 
 def _addend(found: Tensor) -> Tensor:
     """What a rank has found, marked: it may be written to, as what torch has looked up."""
-    found._looked_up = True  # type: ignore[attr-defined]  # it is about to become a DTensor
+    found._lookup_result = True  # type: ignore[attr-defined]  # it is about to become a DTensor
     return found
 
 
@@ -105,7 +105,7 @@ def advanced_strategies(input: Operand, indices: Sequence[Operand | None]) -> St
     return Strategies(_ways(operands, ins, out, dims), run=run)
 
 
-def _looked_up(
+def _lookup_result(
     name: str, input: Operand, place: int, find: Callable[..., Tensor]
 ) -> Callable[[LocalContext], Local | None]:
     """The local call of a lookup along one dimension, where that is cut: `find(source, index, inside)`."""
@@ -143,7 +143,7 @@ def _index_select(input: Operand, dim: int, index: Operand) -> Strategies | None
     out = [("i" if index.ndim else None) if d == place else d for d in range(input.ndim)]
     ins: list[Labels] = [labels, ["i"] * index.ndim]
     at = _ways([input, index], ins, out, [place])
-    return Strategies(at, run=_looked_up("index_select", input, place, find))
+    return Strategies(at, run=_lookup_result("index_select", input, place, find))
 
 
 @rule("gather")
@@ -159,7 +159,7 @@ def _gather(input: Operand, dim: int, index: Operand, *, sparse_grad: bool = Fal
     shared: list[Label] = [d if d == place or input.shape[d] == index.shape[d] else None for d in range(input.ndim)]
     chosen: list[Label] = ["i" if d == place else shared[d] for d in range(index.ndim)]
     at = _ways([input, index], [shared, chosen], chosen, [place][: input.ndim])
-    return Strategies(at, run=_looked_up("gather", input, place, find))
+    return Strategies(at, run=_lookup_result("gather", input, place, find))
 
 
 @composite("gather")

@@ -15,7 +15,7 @@ from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import MeshStrategy, Operand, Strategies
 from shardwright.tensor.base.tagging import DTensorBase, layout_of, no_torch_function, tag_replicated
 from shardwright.tensor.base.writes import storage_of
-from shardwright.tensor.dispatch.write_through import is_looked_up, overwrite
+from shardwright.tensor.dispatch.write_through import is_lookup_result, overwrite
 from shardwright.tensor.rules.index.gather import advanced_strategies
 from shardwright.tensor.rules.index.masked import pick_masked
 from shardwright.tensor.rules.index.scatter import written_strategies
@@ -71,7 +71,7 @@ def _getitem_in_steps(input: Any, index: Any) -> Any:
     basic, advanced = _in_two(items, input.ndim)
     found = input[advanced] if _is_everything(basic) else input[basic][advanced]
     if found._layout.is_partial and not layout_of(input).is_partial:
-        found._looked_up = True  # a copy in torch, too: it may be written to
+        found._lookup_result = True  # a copy in torch, too: it may be written to
     return found
 
 
@@ -148,7 +148,7 @@ def _setitem(input: Operand, index: Any, value: Any) -> Strategies | None:
 @composite("__setitem__")
 def _setitem_in_steps(input: Any, index: Any, value: Any) -> Any:
     """A write to the view that the index is: to the overlap of every shard, and nowhere else."""
-    if is_looked_up(input):
+    if is_lookup_result(input):
         overwrite(torch.Tensor.__setitem__, input, index, value)
         return None
     if type(value) not in (int, float, bool, complex) and not isinstance(value, DTensorBase):

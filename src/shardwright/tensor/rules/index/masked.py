@@ -17,7 +17,7 @@ from shardwright.tensor.base.tagging import DTensorBase, layout_of, no_torch_fun
 from shardwright.tensor.redistribute.autograd import redistribute_local
 from shardwright.tensor.redistribute.implicit import redistributed
 from shardwright.tensor.rules.order.select import as_found, by_rows
-from shardwright.tensor.rules.shared.neighbourhood import nothing_of
+from shardwright.tensor.rules.shared.neighbourhood import connected_zero
 from shardwright.tensor.rules.shared.pieces import pieces_of, pieces_of_all
 
 __all__ = ["pick_masked"]
@@ -78,7 +78,7 @@ def _masked_scatter_by_rows(input: Any, mask: Any, source: Any) -> Any:
     with no_torch_function():
         flat = redistribute_local(source, given, target if source.requires_grad else settled(target)).reshape(-1)
         if values.is_meta:
-            return tag(values + nothing_of(flat), layouts[0])
+            return tag(values + connected_zero(flat), layouts[0])
         counts = cut.counts("masked_scatter", int(chosen.sum()), values.device)
         if sum(counts) > flat.numel():
             raise TensorError(f"masked_scatter: {sum(counts)} elements are to be replaced, source has {flat.numel()}")

@@ -27,7 +27,7 @@ from shardwright.tensor.base.tagging import DTensorBase, layout_of
 from shardwright.tensor.dispatch.arguments import tensors_in
 from shardwright.tensor.rules.index.gather import advanced_labels, located
 from shardwright.tensor.rules.shared.index_range import check_range
-from shardwright.tensor.rules.shared.neighbourhood import nothing_of
+from shardwright.tensor.rules.shared.neighbourhood import connected_zero
 from shardwright.tensor.rules.shared.pick import cutting
 
 __all__ = ["written_strategies"]
@@ -90,7 +90,7 @@ def _write_own(input: Operand, indices: Sequence[Operand | None], is_tensor: boo
             values = given.pop() if is_tensor else torch.tensor(args[2], device=target.device)
             inside, places = located(canonical_name(func)[0], given, dims, region, input.shape)
             if any(not region.size[dim] for dim in cut[1:]):
-                kept = target + nothing_of(values) if values.requires_grad else target.clone()
+                kept = target + connected_zero(values) if values.requires_grad else target.clone()
                 return _given_back(func, target, kept)
             first = dims.index(cut[0])
             places[first] = torch.where(inside, places[first], region.size[cut[0]])

@@ -16,7 +16,7 @@ from shardwright.tensor.base.registry import rule
 from shardwright.tensor.base.strategy import Label, Local, LocalContext, Operand, Strategies, Strategy, index_strategies
 from shardwright.tensor.dispatch.arguments import tensors_in
 from shardwright.tensor.rules.shape.diagonal import on_diagonal
-from shardwright.tensor.rules.shared.neighbourhood import nothing_of
+from shardwright.tensor.rules.shared.neighbourhood import connected_zero
 from shardwright.tensor.rules.shared.pick import cutting
 from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
 
@@ -25,7 +25,7 @@ __all__: list[str] = []
 
 def _unchanged(input: Tensor, src: Tensor) -> Tensor:
     """The input, on a rank that has nothing to replace; still a function of both."""
-    return input + nothing_of(src) if src.requires_grad else input.clone()
+    return input + connected_zero(src) if src.requires_grad else input.clone()
 
 
 @rule("select_scatter")

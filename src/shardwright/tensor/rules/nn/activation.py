@@ -8,7 +8,7 @@ import torch
 
 from shardwright.tensor.base.registry import rule
 from shardwright.tensor.base.strategy import Labels, Local, LocalContext, Operand, Strategies, index_strategies
-from shardwright.tensor.dispatch.autocast import low_dtype
+from shardwright.tensor.dispatch.autocast import autocast_dtype
 
 __all__: list[str] = []
 
@@ -36,7 +36,7 @@ def _slope_by_slope(context: LocalContext) -> Local | None:
 
     def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given: list[Any] = [*args, *kwargs.values()]
-        dtype = low_dtype(given[0])
+        dtype = autocast_dtype(given[0])
         input, weight = (tensor.to(dtype) for tensor in given)
         return torch._prelu_kernel(input, weight.reshape(-1, *[1] * max(0, input.ndim - 2)))
 

@@ -114,7 +114,7 @@ def order_long(name: str, input: Any, cut: Pieces, descending: bool) -> tuple[An
     layout = input._layout
     policy.check(name, [(layout, layout.replace(placements=[REPLICATE] * layout.mesh.ndim))])
     with no_torch_function():
-        trace.note_redistribution(layout, layout, input.numel() * (input.element_size() + 8), backward=False)
+        trace.record_redistribution(layout, layout, input.numel() * (input.element_size() + 8), backward=False)
         if input.is_meta:
             return tag(torch.empty_like(input), layout), tag(torch.empty_like(input, dtype=torch.long), layout)
         line = _line(cut)
@@ -139,7 +139,7 @@ def nth(name: str, input: Any, cut: Pieces, which: int) -> tuple[Any, Any]:
     placements: list[Placement] = [SUM if p.is_shard() else REPLICATE for p in one.placements]
     target = Layout(one.mesh, placements, ())
     with no_torch_function():
-        trace.note_redistribution(input._layout, target, 0, backward=False)
+        trace.record_redistribution(input._layout, target, 0, backward=False)
         values, order = input.reshape(-1).sort(stable=True)
         first = last = 0
         if not input.is_meta:

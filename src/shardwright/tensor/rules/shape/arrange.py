@@ -20,7 +20,14 @@ from shardwright.tensor.base.tagging import DTensorBase, layout_of, local_region
 from shardwright.tensor.dispatch.execute import call_by_rule
 from shardwright.tensor.redistribute.halo import gather_halo
 from shardwright.tensor.redistribute.implicit import redistributed
-from shardwright.tensor.rules.shared.neighbourhood import Sliding, halo_of, nothing_of, or_nothing, where_cut, with_halo
+from shardwright.tensor.rules.shared.neighbourhood import (
+    Sliding,
+    connected_zero,
+    halo_of,
+    or_nothing,
+    where_cut,
+    with_halo,
+)
 from shardwright.tensor.rules.shared.pick import cutting, first_tensor
 from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
 
@@ -205,7 +212,7 @@ def _unfold(halo: bool, input: Operand, dimension: int, size: int, step: int) ->
 
         def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             widened = gather_halo(first_tensor(args, kwargs), windows, "unfold")
-            return widened.unfold(dim, size, step) if shape[dim] else widened.new_zeros(shape) + nothing_of(widened)
+            return widened.unfold(dim, size, step) if shape[dim] else widened.new_zeros(shape) + connected_zero(widened)
 
         return local
 

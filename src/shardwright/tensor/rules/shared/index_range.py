@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwright.tensor.base.capture import as_step
+from shardwright.tensor.base.capture import capture_call
 
 __all__ = ["check_range"]
 
@@ -17,7 +17,7 @@ def check_range(
 
     `from_the_end`: negative ones count from there.
     """
-    as_step(_check_range, name, indices, -count if from_the_end else 0, count, ignored)
+    capture_call(_check_range, name, indices, -count if from_the_end else 0, count, ignored)
 
 
 def _check_range(name: str, indices: Tensor, first: int, count: int, ignored: int | None) -> None:

@@ -31,10 +31,10 @@ __all__ = [
     "Reach",
     "Sliding",
     "by_halo",
+    "connected_zero",
     "each",
     "empty_results",
     "halo_of",
-    "nothing_of",
     "or_nothing",
     "pieces_on",
     "where_cut",
@@ -94,7 +94,7 @@ def each(value: Any, count: int) -> tuple[Any, ...]:
     return values * count if len(values) == 1 else values
 
 
-def nothing_of(*tensors: Tensor | None) -> Any:
+def connected_zero(*tensors: Tensor | None) -> Any:
     """Zero, as a function of these tensors: a rank with nothing to compute has the same graph as the others.
 
     It has their dtype, of small whole numbers and truths too, which torch otherwise sums up as int64.
@@ -196,7 +196,7 @@ def empty_results(context: LocalContext, *tensors: Tensor) -> Any:
     The first is of the first input's type, a second one holds places.
     """
     shapes = [layout.local_shape(context.rank) for layout in context.outs]
-    first = tensors[0].new_zeros(shapes[0]) + nothing_of(*tensors)
+    first = tensors[0].new_zeros(shapes[0]) + connected_zero(*tensors)
     rest = [torch.zeros(shape, dtype=torch.int64, device=first.device) for shape in shapes[1:]]
     return (first, *rest) if rest else first
 

@@ -20,15 +20,15 @@ from shardwright.tensor.base.strategy import (
     Strategy,
     index_strategies,
 )
-from shardwright.tensor.dispatch.autocast import low_dtype
+from shardwright.tensor.dispatch.autocast import autocast_dtype
 from shardwright.tensor.redistribute.halo import gather_halo
 from shardwright.tensor.rules.shared.neighbourhood import (
     Reach,
     Sliding,
     by_halo,
+    connected_zero,
     each,
     halo_of,
-    nothing_of,
     pieces_on,
     where_cut,
     with_halo,
@@ -197,8 +197,8 @@ def _local(how: _How, reaches: dict[int, Reach], context: LocalContext) -> Local
         if halo is not None:
             x = gather_halo(x, halo, name)
         if 0 in shape or 0 in weight.shape or 0 in (x.shape if how.transposed else x.shape[:first]):
-            dtype = low_dtype(x)
-            result: Tensor = x.new_zeros(shape, dtype=dtype) + nothing_of(x, weight, bias).to(dtype)
+            dtype = autocast_dtype(x)
+            result: Tensor = x.new_zeros(shape, dtype=dtype) + connected_zero(x, weight, bias).to(dtype)
             return result if bias is None else result + bias.to(dtype).reshape(-1, *[1] * how.spatial)
         groups = 1 if how.groups == 1 else x.shape[first - 1] * how.groups // source.shape[first - 1]
         return run(how, groups, pieces, x, weight, bias)
