@@ -34,9 +34,10 @@ class Use(NamedTuple):
 FACADE = PurePosixPath("shardwright/__init__.py")
 # Of ours, a layer may use only these; a layer that is not named here may use any.
 MAY_USE = {
-    "errors": ("errors",),
-    "layout": ("errors", "layout"),
-    "comm": ("errors", "layout", "comm"),
+    "listing": (),
+    "errors": ("listing", "errors"),
+    "layout": ("listing", "errors", "layout"),
+    "comm": ("listing", "errors", "layout", "comm"),
 }
 # A layer must not use these.
 MUST_NOT_USE = {"storage": ("shardwright.tensor", "shardwright.sharded", "shardwright.checkpoint")}

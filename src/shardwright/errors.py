@@ -49,6 +49,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwright.listing import join_first
+
 __all__ = [
     "ArgumentTypeError",
     "CaptureError",
@@ -224,9 +226,7 @@ class RankFailedError(CommError):
     def __init__(self, what: str, failures: tuple[Failure, ...]) -> None:
         self.what = what
         self.failures = failures
-        named = "\n  ".join(str(failure) for failure in failures[:16])
-        if len(failures) > 16:
-            named += f"\n  and {len(failures) - 16} more"
+        named = join_first(failures, 16, "\n  ")
         super().__init__(f"{what} failed on {len(failures)} rank{'s' * (len(failures) > 1)}\n  {named}")
 
     @property

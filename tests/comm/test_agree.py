@@ -58,9 +58,9 @@ def test_every_rank_raises_the_same_error_and_the_group_stays_usable(fanout):
 def test_ranks_tell_each_other_a_word_with_their_success():
     def body():
         me = comm.world().rank
-        found = comm.agree_telling(lambda: (me, b"-" * me), what="save")
+        found = comm.agree(lambda: (me, b"-" * me), what="save", gather=True)
         try:
-            comm.agree_telling(lambda: (1 // me, b"a word"), what="save")
+            comm.agree(lambda: (1 // me, b"a word"), what="save", gather=True)
         except RankFailedError as error:
             return found, [failure.kind for failure in error.failures]
 

@@ -15,7 +15,6 @@ from shardwright.checkpoint.location import as_storage, location_id, resolve_gro
 from shardwright.checkpoint.reading.current import read_current_on_ranks
 from shardwright.checkpoint.reading.read_state import read_state
 from shardwright.checkpoint.reading.request import Cast, LoadRequest, OnMissing, Rename
-from shardwright.checkpoint.runtime.alike import raised_as_itself
 from shardwright.checkpoint.runtime.progress import Meter, ProgressCallback, reporting
 from shardwright.checkpoint.save import SaveOperation
 from shardwright.checkpoint.state.flatten import flatten
@@ -64,7 +63,7 @@ def save(
         check_codecs(codecs)
         wait_for_saves()
 
-    with raised_as_itself(group):
+    with comm.unwrap_common_error(group):
         with gc_paused():
             operation.begin(lambda: flatten(state, group, codecs), before, check_replicas=check_replicas)
         operation.write(threads, lambda total: reporting("saving", total, progress, group), memory)
@@ -119,10 +118,10 @@ def async_save(
         return meters[0]
 
     def finish() -> None:
-        with raised_as_itself(aside):
+        with comm.unwrap_common_error(aside):
             operation.finish(aside)
 
-    with raised_as_itself(group):
+    with comm.unwrap_common_error(group):
         with gc_paused():
             operation.begin(lambda: flatten(state, group, codecs), before, check_replicas=check_replicas)
         operation.stage(threads, meter, memory)
@@ -186,7 +185,7 @@ def load(
         wait_for_saves_to(location_id(storage))
         return storage
 
-    with raised_as_itself(group), gc_paused():
+    with comm.unwrap_common_error(group), gc_paused():
         return read_current_on_ranks(prepare, group, lambda current: LoadOperation(request, state, current).run())
 
 

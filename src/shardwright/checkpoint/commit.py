@@ -115,10 +115,11 @@ class Commit:
                 self.discard_own_file()
                 raise
             try:
-                _, entries = comm.agree_telling(
+                _, entries = comm.agree(
                     lambda: (None, msgspec.json.encode(self._check_own_file(written))),
                     what="save: looking at what was written",
                     group=group,
+                    gather=True,
                 )
                 committed = comm.agree(
                     lambda: self._replace_manifest(entries, manifest), what="save: committing", group=group

@@ -101,14 +101,12 @@ class LoadOperation:
         return self._agree(check_again, "load: checking what was created")
 
     def _agree(self, check: Callable[[], tuple[None, bytes]], what: str) -> list[_RankReport]:
-        _, gathered = comm.agree_telling(check, what=what, group=self._group)
+        _, gathered = comm.agree(check, what=what, group=self._group, gather=True)
         return [msgspec.json.decode(one, type=_RankReport) for one in gathered]
 
     def _flatten_target(self) -> None:
         group, request, manifest = self._group, self._request, self._current.manifest
-        self._stored, self._faults = rename_entries(
-            stored_entries(manifest.tree, group.ranks[group.rank]), request.rename
-        )
+        self._stored, self._faults = rename_entries(stored_entries(manifest.tree, group.global_rank), request.rename)
         if request.strict and request.only is None:
             self._faults += unclaimed_rank_values(manifest.tree, group.ranks)
         self._completer = StateCompleter(self._stored, manifest.tensors, request.only)

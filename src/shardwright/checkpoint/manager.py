@@ -24,8 +24,6 @@ from shardwright.checkpoint.manage.restore import MAX_TRIES, CheckpointWarning, 
 from shardwright.checkpoint.manage.retention import KeepBest, Policy, best_of
 from shardwright.checkpoint.manage.steps import Steps
 from shardwright.checkpoint.reading.request import Cast, OnMissing, Rename
-from shardwright.checkpoint.runtime.alike import raised_as_itself
-from shardwright.checkpoint.runtime.first_rank import first_rank_finds
 from shardwright.checkpoint.runtime.progress import ProgressCallback
 from shardwright.checkpoint.verify import check_files
 from shardwright.errors import ArgumentTypeError, CheckpointError, NotACheckpointError, ShardwrightError
@@ -129,7 +127,7 @@ class CheckpointManager:
         """
         step = _step(step)
         self.wait()
-        with raised_as_itself(self._group):
+        with comm.unwrap_common_error(self._group):
             values = comm.agree(lambda: _metric_values(metrics), what=f"metrics of step {step}", group=self._group)
 
         def check() -> dict[str, Any]:
@@ -339,7 +337,7 @@ class CheckpointManager:
     # On rank 0, and collectively
 
     def _on_first_rank(self, what: str, step: Callable[[], T], kind: Any) -> T:
-        return first_rank_finds(step, kind, what=what, group=self._group)
+        return comm.on_first_rank(step, kind, what=what, group=self._group, error=CheckpointError)
 
     def _clean_up_after(self, step: int) -> None:
         """After a commit: remove what the policy does not keep, and leftovers of crashes."""
@@ -369,7 +367,7 @@ class CheckpointManager:
         """Keep a step from being removed, on every rank."""
         with ExitStack() as held:
             lock: AbstractContextManager[str] = self._steps.reading(step)
-            with raised_as_itself(self._group):
+            with comm.unwrap_common_error(self._group):
                 comm.agree(lambda: held.enter_context(lock), what=f"restore of step {step}", group=self._group)
             yield
 
@@ -398,7 +396,7 @@ class CheckpointManager:
         def check() -> None:
             check_files(self._steps.storage(step), group.rank, group.size, threads=threads)
 
-        with self._locked(step), raised_as_itself(group):
+        with self._locked(step), comm.unwrap_common_error(group):
             comm.agree(check, what=f"restore: verifying step {step}", group=group, timeout=_VERIFY_TIMEOUT)
 
 

@@ -151,7 +151,7 @@ class SaveOperation:
     def _file(self) -> DataFile:
         """Return the data file that this rank writes."""
         assert self.state is not None  # begin comes first
-        rank = self._group.ranks[self._group.rank]
+        rank = self._group.global_rank
         return _planned_file(self.state.table, rank).in_save(self._commit.save_id)
 
     def _chunks(self, file: DataFile) -> list[Tensor]:

@@ -24,12 +24,14 @@ from shardwright.checkpoint.reading.current import read_manifest
 from shardwright.checkpoint.runtime.parallel import Stop, in_threads
 from shardwright.errors import CheckpointError, CorruptionError, FormatError, MissingKeyError, StorageError
 from shardwright.layout import Region
+from shardwright.listing import join_first
 from shardwright.storage import Reader, Storage
 
 __all__ = ["Corruption", "VerifyReport", "check_files", "verify"]
 
 _WINDOW = 4 * BLOCK  # bytes read in one call
 _MAX_LISTED = 20
+_INDENT = "\n  "
 
 
 @final
@@ -82,9 +84,7 @@ class VerifyReport:
             lines = [
                 f"{self.where} is damaged in {len(self.corruptions)} {_places(len(self.corruptions))} ({checked} read)"
             ]
-            lines += [f"  {damage}" for damage in self.corruptions[:_MAX_LISTED]]
-            if len(self.corruptions) > _MAX_LISTED:
-                lines.append(f"  and {len(self.corruptions) - _MAX_LISTED} more")
+            lines.append(f"  {join_first(self.corruptions, _MAX_LISTED, _INDENT)}")
         lines += [f"  {name} is no part of the checkpoint" for name in self.stray[:_MAX_LISTED]]
         return "\n".join(lines)
 
@@ -145,7 +145,7 @@ def check_files(storage: Storage, part: int, parts: int, *, threads: int = 2) ->
     if verifying.unreadable is not None:
         raise verifying.unreadable
     if not report:
-        told = "; ".join(map(str, report.corruptions[:_MAX_LISTED]))
+        told = join_first(report.corruptions, _MAX_LISTED, "; ")
         raise CorruptionError(f"{report.where} is damaged: {told}")
 
 

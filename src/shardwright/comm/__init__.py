@@ -1,6 +1,6 @@
 """The only door to torch.distributed: groups, collectives, traffic, and agreement among ranks."""
 
-from shardwright.comm.agree import agree, agree_telling
+from shardwright.comm.agree import agree, common_error, on_first_rank, unwrap_common_error
 from shardwright.comm.collectives import (
     all_gather,
     all_to_all,
@@ -45,7 +45,6 @@ __all__ = [
     "Traffic",
     "Transfer",
     "agree",
-    "agree_telling",
     "all_gather",
     "all_reduce",
     "all_reduce_",
@@ -53,6 +52,7 @@ __all__ = [
     "bind",
     "broadcast",
     "call_remotely",
+    "common_error",
     "count",
     "current_mesh",
     "default_timeout",
@@ -69,6 +69,7 @@ __all__ = [
     "listen",
     "mesh_group",
     "moving_tensor",
+    "on_first_rank",
     "on_forget",
     "rank",
     "rank_of_worker",
@@ -81,6 +82,7 @@ __all__ = [
     "start_exchange",
     "start_reduce_scatter",
     "subgroup",
+    "unwrap_common_error",
     "worker_name",
     "world",
 ]

@@ -221,6 +221,6 @@ def bad_sizes(kind: str, sizes: Sequence[int], tensor: Tensor, dim: int, group: 
     if len(sizes) != group.size:
         return CollectiveArgumentError(f"{kind}: {len(sizes)} sizes {list(sizes)} for a group of {group.size} ranks")
     return CollectiveArgumentError(
-        f"{kind}: sizes {list(sizes)} give rank {group.ranks[group.rank]} extent {sizes[group.rank]} "
+        f"{kind}: sizes {list(sizes)} give rank {group.global_rank} extent {sizes[group.rank]} "
         f"in dimension {dim}, but its tensor is {list(tensor.shape)}"
     )

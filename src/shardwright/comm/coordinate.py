@@ -137,7 +137,7 @@ class Channel:
                 body = self._up_and_down(payload, what, timeout)
             except BaseException:
                 if self._lost is None:  # interrupted half-way: the others must not wait for the other half
-                    me = self._group.ranks[self._group.rank]
+                    me = self._group.global_rank
                     self._spread(RankLostError(f"{what}: rank {me} was interrupted while it waited", (me,)), None)
                 raise
         return _unpack(body, self._group)

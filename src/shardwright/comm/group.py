@@ -28,16 +28,16 @@ __all__ = ["Group", "forget", "known_groups", "mesh_group", "on_enter", "on_forg
 class Group:
     """The ranks that take part in a collective, seen from one of them.
 
-    `ranks` are their global numbers, `rank` is this process's index among them, `size` their number, and
-    `process_group` what torch calls them (`None` where this process is alone). A Group exists on its members
-    only. Collectives count ranks by their index in the group, error messages by their global number.
+    `ranks` are their global numbers, `rank` is this process's index among them and `global_rank` its global number,
+    `size` their number, and `process_group` what torch calls them (`None` where this process is alone). A Group exists
+    on its members only. Collectives count ranks by their index in the group, error messages by their global number.
 
     >>> from shardwright import comm
     >>> comm.world()
     Group(ranks=(0,), rank=0)
     """
 
-    __slots__ = ("asides", "channel", "ledger", "name", "process_group", "rank", "ranks", "size")
+    __slots__ = ("asides", "channel", "global_rank", "ledger", "name", "process_group", "rank", "ranks", "size")
 
     def __init__(
         self, ranks: tuple[int, ...], rank: int, process_group: dist.ProcessGroup | None, name: str = ""
@@ -46,6 +46,7 @@ class Group:
         self.asides: dict[str, Group] = {}
         self.ranks = ranks
         self.rank = rank
+        self.global_rank = ranks[rank]
         self.size = len(ranks)
         self.process_group = process_group
         self.ledger = _ledger_of(process_group)
@@ -136,7 +137,7 @@ def subgroup(ranks: Sequence[int]) -> Group:
     known = _subgroups.get(wanted)
     if known is not None:
         return known
-    me = everyone.ranks[everyone.rank]
+    me = everyone.global_rank
     if list(wanted) != sorted(set(wanted)) or not set(wanted) <= set(everyone.ranks):
         raise CommError(f"subgroup {wanted}: ranks must be ascending, distinct and among {everyone.ranks}")
     if me not in wanted:

@@ -135,7 +135,7 @@ def rank() -> int:
     0
     """
     everyone = world()
-    return everyone.ranks[everyone.rank]
+    return everyone.global_rank
 
 
 def known_meshes() -> list[DeviceMesh]:

@@ -43,7 +43,7 @@ def rank_of_worker(name: str) -> int:
         raise CommError(f"worker {name!r}: RPC is not running here; call torch.distributed.rpc.init_rpc first")
     everyone = world()
     if name == own:
-        return everyone.ranks[everyone.rank]
+        return everyone.global_rank
     try:
         rank: int | None = rpc.rpc_sync(name, _own_rank)
     except RuntimeError as error:

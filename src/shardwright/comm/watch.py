@@ -74,7 +74,7 @@ class Watch:
     """Watches over the waits of this process in one world."""
 
     def __init__(self, everyone: Group, store: Store) -> None:
-        self.rank = everyone.ranks[everyone.rank]
+        self.rank = everyone.global_rank
         self.verdict: CommError | None = None
         self._store = store
         self._earlier_verdict = ""

@@ -12,6 +12,7 @@ from shardwright import comm
 from shardwright.errors import DisagreementError, ShardError, ShardwrightError
 from shardwright.layout import Region
 from shardwright.layout.integers import integers
+from shardwright.listing import join_first
 from shardwright.sharded.base.checks import check_kinds, check_shards, common_properties, has_nested
 from shardwright.sharded.metadata.owners import owner_in
 from shardwright.sharded.metadata.process_group import group_of
@@ -53,7 +54,7 @@ def init_from_local_shards(
     ChunkShardingSpec(dim=0, placements=[RemoteDevice('rank:0/cpu'), RemoteDevice('rank:0/cpu')])
     """
     group = group_of(process_group)
-    rank = group.ranks[group.rank]
+    rank = group.global_rank
     own = msgspec.json.encode(_describe(local_shards, global_size, rank))
     heard = comm.gather_bytes(own, group, what="init_from_local_shards")
     said = [msgspec.json.decode(one, type=Said) for one in heard]
@@ -97,7 +98,7 @@ def assemble(said: Sequence[Said]) -> ShardedTensorMetadata:
     """
     faults = [one.fault for one in said if one.fault is not None]
     if faults:
-        raise ShardError("; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else ""))
+        raise ShardError(join_first(faults, 8, "; "))
     _same("the global size", [(one.rank, one.size) for one in said])
     holding = [one for one in said if one.properties is not None]
     if not holding:

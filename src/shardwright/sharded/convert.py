@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, MeshError, PlacementError
 from shardwright.layout import Layout, Mesh, Placement, Ragged, Region, RegionTable, Replicate, Shard
-from shardwright.sharded.base.agreement import digest, together
+from shardwright.sharded.base.agreement import digest
 from shardwright.sharded.base.checks import refuse_nested, refuse_sparse
 from shardwright.sharded.metadata.owners import owner_in
 from shardwright.sharded.metadata.process_group import group_of
@@ -138,7 +138,13 @@ def _moved_to(
 def _agree(what: str, source: RegionTable, target: RegionTable, like: Tensor, needs: bool, group: comm.Group) -> None:
     """Sees that all ranks are about to make the same moves, before any waits for another."""
     how = "with gradients" if needs else "without gradients"
-    together(lambda: (None, f"{digest(source)} of {like.dtype} to {digest(target)} {how}"), what, group)
+    comm.agree(
+        lambda: (None, f"{digest(source)} of {like.dtype} to {digest(target)} {how}"),
+        what=what,
+        group=group,
+        same=True,
+        unwrap=True,
+    )
 
 
 def _with_empty_rows(table: RegionTable, ranks: list[int]) -> RegionTable:

@@ -11,8 +11,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from shardwright import comm
 from shardwright.errors import ArgumentTypeError, ShardError
-from shardwright.sharded.base.agreement import together
 from shardwright.sharded.base.tensor_base import ShardedTensorBase
 from shardwright.sharded.metadata.process_group import group_of
 from shardwright.sharded.metadata.spec import ShardingSpec
@@ -88,7 +88,7 @@ def shard_parameter(
         owner = module.get_submodule(path)
         return (owner, name, getattr(owner, name)), f"parameter {param_name!r}"
 
-    owner, name, tensor = together(prepare, "shard_parameter", group)
+    owner, name, tensor = comm.agree(prepare, what="shard_parameter", group=group, same=True, unwrap=True)
     parameter = nn.Parameter(sharding_spec.shard(tensor, src_rank, process_group), requires_grad=tensor.requires_grad)
     for holder, other in [(owner, name), *_places(module, tensor)]:
         if holder._parameters.get(other) is None:
@@ -121,7 +121,7 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
             raise ShardError("shard_module: " + "; ".join(faults))
         return None, f"{list(plan.plan)}, outputs of {list(plan.output_plan)}, locally {list(plan.return_local_tensor)}"
 
-    together(prepare, "shard_module", group)
+    comm.agree(prepare, what="shard_module", group=group, same=True, unwrap=True)
     for name, how in plan.plan.items():
         if isinstance(how, Sharder):
             _replace(module, name, how)

@@ -12,8 +12,8 @@ from typing import Any, NoReturn, final
 import torch
 from torch import Tensor, nn
 
+from shardwright import comm
 from shardwright.errors import ArgumentTypeError, ShardError, UnsupportedError
-from shardwright.sharded.base.agreement import together
 from shardwright.sharded.optimizer_state import by_group, export_state, import_state
 from shardwright.sharded.tensor import ShardedTensor
 
@@ -155,7 +155,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return None, ""
 
         for group, _ in by_group(self.named_params):
-            together(check, what, group)
+            comm.agree(check, what=what, group=group, same=True, unwrap=True)
         check()  # where there is no group
 
     def __getattr__(self, name: str) -> Any:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from shardwright import comm
 from shardwright.errors import ShardError
-from shardwright.sharded.base.agreement import together
 from shardwright.sharded.metadata.process_group import listed
 from shardwright.sharded.tensor import ShardedTensor
 from shardwright.sharded.transfer.reshard_like import reshard_like
@@ -72,7 +71,7 @@ def import_state(
 
     sharing = list(by_group(named))
     for group, _ in sharing:
-        together(check, "load_state_dict of a ShardedOptimizer", group)
+        comm.agree(check, what="load_state_dict of a ShardedOptimizer", group=group, same=True, unwrap=True)
     check()  # where there is no group
     saved = {name: dict(state_dict["state"].get(name, {})) for name in named}
     found = {

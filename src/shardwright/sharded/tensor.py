@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwright import comm, layout
 from shardwright.errors import ArgumentTypeError, ShardError, UnsupportedError
 from shardwright.layout.integers import integers
-from shardwright.sharded.base.agreement import digest, together_telling
+from shardwright.sharded.base.agreement import digest
 from shardwright.sharded.base.checks import check_kinds, check_shards, has_nested, refuse_nested
 from shardwright.sharded.base.shardwise import kind_of
 from shardwright.sharded.base.tensor_base import ShardedTensorBase
@@ -110,8 +110,8 @@ class ShardedTensor(ShardedTensorBase):
         """
         group = current.group_of(process_group)
 
-        def check() -> tuple[Self, str, str]:
-            rank = group.ranks[group.rank]
+        def check() -> tuple[Self, str, bytes]:
+            rank = group.global_rank
             if not isinstance(sharded_tensor_metadata, ShardedTensorMetadata):
                 raise ArgumentTypeError(
                     f"{type(sharded_tensor_metadata).__name__} is not a sharded.ShardedTensorMetadata; PyTorch's "
@@ -128,13 +128,15 @@ class ShardedTensor(ShardedTensorBase):
             made._leaf, made._nested = all(shard.tensor.is_leaf for shard in local_shards), has_nested(local_shards)
             properties = sharded_tensor_metadata.tensor_properties
             said = f"{digest(made._table)} of size {list(sharded_tensor_metadata.size)}, {properties}"
-            return made, said, f"{made._leaf} {made._nested}"
+            return made, said, f"{made._leaf} {made._nested}".encode()
 
         made: Self
         if run_check:
-            made, words = together_telling(check, "making a ShardedTensor of local shards", group)
-            made._leaf = all(word.startswith("True") for word in words)
-            made._nested = any(word.endswith("True") for word in words)
+            made, words = comm.agree(
+                check, what="making a ShardedTensor of local shards", group=group, same=True, gather=True, unwrap=True
+            )
+            made._leaf = all(word.startswith(b"True") for word in words)
+            made._nested = any(word.endswith(b"True") for word in words)
         else:
             made = check()[0]
         order = {_key(metadata): number for number, metadata in enumerate(made._own())}
@@ -162,12 +164,12 @@ class ShardedTensor(ShardedTensorBase):
         own = cls._bind(metadata, sharding_spec, (), group)._own()
         if len(own) != 1:
             raise ShardError(
-                f"rank {group.ranks[group.rank]} holds {len(own)} shards under {sharding_spec}: one local tensor is "
+                f"rank {group.global_rank} holds {len(own)} shards under {sharding_spec}: one local tensor is "
                 "one shard; use init_from_local_shards"
             )
         if own[0].shard_sizes != list(local_tensor.shape):
             raise ShardError(
-                f"rank {group.ranks[group.rank]}: a local tensor of size {list(local_tensor.shape)} for shard sizes "
+                f"rank {group.global_rank}: a local tensor of size {list(local_tensor.shape)} for shard sizes "
                 f"{own[0].shard_sizes} at offsets {own[0].shard_offsets}"
             )
         return cls._init_from_local_shards_and_global_metadata(
@@ -178,7 +180,7 @@ class ShardedTensor(ShardedTensorBase):
         """The tensor of this rank's only shard; with several or none it says so."""
         if len(self._local_shards) != 1:
             raise UnsupportedError(
-                f"local_tensor of {self!r}: rank {self._group.ranks[self._group.rank]} holds {len(self._local_shards)} "
+                f"local_tensor of {self!r}: rank {self._group.global_rank} holds {len(self._local_shards)} "
                 "shards, not one: use local_shards()"
             )
         return self._local_shards[0].tensor
@@ -290,7 +292,7 @@ class ShardedTensor(ShardedTensorBase):
     def _placed_on(self, asked: torch.device, tensors: Sequence[Tensor]) -> list[ShardMetadata]:
         """The metadata of all shards once every rank has moved its own, here to where these tensors are."""
         kind = torch.device(asked.type)
-        mine = (self._table.ranks == self._group.ranks[self._group.rank]).nonzero()[0].tolist()
+        mine = (self._table.ranks == self._group.global_rank).nonzero()[0].tolist()
         shards = []
         for shard in self._metadata.shards_metadata:
             where = None if shard.placement is None else shard.placement.device()

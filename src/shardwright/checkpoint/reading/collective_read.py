@@ -155,7 +155,7 @@ class CollectiveRead:
         def plan() -> tuple[None, bytes]:
             return None, b"1" if any(shared(self._requests, locator, peers)) else b""
 
-        return any(comm.agree_telling(plan, what="load: planning", group=self._group)[1])
+        return any(comm.agree(plan, what="load: planning", group=self._group, gather=True)[1])
 
     def _plan_and_open(self, peers: Sequence[int], window: HostWindow | None) -> _Plan:
         """Plan what to read alone and what together; open and check the files."""
@@ -167,7 +167,7 @@ class CollectiveRead:
         if window is not None and any(is_shared):
             common_requests = [one for one, common in zip(requests, is_shared, strict=True) if common]
             assignment = ReadAssignment(common_requests, manifest.locator, peers, window.slot)
-        index = peers.index(self._group.ranks[self._group.rank])
+        index = peers.index(self._group.global_rank)
         destinations = by_file(alone, manifest.locator)
         self._files.open_all({*destinations, *(assignment.files_of(index) if assignment is not None else ())})
         return _Plan(alone, destinations, together, assignment)

@@ -11,9 +11,9 @@ import msgspec
 from shardwright import comm
 from shardwright.checkpoint.format.manifest import KEY, MAX_BYTES, Manifest
 from shardwright.checkpoint.reading.host_window import this_host
-from shardwright.checkpoint.runtime.alike import same_on_all
 from shardwright.errors import CheckpointError, CorruptionError, MissingKeyError, NotACheckpointError, RankFailedError
 from shardwright.layout.gc import gc_paused
+from shardwright.listing import join_first
 from shardwright.storage import LocalStorage, Storage
 
 __all__ = ["Current", "check_sizes", "read_current", "read_current_on_ranks", "read_manifest"]
@@ -97,7 +97,7 @@ def read_current_on_ranks(place: Callable[[], Storage], group: comm.Group, work:
                 raise
             newer = _same_on_ranks(place, group)
             if newer.manifest.save_id == current.manifest.save_id:
-                own = same_on_all(error, group)
+                own = comm.common_error(error, group)
                 if own is None:
                     raise
                 raise CorruptionError(f"a file of the checkpoint is missing: {own}") from own
@@ -116,7 +116,7 @@ def _same_on_ranks(place: Callable[[], Storage], group: comm.Group) -> Current:
         return (storage, manifest), msgspec.json.encode(_Sight(manifest.save_id, repr(storage), folder, host))
 
     for attempt in range(_MAX_TRIES):
-        (storage, manifest), told = comm.agree_telling(look, what="load", group=group)
+        (storage, manifest), told = comm.agree(look, what="load", group=group, gather=True)
         before, said = said, [msgspec.json.decode(one, type=_Sight) for one in told]
         if len({one.save_id for one in said}) == 1:
             return Current(storage, manifest, tuple(one.host for one in said))
@@ -126,8 +126,7 @@ def _same_on_ranks(place: Callable[[], Storage], group: comm.Group) -> Current:
     listed = [
         f"rank {rank} reads save {one.save_id} of {one.where}" for rank, one in zip(group.ranks, said, strict=True)
     ]
-    more = f"; and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
     raise CheckpointError(
-        f"ranks read different checkpoints, and load takes one: {'; '.join(listed[:_MAX_LISTED])}{more}. Give all "
+        f"ranks read different checkpoints, and load takes one: {join_first(listed, _MAX_LISTED, '; ')}. Give all "
         "ranks one folder that they share, or copies of one checkpoint"
     )

@@ -83,7 +83,7 @@ def open_window(group: comm.Group, ranks: Sequence[int], timeout: float, slot: i
     All ranks of the group call it, each with the ranks of its own host, and with the same `slot`: the bytes of each of
     a rank's two slots.
     """
-    leads = group.ranks[group.rank] == ranks[0]
+    leads = group.global_rank == ranks[0]
     size = _PAGE + 2 * slot * len(ranks)
     path = ""
     if leads and len(ranks) > 1:
@@ -108,7 +108,7 @@ def open_window(group: comm.Group, ranks: Sequence[int], timeout: float, slot: i
         return None
     # A number means something in its own namespace only: who runs in another container is not looked after.
     processes = [one if one and own and one.namespace == own.namespace else None for _, one in here]
-    return HostWindow(descriptor, slot, ranks.index(group.ranks[group.rank]), ranks, timeout, processes)
+    return HostWindow(descriptor, slot, ranks.index(group.global_rank), ranks, timeout, processes)
 
 
 def _create(size: int) -> str:

@@ -17,10 +17,12 @@ from shardwright.checkpoint.format.tree import StoredEntry
 from shardwright.checkpoint.reading.match import Match
 from shardwright.checkpoint.state.flatten import FlatState
 from shardwright.errors import LoadMismatchError
+from shardwright.listing import join_first
 
 __all__ = ["Mismatches", "mismatches_of", "raise_mismatches"]
 
 _MAX_LISTED = 50
+_INDENT = "\n  "
 _MAX_COMPARED = 20000  # names among which a near one is looked for
 
 
@@ -78,11 +80,9 @@ def raise_mismatches(
     count = len(sentences) + len(idle) + len(unexpected) + untold
     if not count:
         return
-    more = count - len(lines[:_MAX_LISTED])
     raise LoadMismatchError(
         f"the checkpoint does not fit the state, in {count} {'place' if count == 1 else 'places'}; nothing was changed"
-        + "".join(f"\n  {line}" for line in lines[:_MAX_LISTED])
-        + (f"\n  and {more} more" if more else "")
+        f"\n  {join_first(lines, _MAX_LISTED, _INDENT, total=count)}"
     )
 
 

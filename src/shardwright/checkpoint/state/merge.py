@@ -15,6 +15,7 @@ from shardwright.checkpoint.format.names import joined
 from shardwright.checkpoint.format.tensor_table import Sharding, TensorTable
 from shardwright.errors import StateDiffersError
 from shardwright.layout import Layout, Mesh, Replicate
+from shardwright.listing import join_first
 
 __all__ = ["Merged", "PerRankDescription", "StateDescription", "describe_sharding", "merge"]
 
@@ -348,13 +349,10 @@ class _Merge:
 
     def _raise(self) -> None:
         if self._differ:
-            told = self._differ[:_MAX_LISTED]
-            more = len(self._differ) - len(told)
             raise StateDiffersError(
                 f"ranks have different values under {len(self._differ)} "
                 f"{'name' if len(self._differ) == 1 else 'names'}; mark what belongs to one rank with PerRank\n  "
-                + "\n  ".join(told)
-                + (f"\n  and {more} more" if more else "")
+                + join_first(self._differ, _MAX_LISTED, "\n  ")
             )
 
 

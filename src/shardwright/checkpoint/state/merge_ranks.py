@@ -68,7 +68,7 @@ def merge_states(flat: FlatState, group: comm.Group) -> GlobalState:
     if any(head.digest != heads[0].digest for head in heads):
         parts, place = _gather(own, flat, group)
     mine = per_rank_nodes(flat.root)
-    rank = group.ranks[group.rank]
+    rank = group.global_rank
     everyones: dict[int, list[PerRankDescription]] = {}
     if any(head.has_own for head in heads):
         words = msgspec.json.encode([PerRankDescription(list(one.keys), describe(one.flat, (rank,))) for one in mine])

@@ -18,6 +18,7 @@ from shardwright.checkpoint.state.merge_ranks import GlobalState
 from shardwright.checkpoint.writing.data_writer import addresses_of, copy_range
 from shardwright.errors import StateDiffersError
 from shardwright.layout import Layout
+from shardwright.listing import join_first
 
 __all__ = ["compare_replicas"]
 
@@ -30,7 +31,7 @@ def compare_replicas(state: GlobalState, group: comm.Group, threads: int = 2) ->
 
     Each computes the checksums of what others hold as well, and tells them to all.
     """
-    table, me = state.table, group.ranks[group.rank]
+    table, me = state.table, group.global_rank
     shared = [_shared(table, kind) for kind in range(len(table.shardings))]
     mine = _tensors_of(me, table, shared)
     own = comm.agree(
@@ -53,12 +54,9 @@ def compare_replicas(state: GlobalState, group: comm.Group, threads: int = 2) ->
             if len(found) > 1:
                 differ.append(f"{table.names[tensor]}: {'; '.join(_told(*one) for one in found.items())}")
     if differ:
-        more = len(differ) - _MAX_LISTED
         raise StateDiffersError(
             f"replicas have different bytes under {len(differ)} {'name' if len(differ) == 1 else 'names'}; mark what "
-            "belongs to one rank with PerRank\n  "
-            + "\n  ".join(differ[:_MAX_LISTED])
-            + (f"\n  and {more} more" if more > 0 else "")
+            "belongs to one rank with PerRank\n  " + join_first(differ, _MAX_LISTED, "\n  ")
         )
 
 

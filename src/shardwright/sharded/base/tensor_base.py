@@ -72,7 +72,7 @@ class ShardedTensorBase(Tensor):
 
     def _own(self) -> list[ShardMetadata]:
         """The metadata of this rank's shards."""
-        mine = (self._table.ranks == self._group.ranks[self._group.rank]).nonzero()[0].tolist()
+        mine = (self._table.ranks == self._group.global_rank).nonzero()[0].tolist()
         return [self._metadata.shards_metadata[number] for number in mine]
 
     @property

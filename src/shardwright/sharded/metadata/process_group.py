@@ -62,7 +62,7 @@ class State(NamedTuple):
             how = "the group of load_with_process_group" if _current.get() is not None else "the default process group"
             raise UnsupportedError(
                 f"this ShardedTensor was pickled by rank {self.ranks[self.rank]} in a group of {listed(self.ranks)}; "
-                f"{how} has {listed(group.ranks)}, and this process is rank {group.ranks[group.rank]}: load it inside "
+                f"{how} has {listed(group.ranks)}, and this process is rank {group.global_rank}: load it inside "
                 "`with sharded.load_with_process_group(group):` with a group that fits, or use shardwright.checkpoint, "
                 "which reshards"
             )

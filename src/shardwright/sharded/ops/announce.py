@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from shardwright import comm
-from shardwright.sharded.base.agreement import together
 
 __all__ = ["announce"]
 
@@ -46,5 +45,5 @@ def announce(prepare: Callable[[], tuple[T, bytes]], alike: str, group: comm.Gro
 
     heard = comm.gather_bytes(message, group, what=what)
     if any(one[: len(digest)] != digest for one in heard):
-        together(say, what, group)
+        comm.agree(say, what=what, group=group, same=True, unwrap=True)
     return made, [one[len(digest) :] for one in heard]

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwright import comm
 from shardwright.errors import ArgumentTypeError, PlacementError, ShardError
 from shardwright.layout import RegionTable
-from shardwright.sharded.base.agreement import digest, together
+from shardwright.sharded.base.agreement import digest
 from shardwright.sharded.base.checks import refuse_nested, refuse_sparse
 from shardwright.sharded.base.tensor_base import ShardedTensorBase
 from shardwright.sharded.transfer.transfer import ShardTransfer
@@ -22,7 +23,7 @@ def gather(
 ) -> Tensor | None:
     """See `ShardedTensor.gather`."""
     group = tensor._group
-    rank = group.ranks[group.rank]
+    rank = group.global_rank
 
     def prepare() -> tuple[None, str]:
         refuse_nested(tensor, "gather")
@@ -30,7 +31,7 @@ def gather(
         _check(tensor, dst, rank, out, enforce_dtype, dtype)
         return None, f"dst {dst} of {digest(tensor._table)} of {tensor.dtype}"
 
-    together(prepare, "gather", group)
+    comm.agree(prepare, what="gather", group=group, same=True, unwrap=True)
     size = tuple(tensor.shape)
     whole = RegionTable(np.array([dst]), np.zeros((1, len(size)), np.int64), np.array([size], np.int64))
     like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -70,7 +70,7 @@ def offer(tensor: ShardedTensorBase, group: comm.Group) -> RemoteShards:
             "the group before the tensor is made"
         )
     _offered[own.key] = tensor
-    others = {rank: one for rank, one in zip(group.ranks, offers, strict=True) if rank != group.ranks[group.rank]}
+    others = {rank: one for rank, one in zip(group.ranks, offers, strict=True) if rank != group.global_rank}
     comm.gather_bytes(b"", group, what="init_rrefs: offered")
     remote = RemoteShards(others)
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from shardwright import comm
 from shardwright.layout import RegionTable
-from shardwright.sharded.base.agreement import digest, together_telling
+from shardwright.sharded.base.agreement import digest
 from shardwright.sharded.base.checks import refuse_nested, refuse_sparse
 from shardwright.sharded.base.tensor_base import ShardedTensorBase
 from shardwright.sharded.metadata.owners import owner_in
@@ -27,21 +28,21 @@ def reshard(tensor: ShardedTensorBase, spec: ShardingSpec) -> None:
     group = tensor._group
     recording = tensor.requires_grad and torch.is_grad_enabled()
 
-    def prepare() -> tuple[tuple[ShardedTensorMetadata, RegionTable], str, str]:
+    def prepare() -> tuple[tuple[ShardedTensorMetadata, RegionTable], str, bytes]:
         refuse_nested(tensor, "reshard")
         refuse_sparse(tensor, "reshard")
         metadata = metadata_for(spec, tensor.shape, tensor._metadata.tensor_properties)
         table = metadata.table(owner_in(group))
         how = "with gradients" if recording else "without gradients"
         said = f"{digest(tensor._table)} of {tensor.dtype} to {digest(table)} {how}"
-        return (metadata, table), said, "leaves" if tensor.is_leaf else "a history"
+        return (metadata, table), said, b"leaves" if tensor.is_leaf else b"a history"
 
-    (metadata, table), words = together_telling(prepare, "reshard", group)
-    tensor._leaf = all(word == "leaves" for word in words)  # a rank without shards may not have known
+    (metadata, table), words = comm.agree(prepare, what="reshard", group=group, same=True, gather=True, unwrap=True)
+    tensor._leaf = all(word == b"leaves" for word in words)  # a rank without shards may not have known
     if metadata.shards_metadata == tensor._metadata.shards_metadata:
         tensor._spec = spec
         return
-    own = [metadata.shards_metadata[number] for number in (table.ranks == group.ranks[group.rank]).nonzero()[0]]
+    own = [metadata.shards_metadata[number] for number in (table.ranks == group.global_rank).nonzero()[0]]
     differentiable = recording and not tensor._leaf
     properties = replace(
         metadata.tensor_properties,

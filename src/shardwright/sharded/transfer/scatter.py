@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwright import comm
 from shardwright.errors import ArgumentTypeError, PlacementError, ShardError
 from shardwright.layout import RegionTable
-from shardwright.sharded.base.agreement import digest, together
+from shardwright.sharded.base.agreement import digest
 from shardwright.sharded.base.tensor_base import ShardedTensorBase
 from shardwright.sharded.metadata.process_group import group_of
 from shardwright.sharded.metadata.properties import TensorProperties
@@ -28,7 +29,7 @@ T = TypeVar("T", bound=ShardedTensorBase)
 def scatter(cls: type[T], tensor: Tensor, spec: ShardingSpec, src_rank: int, process_group: Any) -> T:
     """See `ShardingSpec.shard`."""
     group = group_of(process_group)
-    rank = group.ranks[group.rank]
+    rank = group.global_rank
 
     def prepare() -> tuple[T, str]:
         if not isinstance(tensor, Tensor) or isinstance(tensor, ShardedTensorBase | DTensor):
@@ -50,7 +51,7 @@ def scatter(cls: type[T], tensor: Tensor, spec: ShardingSpec, src_rank: int, pro
         what = f"{list(tensor.shape)} of {tensor.dtype}, {needs}, from rank {src_rank}, cut into {digest(made._table)}"
         return made, what
 
-    made = together(prepare, "shard", group)
+    made = comm.agree(prepare, what="shard", group=group, same=True, unwrap=True)
     own = made._own()
     size = tuple(tensor.shape)
     whole = RegionTable(np.array([src_rank]), np.zeros((1, len(size)), np.int64), np.array([size], np.int64))

@@ -40,7 +40,7 @@ class ShardTransfer:
     @property
     def rank(self) -> int:
         """The global rank of this process."""
-        return self.group.ranks[self.group.rank]
+        return self.group.global_rank
 
     def run(self, held: Sequence[Tensor], like: Tensor, out: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Return this rank's target tensors, given its source tensors, both in the order of their tables.

@@ -48,7 +48,7 @@ class WorldGroups:
     def rank(self) -> int:
         """The global rank of this process."""
         world = comm.world()
-        return world.ranks[world.rank]
+        return world.global_rank
 
     @property
     def everyone(self) -> comm.Group:

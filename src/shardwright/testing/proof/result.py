@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from shardwright.layout import Placement
+from shardwright.listing import join_first
 
 __all__ = ["Proof", "Verdict"]
 
@@ -76,8 +77,7 @@ class Proof:
         )
         lines = [f"{self.name} on {self.ranks} ranks: {counts}, {self.left_out} left out"]
         for verdicts in (self.wrong, self.proved):
-            lines += [f"  {verdict}" for verdict in verdicts[:LINES]]
-            lines += [f"  … and {len(verdicts) - LINES} more"] * (len(verdicts) > LINES)
+            lines += ["  " + join_first(verdicts, LINES, "\n  ")] if verdicts else []
         if not self.differentiable:
             lines.append("  (torch has no gradient for this call: values only)")
         return "\n".join(lines)
