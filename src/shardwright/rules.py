@@ -1,4 +1,4 @@
-"""What rules of your own are made of; register them with `shardwright.register_rule`."""
+"""Building blocks of your own sharding rules; register them with `shardwright.register_rule`."""
 
 from shardwright.tensor.base.strategy import LocalContext, MeshStrategy, Operand, Strategies, Strategy, index_strategies
 from shardwright.tensor.extend.user_rules import either, indexed, pointwise

@@ -55,7 +55,7 @@ ARRANGED = [
 ]
 
 
-def test_elements_go_where_they_go_on_one_device(against_torch: Callable[..., None]) -> None:
+def test_repeat_pad_and_unfold_match_torch(against_torch: Callable[..., None]) -> None:
     against_torch((3,), ARRANGED)
     against_torch((2, 2), ARRANGED[::3], most=9)
 
@@ -73,12 +73,12 @@ CHOSEN = [
 ]
 
 
-def test_values_are_written_where_numbers_say(against_torch: Callable[..., None]) -> None:
+def test_indexed_writes_match_torch(against_torch: Callable[..., None]) -> None:
     against_torch((3,), CHOSEN, most=20)
     against_torch((2, 2), CHOSEN[::3], most=9)
 
 
-def test_writes_in_place_keep_the_layout_and_are_never_lost(against_torch: Callable[..., None]) -> None:
+def test_in_place_writes_keep_the_layout_and_the_values(against_torch: Callable[..., None]) -> None:
     def inside(write: Callable[..., Any]) -> Callable[..., Any]:
         def call(x: Any, *others: Any) -> Any:
             target = x * 1

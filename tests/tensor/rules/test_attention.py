@@ -58,12 +58,12 @@ CASES: list[Any] = [
 ]
 
 
-def test_every_placement_gives_torchs_values_and_gradients(against_torch: Any) -> None:
+def test_values_and_gradients_match_torch_for_every_placement(against_torch: Any) -> None:
     against_torch((3,), CASES, most=14 if FULL else 8)
     against_torch((2, 2), CASES, most=4)
 
 
-def test_heads_cut_alike_need_no_communication() -> None:
+def test_attention_sharded_by_heads_needs_no_communication() -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         for kv_heads, options in ((4, {}), (2, {"enable_gqa": True}), (4, {"is_causal": True})):
@@ -78,7 +78,7 @@ def test_heads_cut_alike_need_no_communication() -> None:
     run_ranks(2, on_a_rank)
 
 
-def test_dropped_attention_is_the_same_in_every_layout() -> None:
+def test_attention_dropout_is_the_same_in_every_layout() -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (4,))
         mask = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(5)) > -1
@@ -107,7 +107,7 @@ def test_dropped_attention_is_the_same_in_every_layout() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*nested_tensor")
-def test_torchs_own_attention_modules_run_on_shards() -> None:
+def test_torch_attention_modules_run_on_shards() -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -140,7 +140,7 @@ def test_torchs_own_attention_modules_run_on_shards() -> None:
     run_ranks(2, on_a_rank)
 
 
-def test_multihead_attention_gives_its_weights_too() -> None:
+def test_multihead_attention_returns_its_weights() -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         torch.manual_seed(0)

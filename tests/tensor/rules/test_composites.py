@@ -101,11 +101,11 @@ def body(functions: list[Function]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize("functions", [SOFTMAX, SPREAD, NORMS, SHAPES], ids=["softmax", "spread", "norms", "shapes"])
-def test_a_composition_is_the_operator(functions: list[Function]) -> None:
+def test_composed_operators_match_torch(functions: list[Function]) -> None:
     run_ranks(3, body, functions)
 
 
-def test_a_softmax_cut_over_both_dimensions_of_a_mesh() -> None:
+def test_softmax_sharded_over_both_dimensions_of_a_mesh() -> None:
     def on_mesh() -> None:
         mesh = sw.init_device_mesh("cpu", (2, 2))
         whole = randn((5, 3))

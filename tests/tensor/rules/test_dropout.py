@@ -29,7 +29,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_every_layout_has_the_same_mask_and_gradient() -> None:
+def test_dropout_has_the_same_mask_and_gradient_in_every_layout() -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (3,))
         whole = torch.randn(4, 5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -51,7 +51,7 @@ def test_every_layout_has_the_same_mask_and_gradient() -> None:
     run_ranks(3, on_a_rank)
 
 
-def test_replicates_stay_alike_and_sums_stay_unsummed() -> None:
+def test_dropout_keeps_replicas_identical_and_partial_sums_partial() -> None:
     def on_a_rank() -> Tensor:
         mesh = sw.init_device_mesh("cpu", (2,))
         x = sw.ones(50, mesh=mesh, placements=[sw.Partial()])
@@ -66,7 +66,7 @@ def test_replicates_stay_alike_and_sums_stay_unsummed() -> None:
     assert torch.equal(first, second)
 
 
-def test_what_is_kept_is_scaled_and_as_much_as_was_said() -> None:
+def test_dropout_keeps_and_scales_the_expected_share() -> None:
     mesh = sw.init_device_mesh("cpu", (1,))
     sw.manual_seed(0)
     kept = F.dropout(sw.ones(10_000, mesh=mesh), 0.3).to_local()
@@ -79,7 +79,7 @@ def test_what_is_kept_is_scaled_and_as_much_as_was_said() -> None:
     assert normal.std().item() == pytest.approx(1.0, abs=0.02)
 
 
-def test_without_training_nothing_is_drawn_and_nothing_changes() -> None:
+def test_dropout_in_eval_mode_is_the_identity() -> None:
     mesh = sw.init_device_mesh("cpu", (1,))
     x = sw.ones(4, mesh=mesh)
     sw.manual_seed(0)

@@ -150,7 +150,7 @@ KNOWN = {"addbmm", "baddbmm"}
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8], ids=str)
-def test_every_rank_has_the_dtype_of_the_whole_where_most_shards_are_empty(dtype: torch.dtype) -> None:
+def test_results_have_the_global_dtype_if_most_shards_are_empty(dtype: torch.dtype) -> None:
     names = list(dict.fromkeys(one.name for one in entries() if dtype in one.info.supported_dtypes("cpu")))
     prover = Prover(ranks=7, most_samples=3, most_placements=0, search=False, dtype=dtype)
     chosen = names if FULL else [*random.Random(1).sample(names, 8), *OFTEN_WRONG]
@@ -164,7 +164,7 @@ OFTEN_WRONG = ("nn.functional.pixel_shuffle", "nn.functional.unfold", "nn.functi
 
 
 @on_ranks(2, timeout=60)
-def test_windows_of_a_part_that_has_none_have_the_dtype_of_the_others() -> None:
+def test_unfold_of_empty_shards_keeps_the_dtype() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     for dtype in (torch.bool, torch.uint8, torch.float16):
         plain = torch.ones(4, dtype=dtype)
@@ -175,7 +175,7 @@ def test_windows_of_a_part_that_has_none_have_the_dtype_of_the_others() -> None:
 
 
 @on_ranks(2, timeout=60)
-def test_a_rule_whose_empty_part_has_another_dtype_is_set_right() -> None:
+def test_dispatch_corrects_the_dtype_of_empty_results() -> None:
     """By dispatch, whatever a rule's own local call makes of nothing."""
     mesh = sw.init_device_mesh("cpu", (2,))
 
@@ -193,7 +193,7 @@ def test_a_rule_whose_empty_part_has_another_dtype_is_set_right() -> None:
 
 
 @on_ranks(2, timeout=60)
-def test_the_norm_of_nothing_is_what_torch_says_it_is() -> None:
+def test_norms_of_empty_tensors_match_torch() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     x = torch.ones(0, 4)
     for place in (sw.Replicate(), S(0), S(1)):

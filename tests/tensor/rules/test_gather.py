@@ -63,16 +63,16 @@ def _written(x: Any, index: Any, value: Any) -> Any:
     return y
 
 
-def test_lookups_and_writes_are_right_for_every_layout(against_torch: Callable[..., None]) -> None:
+def test_lookups_and_writes_match_torch_for_every_layout(against_torch: Callable[..., None]) -> None:
     against_torch((3,), CASES, most=24)
 
 
-def test_lookups_and_writes_are_right_on_a_grid(against_torch: Callable[..., None]) -> None:
+def test_lookups_and_writes_match_torch_on_a_2d_mesh(against_torch: Callable[..., None]) -> None:
     against_torch((2, 2), CASES, most=8)
 
 
 @on_ranks(4)
-def test_a_lookup_along_a_cut_dimension_moves_nothing() -> None:
+def test_lookups_along_a_sharded_dimension_do_not_communicate() -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
     x = sw.distribute_tensor(torch.arange(400.0).reshape(100, 4), mesh, [sw.Shard(0)])
     index = sw.distribute_tensor(torch.tensor([3, 99, 50]), mesh, [sw.Replicate()])
@@ -86,7 +86,7 @@ def test_a_lookup_along_a_cut_dimension_moves_nothing() -> None:
 
 
 @on_ranks(4)
-def test_a_write_along_a_cut_dimension_moves_nothing_and_stays_cut() -> None:
+def test_writes_along_a_sharded_dimension_do_not_communicate_and_keep_the_layout() -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
     x = sw.zeros(10, 4, mesh=mesh, placements=[sw.Shard(0)])
     index = sw.distribute_tensor(torch.tensor([3, 9, 3]), mesh, [sw.Replicate()])
@@ -106,7 +106,7 @@ def test_a_write_along_a_cut_dimension_moves_nothing_and_stays_cut() -> None:
 
 
 @on_ranks(4)
-def test_what_a_mask_picks_stays_where_it_is() -> None:
+def test_rows_selected_by_a_mask_stay_on_their_rank() -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
     whole = torch.arange(4000.0).reshape(1000, 4)
     x = sw.distribute_tensor(whole, mesh, [sw.Shard(0)])
@@ -124,7 +124,7 @@ def test_what_a_mask_picks_stays_where_it_is() -> None:
 
 
 @on_ranks(3)
-def test_an_index_out_of_range_is_refused_on_every_rank() -> None:
+def test_out_of_range_index_raises_on_every_rank() -> None:
     mesh = sw.init_device_mesh("cpu", (3,))
     x = sw.distribute_tensor(torch.arange(10.0), mesh, [sw.Shard(0)])
     for wrong in (10, -11):
@@ -147,8 +147,8 @@ def test_an_index_out_of_range_is_refused_on_every_rank() -> None:
 
 
 @on_ranks(2)
-def test_too_few_elements_for_a_mask_are_refused() -> None:
+def test_masked_scatter_with_too_few_elements_raises() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     x = sw.distribute_tensor(torch.arange(6.0), mesh, [sw.Shard(0)])
-    with pytest.raises(RuntimeError, match="4 elements are to be replaced, source has 3"):
+    with pytest.raises(RuntimeError, match="the mask selects 4 elements, but source has only 3"):
         x.masked_scatter(x > 1, sw.ones(3, mesh=mesh))

@@ -30,14 +30,14 @@ BASIC = [
 ]  # fmt: skip
 
 
-def test_slices_and_numbers_pick_the_same_elements_of_any_layout(against_torch: Callable[..., None]) -> None:
+def test_basic_indexing_matches_torch_for_every_layout(against_torch: Callable[..., None]) -> None:
     cases = [(f"x[{index}]", lambda x, index=index: x[index], [real(5, 2)]) for index in BASIC]
     cases += [(f"x[{index}] of one row", lambda x, index=index: x[index], [real(1, 4)]) for index in (0, slice(0, 1))]
     against_torch((3,), cases)
     against_torch((2, 2), cases, most=9)
 
 
-def test_slices_of_slices_are_cut_unevenly_and_still_right(against_torch: Callable[..., None]) -> None:
+def test_slices_of_uneven_slices_match_torch(against_torch: Callable[..., None]) -> None:
     against_torch(
         (3,),
         [
@@ -49,7 +49,7 @@ def test_slices_of_slices_are_cut_unevenly_and_still_right(against_torch: Callab
     )
 
 
-def test_tensors_and_lists_of_numbers_pick_the_same_elements_of_any_layout(against_torch: Callable[..., None]) -> None:
+def test_advanced_indexing_matches_torch_for_every_layout(against_torch: Callable[..., None]) -> None:
     against_torch(
         (3,),
         [
@@ -70,7 +70,7 @@ def test_tensors_and_lists_of_numbers_pick_the_same_elements_of_any_layout(again
     )
 
 
-def test_the_functions_that_index_in_words_agree(against_torch: Callable[..., None]) -> None:
+def test_indexing_functions_match_torch(against_torch: Callable[..., None]) -> None:
     against_torch(
         (3,),
         [
@@ -92,7 +92,7 @@ def test_the_functions_that_index_in_words_agree(against_torch: Callable[..., No
     )
 
 
-def test_single_places_of_whole_numbers_and_truths_are_right() -> None:
+def test_integer_indexing_of_int_and_bool_tensors_matches_torch() -> None:
     def check() -> None:
         mesh = sw.init_device_mesh("cpu", (3,))
         for dtype in (torch.int64, torch.bool, torch.uint8, torch.float16):
@@ -105,7 +105,7 @@ def test_single_places_of_whole_numbers_and_truths_are_right() -> None:
     run_ranks(3, check)
 
 
-def test_what_torch_refuses_is_refused_on_every_rank() -> None:
+def test_invalid_indices_raise_on_every_rank() -> None:
     def check() -> None:
         x = sw.ones(4, 2, mesh=sw.init_device_mesh("cpu", (3,)), placements=[sw.Shard(0)])
         for bad in (4, -5, (0, 0, 0), (slice(None), 2)):
@@ -123,7 +123,7 @@ def test_what_torch_refuses_is_refused_on_every_rank() -> None:
     run_ranks(3, check)
 
 
-def test_slicing_a_cut_dimension_moves_nothing() -> None:
+def test_slicing_a_sharded_dimension_does_not_communicate() -> None:
     def check() -> None:
         mesh = sw.init_device_mesh("cpu", (3,))
         x = sw.distribute_tensor(torch.arange(24.0).reshape(8, 3), mesh, [sw.Shard(0)])
@@ -173,7 +173,7 @@ WRITES: list[tuple[str, Callable[..., Any]]] = [
 ]  # fmt: skip
 
 
-def test_writes_reach_the_original_and_carry_gradients(against_torch: Callable[..., None]) -> None:
+def test_indexed_assignment_writes_to_the_original_and_propagates_gradients(against_torch: Callable[..., None]) -> None:
     def written(write: Callable[..., Any], linear: bool) -> Callable[..., Any]:
         def call(x: Any, v: Any) -> Any:
             target = x * 1
@@ -189,7 +189,7 @@ def test_writes_reach_the_original_and_carry_gradients(against_torch: Callable[.
     against_torch((2, 2), [case for case in cases if case[0].startswith("x[") and "=" in case[0]][::2], most=9)
 
 
-def test_writes_to_partial_sums_are_right_or_refused() -> None:
+def test_writes_to_partial_sums_are_correct_or_raise() -> None:
     def check() -> None:
         mesh = sw.init_device_mesh("cpu", (3,))
         rank = sw.comm.rank()
@@ -211,7 +211,7 @@ def test_writes_to_partial_sums_are_right_or_refused() -> None:
     run_ranks(3, check)
 
 
-def test_a_mesh_dimension_of_one_rank_cuts_nothing() -> None:
+def test_sharding_over_a_mesh_dimension_of_one_rank_keeps_views() -> None:
     def check(shape: tuple[int, ...]) -> None:
         mesh = sw.init_device_mesh("cpu", shape)
         x = sw.distribute_tensor(torch.arange(10.0).reshape(5, 2), mesh, [sw.Shard(0), sw.Shard(0)][: len(shape)])
@@ -231,7 +231,7 @@ def test_a_mesh_dimension_of_one_rank_cuts_nothing() -> None:
     run_ranks(3, check, (3, 1))
 
 
-def test_a_leaf_that_requires_grad_is_not_written_to() -> None:
+def test_writing_to_a_leaf_that_requires_grad_raises() -> None:
     def check() -> None:
         x = sw.ones(4, mesh=sw.init_device_mesh("cpu", (3,)), placements=[sw.Shard(0)]).requires_grad_()
         with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
@@ -245,7 +245,7 @@ def test_a_leaf_that_requires_grad_is_not_written_to() -> None:
     run_ranks(3, check)
 
 
-def test_a_write_to_a_copy_that_looks_like_a_view_is_refused_not_lost() -> None:
+def test_writing_to_a_copy_that_looks_like_a_view_raises() -> None:
     def check() -> None:
         mesh = sw.init_device_mesh("cpu", (3,))
         x = sw.distribute_tensor(torch.arange(12.0).reshape(6, 2), mesh, [sw.Shard(0)])
@@ -266,7 +266,7 @@ def test_a_write_to_a_copy_that_looks_like_a_view_is_refused_not_lost() -> None:
 
 
 @on_ranks(3)
-def test_a_write_to_one_place_reaches_the_original_however_it_was_picked() -> None:
+def test_writes_to_an_indexed_element_reach_the_original() -> None:
     mesh = sw.init_device_mesh("cpu", (3,))
     whole = torch.arange(12.0).reshape(6, 2)
     for x in (whole, sw.distribute_tensor(whole, mesh, [sw.Shard(0)])):
@@ -279,7 +279,7 @@ def test_a_write_to_one_place_reaches_the_original_however_it_was_picked() -> No
 
 
 @on_ranks(2)
-def test_several_results_written_to_what_is_given_keep_their_names() -> None:
+def test_out_argument_with_several_results_keeps_their_names() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     x = sw.distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [sw.Shard(0)])
     out = (sw.zeros(2, mesh=mesh), sw.zeros(2, mesh=mesh, dtype=torch.long))
@@ -290,7 +290,7 @@ def test_several_results_written_to_what_is_given_keep_their_names() -> None:
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
 @on_ranks(4)
-def test_a_tensor_without_dimensions_is_a_number_in_an_index(mesh_shape: tuple[int, ...]) -> None:
+def test_zero_dimensional_tensors_index_like_ints(mesh_shape: tuple[int, ...]) -> None:
     mesh = sw.init_device_mesh("cpu", mesh_shape)
     whole = torch.arange(60.0).reshape(5, 4, 3)
 
@@ -318,7 +318,7 @@ def test_a_tensor_without_dimensions_is_a_number_in_an_index(mesh_shape: tuple[i
 
 
 @on_ranks(2)
-def test_nothing_equals_none() -> None:
+def test_comparison_with_none_gives_a_bool() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     for placement in (sw.Replicate(), sw.Shard(0), sw.Partial()):
         x = sw.DTensor.from_local(torch.ones(2), mesh, [placement])
@@ -357,7 +357,7 @@ INDEXED_BY_NUMBERS: list[Callable[[Any, Callable[..., Any]], Any]] = [
 
 @pytest.mark.parametrize("plain", [True, False])
 @on_ranks(4)
-def test_an_index_without_dimensions_gives_what_it_gives_on_one_device(plain: bool) -> None:
+def test_zero_dimensional_indices_match_torch(plain: bool) -> None:
     mesh = sw.init_device_mesh("cpu", (2, 2))
     whole = torch.arange(48.0).reshape(2, 4, 6)
 
@@ -374,7 +374,7 @@ def test_an_index_without_dimensions_gives_what_it_gives_on_one_device(plain: bo
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 1), (1, 2)])
 @on_ranks(2)
-def test_an_assignment_reads_before_it_writes(mesh_shape: tuple[int, ...]) -> None:
+def test_assignment_reads_its_source_before_writing(mesh_shape: tuple[int, ...]) -> None:
     mesh = sw.init_device_mesh("cpu", mesh_shape)
     whole = torch.arange(12.0).reshape(4, 3)
 
@@ -397,7 +397,7 @@ def test_an_assignment_reads_before_it_writes(mesh_shape: tuple[int, ...]) -> No
 
 
 @on_ranks(2)
-def test_squeezing_in_place_drops_what_has_one_element_globally() -> None:
+def test_squeeze_in_place_drops_dimensions_of_global_size_one() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     for args in ((), (0,), (-1,), ((0, 3),), (1,)):
         for placement in (sw.Shard(1), sw.Shard(2), sw.Replicate()):

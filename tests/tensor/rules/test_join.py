@@ -36,7 +36,7 @@ JOINS = [
 ]
 
 
-def test_tensors_are_joined_whatever_their_layouts(against_torch: Callable[..., None]) -> None:
+def test_joins_match_torch_for_every_layout(against_torch: Callable[..., None]) -> None:
     against_torch((3,), JOINS)
     against_torch((2, 2), JOINS[:6], most=12)
 
@@ -60,12 +60,12 @@ SPLITS = [
 ]
 
 
-def test_pieces_are_those_of_one_device(against_torch: Callable[..., None]) -> None:
+def test_splits_match_torch_for_every_layout(against_torch: Callable[..., None]) -> None:
     against_torch((3,), SPLITS)
     against_torch((2, 2), SPLITS[:10:3], most=12)
 
 
-def test_joining_along_a_cut_dimension_gives_every_rank_its_share() -> None:
+def test_joining_along_a_sharded_dimension_gives_every_rank_its_share() -> None:
     def check() -> str:
         mesh = sw.init_device_mesh("cpu", (3,))
         x = sw.distribute_tensor(torch.arange(5.0), mesh, [sw.Shard(0)])
@@ -74,7 +74,7 @@ def test_joining_along_a_cut_dimension_gives_every_rank_its_share() -> None:
     assert run_ranks(3, check)[0] == "[11] (0: S(0))"
 
 
-def test_pieces_of_a_cut_dimension_are_views_of_the_original() -> None:
+def test_splits_of_a_sharded_dimension_are_views_of_the_original() -> None:
     def check() -> None:
         mesh = sw.init_device_mesh("cpu", (3,))
         x = sw.distribute_tensor(torch.zeros(7), mesh, [sw.Shard(0)])

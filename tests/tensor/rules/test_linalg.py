@@ -29,7 +29,7 @@ def asking(*values: Tensor) -> list[Tensor]:
     return [value.clone().requires_grad_() for value in values]
 
 
-def test_norms_of_every_order_along_cut_dimensions(against_torch: Callable[..., None]) -> None:
+def test_norms_of_every_order_along_sharded_dimensions_match_torch(against_torch: Callable[..., None]) -> None:
     x = randn(5, 3)
     cases: list[Any] = [
         (f"vector {order} {dim}", lambda x, o=order, d=dim: torch.linalg.vector_norm(x, o, d), asking(x))
@@ -68,7 +68,7 @@ def compare(call: Callable[[Any], Any], whole: Tensor, mesh_shape: tuple[int, ..
 
 @pytest.mark.parametrize("order", [0, 0.5, 1, 1.5, 2, 3, INF, -INF])
 @on_ranks(4)
-def test_gradients_of_norms_at_zero_and_of_equals_are_torchs(order: float) -> None:
+def test_gradients_of_norms_at_zero_and_at_ties_match_torch(order: float) -> None:
     some = torch.tensor([[0.0, 1.0], [0.0, -1.0], [2.0, 0.0], [0.0, 0.0], [-2.0, 1.0]], dtype=torch.float64)
     for whole in (torch.zeros(5, 2, dtype=torch.float64), some):
         for dim in (0, 1, None):
@@ -77,7 +77,7 @@ def test_gradients_of_norms_at_zero_and_of_equals_are_torchs(order: float) -> No
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
 @on_ranks(4)
-def test_extremes_share_their_gradient_among_equals(mesh_shape: tuple[int, ...]) -> None:
+def test_the_gradient_of_an_extreme_is_shared_among_ties(mesh_shape: tuple[int, ...]) -> None:
     ties = torch.tensor([[3, 1], [3, 2], [-4, 2], [0, 2], [3, -4]], dtype=torch.float64)
     endless = torch.tensor([[INF, 1], [3, -INF], [INF, 2]], dtype=torch.float64)
     for function in (torch.amax, torch.amin):
@@ -91,7 +91,7 @@ def test_extremes_share_their_gradient_among_equals(mesh_shape: tuple[int, ...])
 
 
 @on_ranks(4)
-def test_the_extreme_of_all_exchanges_numbers_not_elements() -> None:
+def test_a_global_maximum_exchanges_one_value_per_rank() -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
     x = sw.distribute_tensor(randn(400, 7), mesh, [sw.Shard(0)]).requires_grad_()
     with sw.trace() as seen:
@@ -99,7 +99,7 @@ def test_the_extreme_of_all_exchanges_numbers_not_elements() -> None:
     assert 0 < seen.received <= 2 * 3 * 8  # a number and a count from each of the 3 others
 
 
-def test_distances_and_renorm(against_torch: Callable[..., None]) -> None:
+def test_distances_and_renorm_match_torch(against_torch: Callable[..., None]) -> None:
     x, y = randn(5, 3), randn(4, 3)
     cases = [
         ("cdist", lambda x, y: torch.cdist(x, y), asking(x, y)),
@@ -112,7 +112,7 @@ def test_distances_and_renorm(against_torch: Callable[..., None]) -> None:
     against_torch((4,), cases)
 
 
-def test_batches_of_matrices_where_some_ranks_have_none(against_torch: Callable[..., None]) -> None:
+def test_batched_linalg_with_empty_shards_matches_torch(against_torch: Callable[..., None]) -> None:
     matrices = randn(2, 3, 3) + 4 * torch.eye(3, dtype=torch.float64)
     cases = [
         ("inv", torch.linalg.inv, asking(matrices)),
@@ -132,7 +132,7 @@ def test_batches_of_matrices_where_some_ranks_have_none(against_torch: Callable[
 
 
 @on_ranks(4)
-def test_a_norm_along_a_cut_dimension_exchanges_numbers_not_elements() -> None:
+def test_a_norm_along_a_sharded_dimension_exchanges_one_value_per_row() -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
     whole = torch.randn(400, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x = sw.distribute_tensor(whole, mesh, [sw.Shard(0)]).requires_grad_()
@@ -146,7 +146,7 @@ def test_a_norm_along_a_cut_dimension_exchanges_numbers_not_elements() -> None:
 
 
 @on_ranks(4)
-def test_second_derivatives_of_an_extreme_go_through_every_rank() -> None:
+def test_second_derivatives_of_an_extreme_reach_every_rank() -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
     whole = torch.tensor([3.0, 1.0, 3.0, 2.0, 3.0], dtype=torch.float64)
     plain = whole.clone().requires_grad_()
@@ -160,7 +160,7 @@ def test_second_derivatives_of_an_extreme_go_through_every_rank() -> None:
 
 
 @on_ranks(4)
-def test_gradients_that_autograd_has_not_allocated_are_zeros() -> None:
+def test_undefined_gradients_are_zeros() -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
     x = sw.distribute_tensor(randn(5, 3), mesh, [sw.Shard(0)]).requires_grad_()
     (gradient,) = torch.autograd.grad(torch.sgn(x).sum(), x)
@@ -168,7 +168,7 @@ def test_gradients_that_autograd_has_not_allocated_are_zeros() -> None:
 
 
 @on_ranks(3)
-def test_results_that_are_empty_are_so_everywhere() -> None:
+def test_empty_results_are_empty_on_every_rank() -> None:
     mesh = sw.init_device_mesh("cpu", (3,))
     whole = randn(4, 3, 2)
     x = sw.distribute_tensor(whole, mesh, [sw.Shard(0)])

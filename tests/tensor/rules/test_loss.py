@@ -113,13 +113,13 @@ def elementwise() -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
-def test_every_placement_gives_torchs_values_and_gradients(against_torch: Any) -> None:
+def test_values_and_gradients_match_torch_for_every_placement(against_torch: Any) -> None:
     against_torch((3,), with_targets(), most=6)
     against_torch((3,), elementwise(), most=5)
     against_torch((2, 2), list(itertools.islice(with_targets(), 0, None, 7)), most=4)
 
 
-def test_logits_cut_by_class_are_never_gathered() -> None:
+def test_logits_sharded_by_class_are_never_gathered() -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         logits = sw.distribute_tensor(torch.randn(4, 10_000), mesh, [sw.Shard(1)]).requires_grad_()
@@ -133,7 +133,7 @@ def test_logits_cut_by_class_are_never_gathered() -> None:
     run_ranks(2, on_a_rank)
 
 
-def test_a_target_that_is_no_class_is_refused_with_the_number() -> None:
+def test_invalid_target_error_names_the_class() -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         logits = sw.distribute_tensor(torch.randn(2, 6), mesh, [sw.Shard(1)])
@@ -144,7 +144,7 @@ def test_a_target_that_is_no_class_is_refused_with_the_number() -> None:
     run_ranks(2, on_a_rank)
 
 
-def test_a_batch_of_nothing_but_ignored_targets_has_no_mean() -> None:
+def test_the_mean_over_only_ignored_targets_is_nan() -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         logits = sw.distribute_tensor(torch.randn(3, 4), mesh, [sw.Shard(0)])

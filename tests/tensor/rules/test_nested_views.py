@@ -28,7 +28,7 @@ def stand_in(
 
 @pytest.mark.parametrize("tables", [(S(0), S(0)), (S(1), S(0))], ids=str)
 @pytest.mark.parametrize("join", [False, True], ids=["heads", "rows"])
-def test_an_activation_of_a_fully_sharded_tensor_parallel_model_is_never_gathered(
+def test_views_of_fsdp_tensor_parallel_activations_never_gather_them(
     tables: tuple[Placement, Placement], join: bool
 ) -> None:
     """The batch grows with the mesh, what a rank receives does not."""
@@ -51,7 +51,7 @@ def test_an_activation_of_a_fully_sharded_tensor_parallel_model_is_never_gathere
 
 
 @on_ranks(4, timeout=60)
-def test_views_of_nested_shards_are_right_whether_they_divide_or_not() -> None:
+def test_views_of_nested_shards_match_torch() -> None:
     mesh = sw.init_device_mesh("cpu", (2, 2))
     views = {
         (8, 3, 4): [(8, 12), (24, 4), (8, 3, 2, 2), (96,), (2, 4, 3, 4), (4, 2, 12)],
@@ -71,7 +71,7 @@ def test_views_of_nested_shards_are_right_whether_they_divide_or_not() -> None:
 
 
 @on_ranks(4, timeout=60)
-def test_a_view_that_keeps_a_nested_dimension_moves_nothing_and_is_a_view() -> None:
+def test_a_view_that_keeps_a_nested_dimension_does_not_communicate() -> None:
     mesh = sw.init_device_mesh("cpu", (2, 2))
     for rows in (3, 5, 8):
         x = sw.distribute_tensor(torch.zeros(rows, 12), mesh, [S(0), S(0)])
@@ -83,7 +83,7 @@ def test_a_view_that_keeps_a_nested_dimension_moves_nothing_and_is_a_view() -> N
         assert x.full_tensor().sum().item() == rows * 12
 
 
-def test_a_sum_is_scattered_into_equal_pieces_where_it_can_be() -> None:
+def test_partial_sums_are_reduce_scattered_into_equal_shards_if_possible() -> None:
     """Backends reduce and scatter only equal pieces natively: others are messages from rank to rank."""
     for data, tensor in ((8, 8), (64, 8)):
         mesh = Mesh((data, tensor), ("dp", "tp"))

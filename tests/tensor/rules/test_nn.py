@@ -66,12 +66,12 @@ CASES: list[Any] = [
 ]
 
 
-def test_every_placement_gives_torchs_values_and_gradients(against_torch: Any) -> None:
+def test_values_and_gradients_match_torch_for_every_placement(against_torch: Any) -> None:
     against_torch((3,), CASES, most=12)
     against_torch((2, 2), CASES, most=6)
 
 
-def test_statistics_of_a_cut_batch_are_all_that_moves() -> None:
+def test_batch_norm_of_a_sharded_batch_exchanges_only_statistics() -> None:
     def on_a_rank() -> tuple[int, tuple[Any, ...]]:
         mesh = sw.init_device_mesh("cpu", (4,))
         x = sw.rand(64, 8, 16, mesh=mesh, placements=[S(0)])
@@ -85,7 +85,7 @@ def test_statistics_of_a_cut_batch_are_all_that_moves() -> None:
     assert 0 < received <= 2 * 2 * 8 * 4  # two sums of 8 floats, each reduced and spread
 
 
-def test_a_table_cut_by_rows_gives_bags_without_moving_anything() -> None:
+def test_embedding_bag_of_a_table_sharded_by_rows_does_not_communicate() -> None:
     def on_a_rank() -> tuple[int, tuple[Any, ...]]:
         mesh = sw.init_device_mesh("cpu", (4,))
         table = sw.rand(10, 3, mesh=mesh, placements=[S(0)])
@@ -98,7 +98,7 @@ def test_a_table_cut_by_rows_gives_bags_without_moving_anything() -> None:
 
 
 @on_ranks(3)
-def test_numbers_drawn_into_partial_sums_are_those_of_whole_tensors() -> None:
+def test_random_fills_of_partial_sums_match_replicated_tensors() -> None:
     mesh = sw.init_device_mesh("cpu", (3,))
     for draw in ("uniform_", "normal_", "exponential_", "log_normal_", "cauchy_"):
         found = []
@@ -114,7 +114,7 @@ def test_numbers_drawn_into_partial_sums_are_those_of_whole_tensors() -> None:
 
 
 @on_ranks(2)
-def test_bodies_that_draw_draw_the_same_on_every_rank() -> None:
+def test_python_functions_draw_the_same_random_numbers_on_every_rank() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     torch.rand(comm.rank())  # the ranks' own generators are apart
     whole = r(6, 4).detach()
@@ -126,7 +126,7 @@ def test_bodies_that_draw_draw_the_same_on_every_rank() -> None:
 
 
 @on_ranks(2)
-def test_plain_tensors_of_the_users_are_refused_wherever_they_come_from() -> None:
+def test_plain_user_tensors_raise_in_functions_and_callbacks() -> None:
     """What torch's own code makes on its way is a replicate; what the user gave it, or his callbacks use, is not."""
     mesh = sw.init_device_mesh("cpu", (2,))
     x, plain = sw.distribute_tensor(r(4, 4).detach(), mesh, [S(0)]), r(4, 4).detach()
@@ -171,7 +171,7 @@ def _layer(kind: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_train_and_answer_as_on_whole_tensors(name: str) -> None:
+def test_transformers_train_and_infer_as_on_one_device(name: str) -> None:
     make, call = MODELS[name]
 
     def cut_weights(_: str, module: nn.Module, mesh: Any) -> None:
@@ -217,7 +217,7 @@ RETURN_TYPES: dict[str, Any] = {
 
 
 @on_ranks(2)
-def test_results_of_torchs_own_types_keep_them() -> None:
+def test_return_types_match_torch() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     whole = r(3, 3).detach()
     for name, call in RETURN_TYPES.items():

@@ -44,12 +44,12 @@ CASES: list[Any] = [
 ]
 
 
-def test_every_placement_gives_torchs_values_and_gradients(against_torch: Any) -> None:
+def test_values_and_gradients_match_torch_for_every_placement(against_torch: Any) -> None:
     against_torch((3,), CASES, most=15)
     against_torch((2, 2), CASES, most=4)
 
 
-def test_running_statistics_are_those_of_the_whole_batch_however_it_is_cut() -> None:
+def test_running_statistics_are_those_of_the_global_batch() -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (3,))
         for make in (lambda: nn.BatchNorm1d(4), lambda: nn.BatchNorm1d(4, momentum=None)):
@@ -84,7 +84,7 @@ def test_running_statistics_are_those_of_the_whole_batch_however_it_is_cut() -> 
     run_ranks(3, on_a_rank)
 
 
-def test_running_statistics_of_instance_norm_are_kept() -> None:
+def test_instance_norm_tracks_running_statistics() -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (3,))
         for place in (sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Shard(2)):
@@ -100,7 +100,7 @@ def test_running_statistics_of_instance_norm_are_kept() -> None:
     run_ranks(3, on_a_rank)
 
 
-def test_a_cut_dimension_is_normalised_without_gathering_the_activation() -> None:
+def test_normalising_a_sharded_dimension_never_gathers_the_activation() -> None:
     def on_a_rank() -> int:
         mesh = sw.init_device_mesh("cpu", (2,))
         x = sw.distribute_tensor(torch.randn(4, 1000), mesh, [sw.Shard(1)])

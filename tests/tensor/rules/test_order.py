@@ -154,7 +154,7 @@ def on_a_line(functions: list[Function]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_along_a_cut_dimension_as_along_a_whole_one(kind: str) -> None:
+def test_order_operators_match_torch_along_a_sharded_dimension(kind: str) -> None:
     run_ranks(3, on_a_line, KINDS[kind], timeout=240)
 
 
@@ -166,12 +166,12 @@ def on_a_square(functions: list[Function]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_cut_over_both_dimensions_of_a_mesh(kind: str) -> None:
+def test_order_operators_match_torch_on_a_2d_mesh(kind: str) -> None:
     run_ranks(4, on_a_square, KINDS[kind], timeout=240)
 
 
 @on_ranks(3)
-def test_what_is_no_number_comes_where_torch_has_it() -> None:
+def test_nan_is_ordered_as_in_torch() -> None:
     mesh = sw.init_device_mesh("cpu", (3,))
     whole = strange((11, 2))
     x = sw.distribute_tensor(whole, mesh, [Shard(0)])
@@ -201,7 +201,7 @@ def long_line(dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.int16])
-def test_a_long_line_is_sorted_where_it_lies(dtype: torch.dtype) -> None:
+def test_long_dimensions_are_sorted_without_gathering(dtype: torch.dtype) -> None:
     def body() -> None:
         mesh = sw.init_device_mesh("cpu", (3,))
         whole = long_line(dtype)
@@ -224,7 +224,7 @@ def test_a_long_line_is_sorted_where_it_lies(dtype: torch.dtype) -> None:
 
 
 @on_ranks(4)
-def test_places_of_a_long_order_are_found_without_moving_it() -> None:
+def test_order_statistics_of_long_dimensions_do_not_move_elements() -> None:
     functions: list[Function] = [
         lambda x: x.kthvalue(2500)[0], lambda x: x.median(0)[0], lambda x: x.nanmedian(0, keepdim=True)[0],
         lambda x: x.median(), lambda x: x.nanmedian(), lambda x: x.kthvalue(LONG, keepdim=True)[0],
@@ -254,7 +254,7 @@ def test_places_of_a_long_order_are_found_without_moving_it() -> None:
 
 
 @on_ranks(4)
-def test_quantiles_of_a_long_line_and_their_gradients() -> None:
+def test_quantiles_of_long_dimensions_and_their_gradients_match_torch() -> None:
     whole = long_line()
     mesh = sw.init_device_mesh("cpu", (4,))
     for function in (
@@ -279,7 +279,7 @@ def test_quantiles_of_a_long_line_and_their_gradients() -> None:
         (lambda x: x.kthvalue(2, 0), 4), (lambda x: x.kthvalue(399, 0), 4), (lambda x: x.diff(dim=0), 1),
     ],
 )  # fmt: skip
-def test_no_more_moves_than_a_few_rows_of_every_piece(function: Function, rows: int) -> None:
+def test_only_a_few_rows_of_every_shard_are_communicated(function: Function, rows: int) -> None:
     def body() -> None:
         mesh = sw.init_device_mesh("cpu", (4,))
         x = sw.distribute_tensor(numbers((400, 3)), mesh, [Shard(0)])
@@ -291,7 +291,7 @@ def test_no_more_moves_than_a_few_rows_of_every_piece(function: Function, rows: 
 
 
 @on_ranks(3)
-def test_what_is_chosen_by_value_stays_where_it_was_found() -> None:
+def test_elements_selected_by_value_stay_on_their_rank() -> None:
     mesh = sw.init_device_mesh("cpu", (3,))
     whole = numbers((9, 4))
     x = sw.distribute_tensor(whole, mesh, [Shard(0)])
@@ -305,7 +305,7 @@ def test_what_is_chosen_by_value_stays_where_it_was_found() -> None:
 
 
 @on_ranks(3)
-def test_comparisons_say_the_same_on_every_rank() -> None:
+def test_comparisons_give_the_same_result_on_every_rank() -> None:
     mesh = sw.init_device_mesh("cpu", (3,))
     whole = numbers((7, 2))
     other = whole.clone()
@@ -321,7 +321,7 @@ def test_comparisons_say_the_same_on_every_rank() -> None:
 
 
 @on_ranks(3)
-def test_the_second_gradient_of_a_scan() -> None:
+def test_second_derivatives_of_scans_match_torch() -> None:
     mesh = sw.init_device_mesh("cpu", (3,))
     whole = numbers((7, 2))
     found = []

@@ -68,7 +68,7 @@ def test_casting_a_partial_sum_gives_the_cast_of_the_sum() -> None:
 
 
 @on_ranks(2, timeout=60)
-def test_casts_that_round_nothing_leave_a_partial_sum_as_it_is() -> None:
+def test_lossless_casts_keep_partial_sums_partial() -> None:
     x = partial_sum(CANCEL, torch.float32)
     with sw.trace() as seen:
         results = [x.double(), x.to(torch.float64), x.to(torch.complex64), x.float(), x.to(x.double())]
@@ -78,7 +78,7 @@ def test_casts_that_round_nothing_leave_a_partial_sum_as_it_is() -> None:
 
 
 @on_ranks(2, timeout=60)
-def test_small_whole_numbers_wrap_around_before_they_are_made_wider() -> None:
+def test_small_integers_wrap_around_before_they_are_widened() -> None:
     x = partial_sum([[100, 3], [100, 4]], torch.int8)
     assert x.full_tensor().tolist() == [-56, 7]
     for found in (x.to(torch.int32), x.long(), x.float(), x * 1.0, x / 1):
@@ -89,7 +89,7 @@ def test_small_whole_numbers_wrap_around_before_they_are_made_wider() -> None:
 
 
 @on_ranks(2, timeout=60)
-def test_only_the_dtype_of_the_other_counts_and_it_stays_where_it_is() -> None:
+def test_to_other_uses_only_its_dtype_and_keeps_its_layout() -> None:
     x = partial_sum(CANCEL, torch.float32)
     other = sw.distribute_tensor(torch.zeros(64, dtype=torch.float64), sw.init_device_mesh("cpu", (2,)), [S(0)])
     with sw.trace() as seen:
@@ -99,7 +99,7 @@ def test_only_the_dtype_of_the_other_counts_and_it_stays_where_it_is() -> None:
 
 
 @on_ranks(2, timeout=60)
-def test_autocast_sums_up_before_it_casts() -> None:
+def test_autocast_reduces_partial_sums_before_casting() -> None:
     w = torch.eye(3)
     x = partial_sum(CANCEL, torch.float32).reshape(1, 3)
     weight = sw.distribute_tensor(w, sw.init_device_mesh("cpu", (2,)), [R()])
@@ -111,7 +111,7 @@ def test_autocast_sums_up_before_it_casts() -> None:
 
 
 @on_ranks(2, timeout=60)
-def test_writing_a_wider_partial_sum_to_a_partial_sum_is_right_or_refused() -> None:
+def test_writing_a_wider_partial_sum_to_a_partial_sum_is_correct_or_raises() -> None:
     wide = partial_sum(CANCEL, torch.float64)
     expected = wide.full_tensor().half()
     for op in ("sum", "avg", "max"):
@@ -137,7 +137,7 @@ def test_the_gradient_of_a_cast_partial_sum_is_that_of_the_sum() -> None:
 
 
 @on_ranks(2, timeout=60)
-def test_functions_of_torch_that_write_in_place_on_their_way_take_partial_sums() -> None:
+def test_torch_functions_that_write_in_place_internally_accept_partial_sums() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     x, target, var = torch.randn(3, 3), torch.randn(3, 3), torch.rand(3, 3) + 1
@@ -162,7 +162,7 @@ def test_functions_of_torch_that_write_in_place_on_their_way_take_partial_sums()
         torch.testing.assert_close(out.full_tensor(), functional.normalize(x, p=1.0))
 
 
-def test_every_function_of_torch_that_writes_on_its_way_is_known_here() -> None:
+def test_all_torch_functions_that_write_in_place_internally_are_tested() -> None:
     public = [
         getattr(module, name) for module in (functional, torch.functional) for name in dir(module) if name[0] != "_"
     ]
@@ -171,7 +171,7 @@ def test_every_function_of_torch_that_writes_on_its_way_is_known_here() -> None:
     assert found <= {"gaussian_nll_loss", "gumbel_softmax", "normalize"}, found
 
 
-def test_rules_are_proved_for_whole_numbers_and_truths_as_well() -> None:
+def test_rules_are_proved_for_int_and_bool_tensors() -> None:
     small = torch.tensor([[100, 27, 3], [-90, 5, 77]], dtype=torch.int8)
     image = torch.randint(0, 200, (1, 2, 4, 4), dtype=torch.uint8)
     truths = torch.tensor([True, False, True, True])
@@ -188,7 +188,7 @@ def test_rules_are_proved_for_whole_numbers_and_truths_as_well() -> None:
 
 
 @on_ranks(2, timeout=60)
-def test_a_module_in_half_precision_takes_a_partial_sum() -> None:
+def test_half_precision_modules_accept_partial_sums() -> None:
     layer = sw.distribute_module(nn.Linear(3, 2).bfloat16(), sw.init_device_mesh("cpu", (2,)))
     x = partial_sum(CANCEL, torch.float32).reshape(1, 3)
     found = layer(x.to(layer.weight.dtype)).full_tensor()

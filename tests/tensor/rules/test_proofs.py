@@ -548,13 +548,13 @@ PROVED_HERE = [name for name in RULES if name not in SHAPES_ALONE and name not i
 SOON = [name for number, name in enumerate(PROVED_HERE) if FULL or number % 3 == 0 or name not in OF_OTHER_FILES]
 
 
-def test_no_rule_lands_unproved() -> None:
+def test_every_rule_has_samples() -> None:
     assert [name for name in PROVED_HERE if not samples_of(name)] == []
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce", "ignore:ComplexHalf")
 @pytest.mark.parametrize("name", SOON)
-def test_a_rule_is_true(name: str) -> None:
+def test_rule_is_correct(name: str) -> None:
     for func, args, kwargs in samples_of(name):
         assert canonical_name(func)[0] == name
         proof = prove(func, *args, **kwargs)
@@ -562,17 +562,17 @@ def test_a_rule_is_true(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES_ALONE)
-def test_a_rule_of_arbitrary_values_is_true_of_shapes(name: str) -> None:
+def test_rule_with_arbitrary_values_gives_correct_shapes(name: str) -> None:
     for func, args, kwargs in SHAPES_ALONE[name]:
         proof = prove(func, *args, values=False, **kwargs)
         assert not proof.wrong, proof
 
 
-def test_what_is_proved_elsewhere_is_registered() -> None:
+def test_rules_proved_elsewhere_are_registered() -> None:
     assert set(ELSEWHERE) <= set(RULES)
 
 
-def test_what_takes_the_shortest_path_returns_one_new_tensor() -> None:
+def test_fast_path_operators_return_one_new_tensor() -> None:
     """The dispatcher tags such results without looking at them: they must be nobody else's."""
     tried = 0
     for name in RULES:

@@ -59,7 +59,7 @@ def compare(plain: nn.Module, ours: nn.Module, whole: Tensor, x: Any, *rest: Any
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_net_is_the_net_on_whole_tensors(kind: str) -> None:
+def test_recurrent_nets_match_torch(kind: str) -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (4,))
         for size in (5, 2):  # uneven shards, and empty ones
@@ -72,7 +72,7 @@ def test_a_net_is_the_net_on_whole_tensors(kind: str) -> None:
     run_ranks(4, on_a_rank, timeout=120)
 
 
-def test_cells_are_the_cells_on_whole_tensors_on_a_mesh_of_two_dimensions() -> None:
+def test_recurrent_cells_match_torch_on_a_2d_mesh() -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (2, 2))
         for make in CELLS:
@@ -85,7 +85,7 @@ def test_cells_are_the_cells_on_whole_tensors_on_a_mesh_of_two_dimensions() -> N
     run_ranks(4, on_a_rank, timeout=120)
 
 
-def test_a_cut_batch_moves_nothing_and_stays_cut() -> None:
+def test_a_sharded_batch_needs_no_communication_and_stays_sharded() -> None:
     def on_a_rank() -> tuple[int, list[str]]:
         mesh = sw.init_device_mesh("cpu", (4,))
         _, ours = twins(KINDS["LSTM"], mesh, cut=False)
@@ -96,7 +96,7 @@ def test_a_cut_batch_moves_nothing_and_stays_cut() -> None:
     assert run_ranks(4, on_a_rank)[0] == (0, [str((S(1),))] * 3)
 
 
-def test_dropout_between_layers_is_the_same_for_every_layout() -> None:
+def test_dropout_between_layers_is_the_same_in_every_layout() -> None:
     def on_a_rank() -> list[Tensor]:
         mesh = sw.init_device_mesh("cpu", (4,))
         results = []
@@ -118,7 +118,7 @@ def test_dropout_between_layers_is_the_same_for_every_layout() -> None:
         torch.testing.assert_close(other, whole)
 
 
-def test_packed_sequences() -> None:
+def test_packed_sequences_match_torch() -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         lengths = torch.tensor([4, 2, 5])
@@ -140,7 +140,7 @@ def test_packed_sequences() -> None:
     run_ranks(2, on_a_rank)
 
 
-def test_a_plain_state_of_the_users_is_refused() -> None:
+def test_a_plain_initial_state_raises() -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         _, ours = twins(KINDS["RNN"], mesh, cut=False)

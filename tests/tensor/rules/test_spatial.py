@@ -85,7 +85,7 @@ RESIZED = [
 
 
 @pytest.mark.parametrize("cases", [CONVOLVED, POOLED, RESIZED], ids=["convolved", "pooled", "resized"])
-def test_space_may_be_cut_like_anything_else(against_torch: Callable[..., None], cases: Any) -> None:
+def test_spatially_sharded_operators_match_torch(against_torch: Callable[..., None], cases: Any) -> None:
     against_torch((3,), cases, most=24)
     against_torch((2, 2), cases, most=8)
 
@@ -99,7 +99,7 @@ def spread(whole: Tensor, mesh: Any, *placements: Placement) -> Any:
 
 
 @on_ranks(4, timeout=60)
-def test_exactly_the_missing_rows_travel_forth_and_back() -> None:
+def test_exactly_the_missing_rows_are_exchanged_forward_and_backward() -> None:
     mesh, rank = mesh_of(4), comm.rank()
     image, kernel = real(1, 2, 12, 5), real(3, 2, 3, 3).detach()
     x, w = spread(image, mesh, Shard(2)), spread(kernel, mesh, Replicate())
@@ -119,7 +119,7 @@ def test_exactly_the_missing_rows_travel_forth_and_back() -> None:
 
 
 @on_ranks(4, timeout=60)
-def test_windows_that_fit_the_shards_need_nobody() -> None:
+def test_windows_within_shards_need_no_communication() -> None:
     mesh = mesh_of(4)
     x, w = spread(real(1, 2, 16, 4), mesh, Shard(2)), spread(real(1, 2, 2, 3), mesh, Replicate())
     calls: list[Callable[[Any], Any]] = [
@@ -139,7 +139,7 @@ def test_windows_that_fit_the_shards_need_nobody() -> None:
 
 
 @on_ranks(4, timeout=60)
-def test_rows_come_from_several_ranks_where_shards_are_small() -> None:
+def test_halos_span_several_ranks_if_shards_are_small() -> None:
     image, kernel = real(1, 1, 6, 3), real(1, 1, 5, 1)
     expected = F.conv2d(image, kernel, padding=(2, 0))
     seed = real(*expected.shape, seed=3).detach()
@@ -156,7 +156,7 @@ def test_rows_come_from_several_ranks_where_shards_are_small() -> None:
 
 
 @on_ranks(4, timeout=60)
-def test_a_dimension_cut_twice_and_two_cut_once() -> None:
+def test_halos_with_nested_shards_and_with_two_sharded_dimensions() -> None:
     mesh = mesh_of(2, 2)
     image, kernel = real(2, 2, 9, 8), real(3, 2, 3, 2)
     for stride in (1, 2):
@@ -177,7 +177,7 @@ def test_a_dimension_cut_twice_and_two_cut_once() -> None:
 
 
 @on_ranks(3, timeout=60)
-def test_gradients_of_gradients_pass_through_borrowed_rows() -> None:
+def test_second_derivatives_pass_through_halos() -> None:
     def twice(x: Any, w: Any, seed: Any) -> Any:
         y = F.conv1d(F.avg_pool1d(x, 3, 1, 1).sin(), w, padding=2)
         first = torch.autograd.grad((y * y * seed).sum(), [x, w], create_graph=True)
@@ -191,7 +191,7 @@ def test_gradients_of_gradients_pass_through_borrowed_rows() -> None:
 
 
 @on_ranks(2, timeout=60)
-def test_borrowing_is_seen_and_can_be_refused() -> None:
+def test_halo_exchanges_are_traced_and_obey_the_policy() -> None:
     mesh = mesh_of(2)
     x, w = spread(real(1, 1, 8), mesh, Shard(2)), spread(real(1, 1, 3).detach(), mesh, Replicate())
     with sw.trace() as seen:
@@ -204,7 +204,7 @@ def test_borrowing_is_seen_and_can_be_refused() -> None:
 
 
 @on_ranks(2, timeout=60)
-def test_fractional_pooling_draws_the_same_for_every_layout() -> None:
+def test_fractional_pooling_draws_the_same_numbers_in_every_layout() -> None:
     mesh, found = mesh_of(2), []
     for placement in (Replicate(), Shard(0), Shard(1), Shard(2)):
         sw.manual_seed(3)
@@ -217,7 +217,7 @@ def test_fractional_pooling_draws_the_same_for_every_layout() -> None:
         assert torch.equal(places, found[0][1])
 
 
-def test_a_world_of_one_borrows_nothing() -> None:
+def test_a_single_rank_exchanges_no_halo() -> None:
     mesh = mesh_of(1)
     image, kernel = real(1, 1, 5, 5), real(1, 1, 3, 3)
     with comm.count() as traffic:

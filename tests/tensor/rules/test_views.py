@@ -72,16 +72,16 @@ CASES = [
 ]  # fmt: skip
 
 
-def test_rows_in_another_order_are_right_for_every_layout(against_torch: Callable[..., None]) -> None:
+def test_roll_and_flip_match_torch_for_every_layout(against_torch: Callable[..., None]) -> None:
     against_torch((3,), CASES, most=12)
 
 
-def test_rows_in_another_order_are_right_on_a_grid(against_torch: Callable[..., None]) -> None:
+def test_roll_and_flip_match_torch_on_a_2d_mesh(against_torch: Callable[..., None]) -> None:
     against_torch((2, 2), CASES, most=6)
 
 
 @on_ranks(4)
-def test_rolling_and_flipping_move_each_row_once() -> None:
+def test_roll_and_flip_send_each_row_once() -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
     whole = torch.arange(4000.0).reshape(1000, 4)
     x = sw.distribute_tensor(whole, mesh, [sw.Shard(0)])
@@ -98,7 +98,7 @@ def test_rolling_and_flipping_move_each_row_once() -> None:
 
 
 @on_ranks(4)
-def test_windows_along_a_cut_dimension_borrow_their_ends() -> None:
+def test_unfold_along_a_sharded_dimension_exchanges_only_a_halo() -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
     whole = torch.arange(400.0)
     x = sw.distribute_tensor(whole, mesh, [sw.Shard(0)])
@@ -111,7 +111,7 @@ def test_windows_along_a_cut_dimension_borrow_their_ends() -> None:
 
 
 @on_ranks(4)
-def test_diagonals_and_replaced_views_of_cut_dimensions_move_nothing() -> None:
+def test_diagonals_and_scatters_into_views_do_not_communicate() -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
     x = sw.distribute_tensor(torch.arange(60.0).reshape(10, 6), mesh, [sw.Shard(0)])
     row = sw.zeros(6, mesh=mesh)
@@ -127,7 +127,7 @@ def test_diagonals_and_replaced_views_of_cut_dimensions_move_nothing() -> None:
 
 
 @on_ranks(2)
-def test_a_copy_of_a_view_shares_nothing_with_it() -> None:
+def test_copies_of_views_do_not_share_memory() -> None:
     x = sw.ones(4, 2, mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
     for copy in (
         torch.alias_copy(x), torch.view_copy(x, (8,)), torch.t_copy(x), torch.expand_copy(x, (4, 2)),
@@ -139,16 +139,16 @@ def test_a_copy_of_a_view_shares_nothing_with_it() -> None:
 
 
 @on_ranks(2)
-def test_memory_that_there_is_not_is_not_read_by_strides() -> None:
+def test_as_strided_of_a_non_contiguous_dtensor_raises() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     x = sw.distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [sw.Shard(0)])
     assert x.as_strided((2, 2), (3, 1), 1).full_tensor().tolist() == [[1, 2], [4, 5]]
-    with pytest.raises(UnsupportedError, match="which is not contiguous: strides are places in the memory"):
+    with pytest.raises(UnsupportedError, match=r"strides refer to the memory of one tensor, but .* is not contiguous"):
         x.t().as_strided((2, 2), (3, 1))
 
 
 @on_ranks(4)
-def test_resizing_keeps_the_elements_in_order_and_the_cuts_that_still_are() -> None:
+def test_resize_keeps_element_order_and_remaining_shards() -> None:
     mesh = sw.init_device_mesh("cpu", (2, 2))
     for places in ([sw.Shard(0), sw.Shard(1)], [sw.Shard(1), sw.Replicate()], [sw.Replicate(), sw.Shard(0)]):
         x = sw.distribute_tensor(torch.arange(20.0).reshape(5, 4), mesh, places)

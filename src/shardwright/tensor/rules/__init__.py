@@ -1,4 +1,4 @@
-"""The rules, grouped by kind: importing this package registers them all."""
+"""Sharding rules, grouped by kind. Importing this package registers all of them."""
 
 from shardwright.tensor.rules.create import like, random, seeded
 from shardwright.tensor.rules.elementwise import pointwise

@@ -1,1 +1,1 @@
-"""New tensors: beside old ones, and of random numbers."""
+"""Creation of tensors like other tensors, and random operators."""

@@ -1,4 +1,4 @@
-"""New tensors beside old ones: `*_like` keep the layout, `new_*` are replicated unless told otherwise."""
+"""Creation of tensors like others: `*_like` keeps the layout, `new_*` is replicated unless given placements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _zeros_like(input: Operand, **_: Any) -> MeshStrategy:
 
 @rule("ones_like", "full_like", numbers_by_type=True)
 def _ones_like(input: Operand, *_: Any, **__: Any) -> MeshStrategy:
-    """Not zero: addends of a partial sum would add up to more than was said, so the result is whole."""
+    """A nonzero constant: its sum over ranks would be wrong, so partial placements become replicated."""
     placements = [REPLICATE if p.is_partial() else p for p in settled(input.layout).placements]
     return MeshStrategy((input.layout,), (input.layout.replace(placements=placements, order=input.layout.order),))
 

@@ -1,4 +1,4 @@
-"""Random operators: each element's number follows from seed, offset and global index, never from the layout."""
+"""Random operators: every element depends on seed, offset and global index, never on the layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwright.tensor.random import (
     fill_uniform,
 )
 from shardwright.tensor.random.local import fill_local, refuse_generator
-from shardwright.tensor.rules.elementwise.overwrite import as_addend, overwriting
+from shardwright.tensor.rules.elementwise.overwrite import as_partial_value, overwrite_strategies
 from shardwright.tensor.rules.elementwise.pointwise import broadcast_labels
 
 __all__ = ["IN_PLACE", "Draw"]
@@ -31,8 +31,8 @@ __all__ = ["IN_PLACE", "Draw"]
 Fill = Callable[..., Tensor]
 
 
-def _whole_numbers(dtype: torch.dtype, low: int = 0, high: int | None = None) -> tuple[int, int]:
-    """The bounds of `random_`: without an upper one, all numbers from 0 that the type holds exactly."""
+def _integer_bounds(dtype: torch.dtype, low: int = 0, high: int | None = None) -> tuple[int, int]:
+    """Return the bounds of `random_`; without an upper bound, all integers from 0 that the dtype represents exactly."""
     if high is not None:
         return int(low), int(high)
     if dtype is torch.bool:
@@ -42,13 +42,13 @@ def _whole_numbers(dtype: torch.dtype, low: int = 0, high: int | None = None) ->
     return int(low), torch.iinfo(dtype).max + 1
 
 
-def _blank(like: Any) -> Any:
-    """A tensor laid out as this one, to be overwritten: whole where this one is partial."""
+def _uninitialised(like: Any) -> Any:
+    """Return an uninitialised tensor with this layout; replicated where it is partial."""
     return torch.ones_like(like) if like._layout.is_partial else torch.empty_like(like)
 
 
 class Draw(NamedTuple):
-    """An operator that overwrites a tensor with random numbers; `spellings` are other names of its parameters."""
+    """An operator that overwrites a tensor with random numbers; `spellings` maps other names of its parameters."""
 
     name: str
     fill: Fill
@@ -56,53 +56,55 @@ class Draw(NamedTuple):
     spellings: dict[str, str]
 
     def read(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The tensor and the parameters, by the names that `fill` knows.
+        """Return the tensor and the parameters by the names that `fill` uses.
 
-        torch's methods name the tensor first; the functions of `nn.init` hand everything over by name.
+        torch's methods pass the tensor first; the functions of `nn.init` pass everything by keyword.
         """
         given = dict(kwargs)
         target, *values = (given.pop("tensor"), *args) if "tensor" in given else args
         refuse_generator(f"{self.name}_", given.pop("generator", None))
-        how = dict(zip(self.parameters, values, strict=False))
-        how |= {self.spellings.get(key, key): value for key, value in given.items()}
-        return target, how
+        parameters = dict(zip(self.parameters, values, strict=False))
+        parameters |= {self.spellings.get(key, key): value for key, value in given.items()}
+        return target, parameters
 
 
-def _in_place(draw: Draw) -> None:
-    """Registers an operator that overwrites a tensor with random numbers."""
+def _register_in_place(draw: Draw) -> None:
+    """Register an operator that overwrites a tensor with random numbers."""
     name, fill, read = draw.name, draw.fill, draw.read
 
     def answer(*args: Any, **kwargs: Any) -> Strategies:
-        target, how = read(args, kwargs)
-        operands = [target, *(value for value in how.values() if isinstance(value, Operand))]
+        target, parameters = read(args, kwargs)
+        operands = [target, *(value for value in parameters.values() if isinstance(value, Operand))]
         ins, out = broadcast_labels(operands)
 
         def run(context: LocalContext) -> Local:
             def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-                target, how = read(args, kwargs)
-                return as_addend(fill_local(target, context.outs[0], fill, **how), context.outs[0], context.rank)
+                target, parameters = read(args, kwargs)
+                return as_partial_value(
+                    fill_local(target, context.outs[0], fill, **parameters), context.outs[0], context.rank
+                )
 
             return local
 
-        at = overwriting(index_strategies(operands, ins, [out]), target, len(operands))
+        at = overwrite_strategies(index_strategies(operands, ins, [out]), target, len(operands))
         return Strategies(at, run=run, shapes=(target.shape,), draws=True)
 
     rule(name, numbers_by_type=True)(answer)
-    composite(name)(lambda input, *args, **kwargs: getattr(_blank(input.detach()), f"{name}_")(*args, **kwargs))
+    composite(name)(lambda input, *args, **kwargs: getattr(_uninitialised(input.detach()), f"{name}_")(*args, **kwargs))
 
 
 def _fill_random(out: Tensor, region: Region, shape: Sequence[int], seed: int, offset: int, **bounds: Any) -> Tensor:
-    """`random_(to)` and `random_(from, to)` share their first place."""
+    """`random_(to)` and `random_(from, to)` share their first argument."""
     first, last = (0, bounds["first"]) if bounds.keys() == {"first"} else (bounds.get("first", 0), bounds.get("last"))
-    low, high = _whole_numbers(out.dtype, first, last)
+    low, high = _integer_bounds(out.dtype, first, last)
     return fill_integers(out, region, shape, seed, offset, low, high)
 
 
-def _fill_chance(
+def _fill_bernoulli(
     out: Tensor, region: Region, shape: Sequence[int], seed: int, offset: int, p: float | Tensor = 0.5
 ) -> Tensor:
-    chance = p.expand(out.shape) if isinstance(p, Tensor) else p
-    return fill_bernoulli(out, region, shape, seed, offset, chance)
+    probability = p.expand(out.shape) if isinstance(p, Tensor) else p
+    return fill_bernoulli(out, region, shape, seed, offset, probability)
 
 
 IN_PLACE = (
@@ -112,15 +114,15 @@ IN_PLACE = (
     Draw("exponential", fill_exponential, ("rate",), {"lambd": "rate"}),
     Draw("cauchy", fill_cauchy, ("median", "sigma"), {}),
     Draw("geometric", fill_geometric, ("p",), {}),
-    Draw("bernoulli", _fill_chance, ("p",), {}),
+    Draw("bernoulli", _fill_bernoulli, ("p",), {}),
     Draw("random", _fill_random, ("first", "last"), {"from": "first", "to": "last"}),
 )
 for _draw in IN_PLACE:
-    _in_place(_draw)
+    _register_in_place(_draw)
 
 
 def _like(fill: Fill) -> Callable[..., MeshStrategy]:
-    """A rule for `*_like`: laid out as the input is, partial sums apart: random addends add up to something else."""
+    """Return a rule for `*_like`: the layout of the input, with partial placements replicated."""
 
     def answer(input: Operand, *_: Any, **options: Any) -> MeshStrategy:
         refuse_generator("*_like", options.get("generator"))
@@ -147,7 +149,7 @@ def _like(fill: Fill) -> Callable[..., MeshStrategy]:
 
 
 def _limits(given: list[Any]) -> dict[str, Any]:
-    """`randint_like(x, high)` and `randint_like(x, low, high)`; the others have none."""
+    """Return the bounds of `randint_like(x, high)` or `randint_like(x, low, high)`; other operators have none."""
     if not given:
         return {}
     low, high = (0, given[0]) if len(given) == 1 else given
@@ -162,24 +164,24 @@ rule("randint_like")(_like(fill_integers))
 @composite("bernoulli")
 def _bernoulli(input: Any, p: Any = None, *, generator: torch.Generator | None = None) -> Any:
     refuse_generator("bernoulli", generator)
-    chances = input.detach()
-    return _with_zero_gradients(_blank(chances).bernoulli_(chances if p is None else p), input)
+    probabilities = input.detach()
+    return _with_zero_gradients(_uninitialised(probabilities).bernoulli_(probabilities if p is None else p), input)
 
 
 @composite("normal")
 def _normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Any:
-    """`torch.normal` of tensors: standard normal numbers, spread and shifted."""
+    """`torch.normal` of tensors: scaled and shifted standard normal numbers."""
     refuse_generator("normal", generator)
     centre, spread = (value.detach() if isinstance(value, Tensor) else value for value in (mean, std))
     return _with_zero_gradients(torch.randn_like(centre + spread) * spread + centre, mean, std)
 
 
-def _with_zero_gradients(drawn: Any, *parameters: Any) -> Any:
-    """Return random numbers as torch does: with a gradient of zeros for the parameters that require one."""
+def _with_zero_gradients(samples: Any, *parameters: Any) -> Any:
+    """Return the random numbers with zero gradients for the parameters that require one, as torch does."""
     for parameter in parameters:
         if isinstance(parameter, Tensor) and parameter.requires_grad and torch.is_grad_enabled():
-            drawn = torch.where(torch.ones_like(drawn, dtype=torch.bool), drawn, parameter)
-    return drawn
+            samples = torch.where(torch.ones_like(samples, dtype=torch.bool), samples, parameter)
+    return samples
 
 
 @composite("rrelu")
@@ -197,5 +199,5 @@ def _rrelu(
         return NotImplemented
     if not training:
         return torch.nn.functional.leaky_relu(input, (lower + upper) / 2)
-    slopes = _blank(input.detach()).uniform_(lower, upper)
+    slopes = _uninitialised(input.detach()).uniform_(lower, upper)
     return torch.where(input <= 0, input * slopes, input)

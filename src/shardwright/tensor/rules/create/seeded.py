@@ -1,4 +1,4 @@
-"""Operators whose random numbers torch draws itself: whole tensors, computed on every rank from one seed."""
+"""Operators whose random numbers torch draws itself: computed on replicated tensors, from one seed on all ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _mesh_of(args: Any, kwargs: dict[str, Any]) -> Mesh:
 
 
 def call_seeded(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operator of torch's on whole tensors, whose numbers every rank draws alike."""
+    """Call an operator of torch on replicated tensors, with the same random numbers on every rank."""
     refuse_generator(name, kwargs.get("generator"))
     return call_replicated(name, getattr(torch, name, None) or getattr(torch.ops.aten, name), args, kwargs)
 
@@ -58,7 +58,7 @@ for _name in SEEDED:
 
 
 def _seeded_body(name: str) -> None:
-    """A function in Python that draws plain numbers on its way: every rank draws the same."""
+    """Register a Python function that draws random numbers internally: every rank draws the same."""
     body = python_body(getattr(torch, name))
     assert body is not None
 
@@ -74,7 +74,7 @@ for _name in ("svd_lowrank", "pca_lowrank", "lobpcg"):
 
 
 def _fractional(name: str, dims: int) -> None:
-    """Fractional pooling in Python draws plain numbers: where its windows begin, per image and channel."""
+    """Register fractional pooling, which draws random window positions per image and channel."""
     body = python_body(getattr(torch.nn.functional, name))
     assert body is not None
 

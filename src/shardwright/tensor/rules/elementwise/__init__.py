@@ -1,1 +1,1 @@
-"""Element by element, and what writes or lists whole tensors."""
+"""Pointwise operators, and operators that overwrite a tensor."""

@@ -1,4 +1,4 @@
-"""What overwrites a tensor overwrites partial sums too: one addend becomes the new value, the others nothing."""
+"""Overwriting tensors with partial values: one rank holds the new value, the others the identity of the reduction."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.strategy import Operand, Strategy
 from shardwright.tensor.redistribute.identity import IDEMPOTENT, identity_element
 
-__all__ = ["as_addend", "overwriting"]
+__all__ = ["as_partial_value", "overwrite_strategies"]
 
 
-def overwriting(at: Callable[[int], list[Strategy]], target: Operand, inputs: int) -> Callable[[int], list[Strategy]]:
-    """The strategies of an operator, and where its target, the first of so many inputs, is partial: to leave it so."""
+def overwrite_strategies(
+    at: Callable[[int], list[Strategy]], target: Operand, inputs: int
+) -> Callable[[int], list[Strategy]]:
+    """Add a strategy that keeps a partial target partial; the target is the first of `inputs` inputs."""
 
     def strategies(mesh_dim: int) -> list[Strategy]:
         here = target.layout.placements[mesh_dim]
@@ -27,10 +29,10 @@ def overwriting(at: Callable[[int], list[Strategy]], target: Operand, inputs: in
     return strategies
 
 
-def as_addend(local: Tensor, layout: Layout, rank: int) -> Tensor:
-    """The new value, the same on every rank, as a rank's addend of it: in place, where it must be nothing."""
-    here = layout.mesh.coordinate(rank)
-    for place, placement in zip(here, layout.placements, strict=True):
-        if isinstance(placement, Partial) and placement.op not in IDEMPOTENT and place:
+def as_partial_value(local: Tensor, layout: Layout, rank: int) -> Tensor:
+    """Turn the new value, the same on every rank, into this rank's partial value, in place."""
+    coordinate = layout.mesh.coordinate(rank)
+    for index, placement in zip(coordinate, layout.placements, strict=True):
+        if isinstance(placement, Partial) and placement.op not in IDEMPOTENT and index:
             return local.fill_(identity_element(local.dtype, placement.op))
     return local

@@ -1,4 +1,4 @@
-"""Element by element: what is cut alike stays cut, broadcasting and type promotion included."""
+"""Pointwise operators, with broadcasting and type promotion: inputs sharded the same way stay sharded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwright.tensor.base.strategy import (
     index_strategies,
 )
 from shardwright.tensor.dispatch.cache import mark_fast, mark_uniform
-from shardwright.tensor.rules.elementwise.overwrite import as_addend, overwriting
+from shardwright.tensor.rules.elementwise.overwrite import as_partial_value, overwrite_strategies
 
 __all__ = ["broadcast_labels", "operands_in", "pointwise"]
 
@@ -64,20 +64,20 @@ CASTS = {
 
 
 def operands_in(*values: Any) -> list[Operand]:
-    """The tensors among the arguments, in order."""
-    found: list[Operand] = []
+    """Return the tensors among the arguments, in order."""
+    operands: list[Operand] = []
     for value in values:
         if isinstance(value, Operand):
-            found.append(value)
+            operands.append(value)
         elif isinstance(value, list | tuple):
-            found += operands_in(*value)
-    return found
+            operands += operands_in(*value)
+    return operands
 
 
 def broadcast_labels(operands: Sequence[Operand]) -> tuple[list[Labels], Labels]:
-    """Labels of broadcast operands and of their result: a dimension is called by its place from the end."""
+    """Return labels of broadcast operands and of their result; a dimension is labelled by its index in the result."""
     ndim = max(operand.ndim for operand in operands)
-    shape = torch.broadcast_shapes(*(operand.shape for operand in operands))  # type: ignore[no-untyped-call]  # torch's stubs lack it
+    shape = torch.broadcast_shapes(*(operand.shape for operand in operands))  # type: ignore[no-untyped-call]  # untyped in torch
     ins: list[Labels] = []
     for operand in operands:
         first = ndim - operand.ndim
@@ -89,7 +89,7 @@ Terms = Callable[..., Sequence[Sequence[int]] | None]
 
 
 def pointwise(terms: Terms | None = None) -> Callable[..., Strategies]:
-    """A rule for an operator that works element by element; `terms(*args)` says in what it is linear."""
+    """Return a rule for a pointwise operator; `terms(*args)` gives the terms it is linear in."""
 
     def answer(*args: Any, **kwargs: Any) -> Strategies:
         operands = operands_in(*args, *kwargs.values())
@@ -100,43 +100,45 @@ def pointwise(terms: Terms | None = None) -> Callable[..., Strategies]:
     return answer
 
 
-# Parameters have torch's own names: they may be given by keyword.
-def _sum(input: Any, other: Any, **_: Any) -> Sequence[Sequence[int]] | None:
+# Parameter names are torch's: they may be passed by keyword.
+def _sum_terms(input: Any, other: Any, **_: Any) -> Sequence[Sequence[int]] | None:
     return [[0], [1]] if isinstance(input, Operand) and isinstance(other, Operand) else None
 
 
-def _product(*factors: Any, other: Any = None, **_: Any) -> Sequence[Sequence[int]]:
+def _product_terms(*factors: Any, other: Any = None, **_: Any) -> Sequence[Sequence[int]]:
     return [list(range(len(operands_in(*factors, other))))]
 
 
-def _quotient(input: Any, other: Any, rounding_mode: str | None = None, **_: Any) -> Sequence[Sequence[int]] | None:
+def _quotient_terms(
+    input: Any, other: Any, rounding_mode: str | None = None, **_: Any
+) -> Sequence[Sequence[int]] | None:
     del other
     return [[0]] if isinstance(input, Operand) and rounding_mode is None else None
 
 
-def _choice(condition: Any, input: Any, other: Any) -> Sequence[Sequence[int]] | None:
+def _where_terms(condition: Any, input: Any, other: Any) -> Sequence[Sequence[int]] | None:
     if not (isinstance(condition, Operand) and isinstance(input, Operand) and isinstance(other, Operand)):
         return None
-    if input.dtype == torch.bool:  # `x.where(condition, other)`; and truths have no sum
+    if input.dtype == torch.bool:  # `x.where(condition, other)`; bool tensors have no sum
         return None if condition.dtype == torch.bool else [[0], [2]]
     return [[1], [2]]
 
 
-def _blend(*values: Any, weight: Any = None, **_: Any) -> Sequence[Sequence[int]] | None:
-    """Of both ends together, whatever the weight; tensors that all came by name may be in any order."""
+def _lerp_terms(*values: Any, weight: Any = None, **_: Any) -> Sequence[Sequence[int]] | None:
+    """Linear in both ends, whatever the weight; tensors all passed by keyword may be in any order."""
     return [[0], [1]] if len(values) > 1 or not isinstance(weight, Operand) else None
 
 
-def _first(*values: Any, **_: Any) -> Sequence[Sequence[int]] | None:
+def _first_term(*values: Any, **_: Any) -> Sequence[Sequence[int]] | None:
     return [[0]] if values else None
 
 
-def _itself(*_: Any, **__: Any) -> Sequence[Sequence[int]]:
+def _unary_terms(*_: Any, **__: Any) -> Sequence[Sequence[int]]:
     return [[0]]
 
 
-def _cast(source: Operand, *args: Any, **kwargs: Any) -> Sequence[Sequence[int]] | None:
-    """Converting is linear where it rounds nothing: a sum is completed before any other conversion."""
+def _cast_terms(source: Operand, *args: Any, **kwargs: Any) -> Sequence[Sequence[int]] | None:
+    """A cast is linear if it does not round; before any other cast, partial sums are reduced."""
     given = (*args, *kwargs.values())
     if any((isinstance(v, str) and v.startswith("torch.")) or isinstance(v, type(torch.FloatTensor)) for v in given):
         return None  # x.type("torch.LongTensor"), x.type(torch.LongTensor)
@@ -146,44 +148,43 @@ def _cast(source: Operand, *args: Any, **kwargs: Any) -> Sequence[Sequence[int]]
     return [[0]] if keeps_every_value(source.dtype, target) else None
 
 
-def _cast_to(target: torch.dtype) -> Terms:
-    return lambda source, *_, **__: _cast(source, target)
+def _cast_to_terms(target: torch.dtype) -> Terms:
+    return lambda source, *_, **__: _cast_terms(source, target)
 
 
-ALWAYS_NEW = ("neg", "clone")  # never the input, nor a view of it: a write to the result shows nowhere else
+ALWAYS_NEW = ("neg", "clone")  # never return the input or a view of it
 
 rule(*NONLINEAR, numbers_by_type=True)(pointwise())
-rule("add", "sub", numbers_by_type=True)(pointwise(_sum))
-rule("mul", numbers_by_type=True)(pointwise(_product))
-rule("div", numbers_by_type=True)(pointwise(_quotient))
-rule("lerp", numbers_by_type=True)(pointwise(_blend))
+rule("add", "sub", numbers_by_type=True)(pointwise(_sum_terms))
+rule("mul", numbers_by_type=True)(pointwise(_product_terms))
+rule("div", numbers_by_type=True)(pointwise(_quotient_terms))
+rule("lerp", numbers_by_type=True)(pointwise(_lerp_terms))
 rule("complex", numbers_by_type=True)(pointwise(lambda *_, **__: [[0], [1]]))
-rule("ldexp", numbers_by_type=True)(pointwise(_first))
+rule("ldexp", numbers_by_type=True)(pointwise(_first_term))
 rule("addcmul", numbers_by_type=True)(pointwise(lambda *a, **_: [[0], [1, 2]]))
 rule("addcdiv", numbers_by_type=True)(pointwise(lambda *_, **named: None if "tensor1" in named else [[0], [1]]))
 
 
 @rule("where", numbers_by_type=True)
 def _where(condition: Operand, *choices: Any, **named: Any) -> Strategies | None:
-    # Alone, a condition asks where it holds: the answer's size is known only then.
-    return pointwise(_choice)(condition, *choices, **named) if choices or named else None
+    # With a condition alone it is nonzero(), whose size depends on the values.
+    return pointwise(_where_terms)(condition, *choices, **named) if choices or named else None
 
 
 @rule("rsub", numbers_by_type=True)
 def _rsub(first: Operand, second: Any, alpha: Any = 1) -> Strategies:
     del alpha
-    return pointwise(_sum)(first, second)
+    return pointwise(_sum_terms)(first, second)
 
 
 def _same(linear: Terms, *, fresh: bool = False) -> Callable[..., Strategies | MeshStrategy]:
-    """Return a rule for one tensor in and the same layout out; unless `fresh`, it may be the input itself."""
+    """Return a rule for one tensor in and the same layout out; unless `fresh`, it may return the input itself."""
 
     def answer(source: Operand, *args: Any, **kwargs: Any) -> Strategies | MeshStrategy:
         labels = list(range(source.ndim))
         terms = linear(source, *args, **kwargs)
-        rest = operands_in(
-            *args, *kwargs.values()
-        )  # `x.to(other)`: only other's dtype counts, and it stays where it is
+        # `x.to(other)` uses only the dtype of `other`, which keeps its layout.
+        rest = operands_in(*args, *kwargs.values())
         if rest:
             kept = [
                 p if (terms and p.is_partial("sum")) or not p.is_partial() else REPLICATE
@@ -192,17 +193,17 @@ def _same(linear: Terms, *, fresh: bool = False) -> Callable[..., Strategies | M
             target = source.layout.replace(placements=kept, order=source.layout.order)
             return MeshStrategy((target, *(other.layout for other in rest)), (target,), fresh=False)
         at = index_strategies([source], [labels], [labels], terms=terms)
-        return Strategies(at, fresh=fresh, shapes=(source.shape,))  # a meta tensor cannot be asked `to("cpu")`
+        return Strategies(at, fresh=fresh, shapes=(source.shape,))  # meta tensors have no `to("cpu")`
 
     return answer
 
 
-rule(*(name for name in LINEAR_UNARY if name not in ALWAYS_NEW))(_same(_itself))
-rule(*ALWAYS_NEW)(_same(_itself, fresh=True))
-rule(*COPIES, "type_as")(_same(_cast))
+rule(*(name for name in LINEAR_UNARY if name not in ALWAYS_NEW))(_same(_unary_terms))
+rule(*ALWAYS_NEW)(_same(_unary_terms, fresh=True))
+rule(*COPIES, "type_as")(_same(_cast_terms))
 for _name, _dtype in CASTS.items():
-    rule(_name)(_same(_cast_to(_dtype)))
-rule("chalf")(_same(lambda *_, **__: None))  # torch does not add complex halves up
+    rule(_name)(_same(_cast_to_terms(_dtype)))
+rule("chalf")(_same(lambda *_, **__: None))  # torch has no addition of complex32
 
 
 @rule("view_as_real")
@@ -225,7 +226,7 @@ def _frexp(input: Operand) -> Strategies:
 
 @rule("copy", numbers_by_type=True)
 def _copy(target: Operand, source: Any, non_blocking: bool = False) -> Strategies:
-    """`copy_`: the source is redistributed to where the target is, partial sums included."""
+    """`copy_`: redistribute the source to the layout of the target, partial sums included."""
     del non_blocking
     operands = operands_in(target, source)
     if len(operands) == 2 and keeps_every_value(operands[1].dtype, target.dtype) and _is_sum(target):
@@ -246,13 +247,13 @@ def _overwrite(target: Operand, value: Any) -> Strategies:
         layout = context.outs[0]
         if not layout.is_partial:
             return None
-        return lambda func, args, kwargs: as_addend(func(*args, **kwargs), layout, context.rank)
+        return lambda func, args, kwargs: as_partial_value(func(*args, **kwargs), layout, context.rank)
 
-    return Strategies(overwriting(index_strategies(operands, ins, [out]), target, len(operands)), run=run)
+    return Strategies(overwrite_strategies(index_strategies(operands, ins, [out]), target, len(operands)), run=run)
 
 
 rule("fill", numbers_by_type=True)(_overwrite)
-rule("zero")(pointwise(_itself))  # addends that are all zero add up to zero
+rule("zero")(pointwise(_unary_terms))  # zeros sum to zero
 
 mark_fast(*NONLINEAR, "complex", "ldexp", "add", "sub", "mul", "div", "neg", "clone", "detach")
 mark_uniform(
@@ -274,10 +275,10 @@ mark_uniform(
 )
 
 
-def _beside_none(answer: bool) -> Callable[..., Any]:
-    """`x == None` is no tensor in torch either."""
+def _compare_with_none(answer: bool) -> Callable[..., Any]:
+    """`x == None` is a plain bool, as in torch."""
     return lambda input, other: answer if other is None else NotImplemented
 
 
-composite("eq")(_beside_none(False))
-composite("ne")(_beside_none(True))
+composite("eq")(_compare_with_none(False))
+composite("ne")(_compare_with_none(True))

@@ -1,1 +1,1 @@
-"""Elements read and written by number, by mask, by slice."""
+"""Indexing: reads and writes by index, by mask, by slice."""

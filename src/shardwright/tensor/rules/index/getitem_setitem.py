@@ -1,4 +1,4 @@
-"""Indexing: `x[...]`, `x[...] = v` and the functions that say the same in words."""
+"""`x[...]`, `x[...] = v` and the equivalent functions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ from shardwright.tensor.base.tagging import DTensorBase, layout_of, no_torch_fun
 from shardwright.tensor.base.writes import storage_of
 from shardwright.tensor.dispatch.write_through import is_lookup_result, overwrite
 from shardwright.tensor.rules.index.gather import advanced_strategies
-from shardwright.tensor.rules.index.masked import pick_masked
-from shardwright.tensor.rules.index.scatter import written_strategies
-from shardwright.tensor.rules.shared.pick import Item, cutting, moves, pick, resolved
+from shardwright.tensor.rules.index.masked import index_by_mask
+from shardwright.tensor.rules.index.scatter import index_put_strategies
+from shardwright.tensor.rules.shared.basic_index import (
+    Item,
+    indexing_strategy,
+    needs_redistribution,
+    normalize_index,
+    sharded_over,
+)
 
 __all__: list[str] = []
 
@@ -29,18 +35,18 @@ def _getitem(input: Operand, index: Any) -> MeshStrategy | Strategies | None:
     items = index if isinstance(index, tuple) else (index,)
     if all(_is_basic(item) for item in items):
         torch.empty(input.shape, device="meta")[index]  # torch's own checks, with global sizes, on every rank
-        return pick(input, resolved(index, input.shape))
-    if all(_is_numbers(item) or _is_all(item) for item in items):
+        return indexing_strategy(input, normalize_index(index, input.shape))
+    if all(_is_index_tensor(item) or _is_full_slice(item) for item in items):
         indices = [item if isinstance(item, Operand) else None for item in items]
         return advanced_strategies(input, indices)
-    return None  # masks, whose result has as many elements as the values say, and what torch refuses
+    return None  # masks (the size of the result depends on the values), and invalid indices
 
 
-def _is_numbers(item: Any) -> bool:
+def _is_index_tensor(item: Any) -> bool:
     return isinstance(item, Operand) and item.dtype not in (torch.bool, torch.uint8)
 
 
-def _is_all(item: Any) -> bool:
+def _is_full_slice(item: Any) -> bool:
     return isinstance(item, slice) and item == slice(None)
 
 
@@ -52,42 +58,43 @@ def _is_basic(item: Any) -> bool:
 
 @composite("__getitem__")
 def _getitem_in_steps(input: Any, index: Any) -> Any:
-    """Numbers in tensors and lists beside slices: first the slices, then the rest."""
+    """Index by tensors or lists combined with slices: slices first, then the rest."""
     given = index if isinstance(index, tuple) else (index,)
     if all(_is_basic(item) for item in given):
         return NotImplemented
-    items = tuple(_settled(item, input) for item in given)
+    items = tuple(_normalize_item(item, input) for item in given)
     masks = [item for item in items if _is_mask(item)]
     if len(masks) == 1 and all(_is_basic(item) or item is masks[0] for item in items):
-        basic, advanced = _in_two(items, input.ndim)
-        picked = input if _is_everything(basic) else input[basic]
-        return pick_masked(picked, masks[0], next(place for place, item in enumerate(advanced) if item is masks[0]))
-    if any(_chooses(item) for item in items):
+        basic, advanced = _split_index(items, input.ndim)
+        indexed = input if _are_full_slices(basic) else input[basic]
+        return index_by_mask(indexed, masks[0], next(axis for axis, item in enumerate(advanced) if item is masks[0]))
+    if any(_is_mask_or_invalid(item) for item in items):
         return NotImplemented
     if all(_is_basic(item) for item in items):
         return input[items]
     if _are_tensors(given, items):
         return NotImplemented
-    basic, advanced = _in_two(items, input.ndim)
-    found = input[advanced] if _is_everything(basic) else input[basic][advanced]
-    if found._layout.is_partial and not layout_of(input).is_partial:
-        found._lookup_result = True  # a copy in torch, too: it may be written to
-    return found
+    basic, advanced = _split_index(items, input.ndim)
+    result = input[advanced] if _are_full_slices(basic) else input[basic][advanced]
+    if result._layout.is_partial and not layout_of(input).is_partial:
+        result._lookup_result = True  # a copy in torch, too: it may be written to
+    return result
 
 
 def _are_tensors(given: tuple[Any, ...], items: tuple[Any, ...]) -> bool:
-    """Whether the caller gave tensors alone, beside `:`; a tensor without dimensions means a number."""
+    """True if the caller passed only tensors and `:`; a 0-dimensional tensor counts as an integer."""
     return all(
-        _is_all(item) or (isinstance(item, DTensorBase) and item is was) for was, item in zip(given, items, strict=True)
+        _is_full_slice(item) or (isinstance(item, DTensorBase) and item is was)
+        for was, item in zip(given, items, strict=True)
     )
 
 
-def _is_everything(basic: tuple[Any, ...]) -> bool:
-    return all(_is_all(item) for item in basic)
+def _are_full_slices(basic: tuple[Any, ...]) -> bool:
+    return all(_is_full_slice(item) for item in basic)
 
 
-def _settled(item: Any, beside: Any) -> Any:
-    """An item as a number, a slice of numbers, or a DTensor, where that is what it means."""
+def _normalize_item(item: Any, like: Any) -> Any:
+    """Convert an item to an int, a slice of ints or a DTensor where possible."""
     if isinstance(item, slice):
         parts = (item.start, item.stop, item.step)
         return slice(*(part if part is None else int(operator.index(part)) for part in parts))
@@ -97,9 +104,9 @@ def _settled(item: Any, beside: Any) -> Any:
         counts = not (item.dtype.is_floating_point or item.dtype.is_complex or item.dtype == torch.bool)
         return int(item.item()) if counts and not item.ndim else item
     if isinstance(item, np.ndarray | range) or (isinstance(item, list) and all(type(i) in (int, bool) for i in item)):
-        values = torch.as_tensor(item if isinstance(item, np.ndarray) else list(item), device=beside.device)
+        values = torch.as_tensor(item if isinstance(item, np.ndarray) else list(item), device=like.device)
         values = values if values.numel() else values.long()
-        layout = layout_of(beside)
+        layout = layout_of(like)
         return tag_replicated(values, layout.mesh)
     return item
 
@@ -108,15 +115,15 @@ def _is_mask(item: Any) -> bool:
     return isinstance(item, DTensorBase) and item.dtype == torch.bool
 
 
-def _chooses(item: Any) -> bool:
-    """Whether an item is a mask, or nothing that an index is made of."""
+def _is_mask_or_invalid(item: Any) -> bool:
+    """True for masks and for items that are not part of a valid index."""
     if isinstance(item, DTensorBase):
         return item.dtype in (torch.bool, torch.uint8)
     return not _is_basic(item)
 
 
-def _in_two(items: tuple[Any, ...], ndim: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """An index as two: what slices and numbers pick, and what tensors pick of that."""
+def _split_index(items: tuple[Any, ...], ndim: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Split an index into a basic one, and an advanced one to apply to its result."""
     used = sum(item.ndim if _is_mask(item) else item is not None and item is not Ellipsis for item in items)
     basic: list[Any] = []
     advanced: list[Any] = []
@@ -135,26 +142,26 @@ def _in_two(items: tuple[Any, ...], ndim: int) -> tuple[tuple[Any, ...], tuple[A
 
 @rule("__setitem__")
 def _setitem(input: Operand, index: Any, value: Any) -> Strategies | None:
-    """Written to where numbers in tensors say; everything else is taken apart before."""
+    """Write by index tensors; `_setitem_in_steps` handles everything else."""
     items = index if isinstance(index, tuple) else (index,)
     indices = [item if isinstance(item, Operand) else None for item in items]
-    pure = all(_is_numbers(item) or _is_all(item) for item in items)
-    if not pure or all(i is None for i in indices) or len(indices) > input.ndim:
+    advanced_only = all(_is_index_tensor(item) or _is_full_slice(item) for item in items)
+    if not advanced_only or all(i is None for i in indices) or len(indices) > input.ndim:
         return None
-    strategies = written_strategies(input, indices, value if isinstance(value, Operand) else None)
+    strategies = index_put_strategies(input, indices, value if isinstance(value, Operand) else None)
     return None if strategies is None else replace(strategies, shapes=(input.shape,), unmoved=0)
 
 
 @composite("__setitem__")
 def _setitem_in_steps(input: Any, index: Any, value: Any) -> Any:
-    """A write to the view that the index is: to the overlap of every shard, and nowhere else."""
+    """Write to the view that the index selects: to the overlap of every shard."""
     if is_lookup_result(input):
         overwrite(torch.Tensor.__setitem__, input, index, value)
         return None
     if type(value) not in (int, float, bool, complex) and not isinstance(value, DTensorBase):
         return NotImplemented
     given = index if isinstance(index, tuple) else (index,)
-    items = tuple(_settled(item, input) for item in given)
+    items = tuple(_normalize_item(item, input) for item in given)
     if any(isinstance(was, DTensorBase) and was is not item for was, item in zip(given, items, strict=True)):
         input[items] = value
         return None
@@ -162,32 +169,34 @@ def _setitem_in_steps(input: Any, index: Any, value: Any) -> Any:
         return _write(input, items, value)
     if len(items) == 1 and isinstance(items[0], DTensorBase) and items[0].dtype == torch.bool:
         return _write_masked(input, items[0], value)
-    if any(_chooses(item) for item in items) or _are_tensors(given, items):
+    if any(_is_mask_or_invalid(item) for item in items) or _are_tensors(given, items):
         return NotImplemented
-    basic, advanced = _in_two(items, input.ndim)
-    picked = resolved(basic, input.shape)
+    basic, advanced = _split_index(items, input.ndim)
+    normalized = normalize_index(basic, input.shape)
     layout = layout_of(input)
-    places = [dim for dim, item in enumerate(item for item in picked if item is not None) if isinstance(item, int)]
-    if moves(layout, picked) or any(cutting(layout, dim) for dim in places):
+    int_dims = [
+        dim for dim, item in enumerate(item for item in normalized if item is not None) if isinstance(item, int)
+    ]
+    if needs_redistribution(layout, normalized) or any(sharded_over(layout, dim) for dim in int_dims):
         return NotImplemented
-    target = input if _is_everything(basic) else input[basic]
+    target = input if _are_full_slices(basic) else input[basic]
     target[advanced] = value
     return None
 
 
 def _write(input: Any, items: tuple[Any, ...], value: Any) -> Any:
     layout = layout_of(input)
-    cuts = [cutting(layout, dim) for dim in range(layout.ndim)]
-    spots: list[int] = []
-    if any(cuts) and (int in map(type, items) or max(map(len, cuts)) > 1):
+    sharding = [sharded_over(layout, dim) for dim in range(layout.ndim)]
+    kept_dims: list[int] = []
+    if any(sharding) and (int in map(type, items) or max(map(len, sharding)) > 1):
         torch.empty(layout.shape, device="meta")[items]  # torch's own checks, with global sizes, on every rank
-        picked = resolved(items, layout.shape)
-        if moves(layout, picked):
+        normalized = normalize_index(items, layout.shape)
+        if needs_redistribution(layout, normalized):
             return NotImplemented
-        items, spots = _sliced(picked, cuts)
+        items, kept_dims = _slice_sharded_ints(normalized, sharding)
     target = input[items]
     if isinstance(value, Tensor):
-        target.copy_(_read_first(_beside(value, target.ndim, spots), target))
+        target.copy_(_before_write(_align(value, target.ndim, kept_dims), target))
     elif value == 0 and layout.is_partial:
         target.zero_()
     else:
@@ -195,44 +204,44 @@ def _write(input: Any, items: tuple[Any, ...], value: Any) -> Any:
     return None
 
 
-def _read_first(value: Any, target: Any) -> Any:
+def _before_write(value: Any, target: Any) -> Any:
     """Return a value that the write does not change: `x[:] = x[2]` reads the row before it writes."""
     if storage_of(value) is not storage_of(target):
         return value
     with no_torch_function():
-        itself = value.data_ptr() == target.data_ptr() and value.stride() == target.stride()
-    return value if itself and layout_of(value) is layout_of(target) else value.clone()
+        same_view = value.data_ptr() == target.data_ptr() and value.stride() == target.stride()
+    return value if same_view and layout_of(value) is layout_of(target) else value.clone()
 
 
-def _sliced(picked: tuple[Item, ...], cuts: list[tuple[int, ...]]) -> tuple[tuple[Item, ...], list[int]]:
-    """Single places of cut dimensions as slices of one, which are views on every rank; and where those stand."""
+def _slice_sharded_ints(index: tuple[Item, ...], sharding: list[tuple[int, ...]]) -> tuple[tuple[Item, ...], list[int]]:
+    """Turn integers of sharded dimensions into slices of length 1, views on every rank; return their dimensions too."""
     items: list[Item] = []
-    spots: list[int] = []
+    kept_dims: list[int] = []
     dim = out_dim = 0
-    for item in picked:
-        if isinstance(item, int) and cuts[dim]:
-            spots.append(out_dim)
+    for item in index:
+        if isinstance(item, int) and sharding[dim]:
+            kept_dims.append(out_dim)
             items.append(slice(item, item + 1))
         else:
             items.append(item)
         dim += item is not None
         out_dim += not isinstance(items[-1], int)
-    return tuple(items), spots
+    return tuple(items), kept_dims
 
 
-def _beside(value: Any, ndim: int, spots: list[int]) -> Any:
-    """A value with dimensions of one where the target has kept some; ones in front of it are dropped."""
-    while value.ndim > ndim - len(spots) and value.shape[0] == 1:
+def _align(value: Any, ndim: int, kept_dims: list[int]) -> Any:
+    """Insert the dimensions of size 1 that the target has kept into a value; leading ones are dropped."""
+    while value.ndim > ndim - len(kept_dims) and value.shape[0] == 1:
         value = value.squeeze(0)
-    for spot in reversed(spots):
-        behind = ndim - 1 - spot
-        if value.ndim > behind:
-            value = value.unsqueeze(value.ndim - behind)
+    for dim in reversed(kept_dims):
+        trailing = ndim - 1 - dim
+        if value.ndim > trailing:
+            value = value.unsqueeze(value.ndim - trailing)
     return value
 
 
 def _write_masked(input: Any, mask: Any, value: Any) -> Any:
-    """Values wherever a mask over the leading dimensions is true: one, one row for all, or one after another."""
+    """Write where a mask over the leading dimensions is True: one value, one row for all, or one row each."""
     if tuple(mask.shape) != tuple(input.shape[: mask.ndim]) or not mask.ndim:
         return NotImplemented
     rows, count = mask, mask.ndim
@@ -257,12 +266,14 @@ def _write_masked(input: Any, mask: Any, value: Any) -> Any:
 def _slice(input: Operand, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> MeshStrategy | None:
     if not all(type(part) is int or part is None for part in (start, end, step)) or not input.ndim:
         return None
-    return pick(input, resolved((*[slice(None)] * input.dim(dim), slice(start, end, step)), input.shape))
+    return indexing_strategy(
+        input, normalize_index((*[slice(None)] * input.dim(dim), slice(start, end, step)), input.shape)
+    )
 
 
 @composite("narrow")
 def _narrow_from(input: Any, dim: int, start: Any, length: int) -> Any:
-    """From where a tensor says; where there are no values, the shape is the same anywhere."""
+    """`start` is a tensor; on meta tensors any start gives the same shape."""
     if not isinstance(start, DTensorBase):
         return NotImplemented
     return input.narrow(dim, 0 if start.is_meta else int(start.item()), length)
@@ -273,9 +284,9 @@ def _narrow(input: Operand, dim: int, start: Any, length: int) -> MeshStrategy |
     if type(start) is not int:
         return None
     torch.empty(input.shape, device="meta").narrow(dim, start, length)
-    place = input.dim(dim)
-    first = start if start >= 0 else start + input.shape[place]
-    return pick(input, resolved((*[slice(None)] * place, slice(first, first + length)), input.shape))
+    axis = input.dim(dim)
+    first = start if start >= 0 else start + input.shape[axis]
+    return indexing_strategy(input, normalize_index((*[slice(None)] * axis, slice(first, first + length)), input.shape))
 
 
 @rule("select")
@@ -283,4 +294,4 @@ def _select(input: Operand, dim: int, index: Any) -> MeshStrategy | None:
     if type(index) is not int:
         return None
     torch.empty(input.shape, device="meta").select(dim, index)
-    return pick(input, resolved((*[slice(None)] * input.dim(dim), index), input.shape))
+    return indexing_strategy(input, normalize_index((*[slice(None)] * input.dim(dim), index), input.shape))

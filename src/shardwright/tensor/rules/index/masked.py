@@ -1,4 +1,4 @@
-"""Elements chosen by masks: `x[mask]`, `masked_scatter`. What lies before a rank's part is counted, not moved."""
+"""Indexing by masks: `x[mask]`, `masked_scatter`. Ranks exchange counts, not elements."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from shardwright.tensor.base.strategy import Operand, Strategies, index_strategi
 from shardwright.tensor.base.tagging import DTensorBase, layout_of, no_torch_function, tag
 from shardwright.tensor.redistribute.autograd import redistribute_local
 from shardwright.tensor.redistribute.implicit import redistributed
-from shardwright.tensor.rules.order.select import as_found, by_rows
+from shardwright.tensor.rules.order.select import sharded_by_rows, tag_rows
 from shardwright.tensor.rules.shared.neighbourhood import connected_zero
-from shardwright.tensor.rules.shared.pieces import pieces_of, pieces_of_all
+from shardwright.tensor.rules.shared.shards import flat_shards_of, shards_of
 
-__all__ = ["pick_masked"]
+__all__ = ["index_by_mask"]
 
 
 def _same_rows(*tensors: DTensorBase) -> list[Layout] | None:
-    """The nearest layouts in which tensors of as many rows are cut by rows alike; None where nothing is cut."""
-    leading = next((layout for layout in map(layout_of, tensors) if pieces_of_all(layout) is not None), None)
+    """Return the nearest layouts that shard these tensors by rows in the same way; None if nothing is sharded."""
+    leading = next((layout for layout in map(layout_of, tensors) if flat_shards_of(layout) is not None), None)
     if leading is None:
         return None
-    placements = by_rows(leading).placements
+    placements = sharded_by_rows(leading).placements
     return [Layout(leading.mesh, placements, tensor._layout.shape) for tensor in tensors]
 
 
-def pick_masked(input: Any, mask: Any, place: int) -> Any:
-    """`x[:, mask]`: rows chosen by a mask over some of the dimensions, the first of which is at `place`."""
+def index_by_mask(input: Any, mask: Any, axis: int) -> Any:
+    """`x[:, mask]`: select rows by a mask over some dimensions, the first of which is `axis`."""
     count = mask.ndim
-    if not count or tuple(mask.shape) != tuple(input.shape[place : place + count]):
-        return NotImplemented  # torch says what is wrong with it
-    moved = input.movedim(tuple(range(place, place + count)), tuple(range(count)))
+    if not count or tuple(mask.shape) != tuple(input.shape[axis : axis + count]):
+        return NotImplemented  # torch raises the error
+    moved = input.movedim(tuple(range(axis, axis + count)), tuple(range(count)))
     layouts = _same_rows(moved, mask)
     if layouts is None:
         return NotImplemented
     values, chosen = (
-        redistributed("x[mask]", each, layout) for each, layout in zip((moved, mask), layouts, strict=True)
+        redistributed("x[mask]", tensor, layout) for tensor, layout in zip((moved, mask), layouts, strict=True)
     )
     with no_torch_function():
-        found = values.flatten(0, count - 1).clone() if values.is_meta else values[chosen]
-    return as_found("x[mask]", found, layouts[1]).movedim(0, place)
+        rows = values.flatten(0, count - 1).clone() if values.is_meta else values[chosen]
+    return tag_rows("x[mask]", rows, layouts[1]).movedim(0, axis)
 
 
 @rule("masked_scatter")
 def _masked_scatter(input: Operand, mask: Operand, source: Operand) -> Strategies:
-    """On whole tensors, if on these: where an element comes from hangs on all that are before it."""
+    """Computed on replicated tensors: the source of an element depends on the mask before it."""
     labels: list[list[Any]] = [[None] * operand.ndim for operand in (input, mask, source)]
     out = [None] * max(input.ndim, mask.ndim)
     return Strategies(
@@ -61,17 +61,19 @@ def _masked_scatter(input: Operand, mask: Operand, source: Operand) -> Strategie
 
 @composite("masked_scatter")
 def _masked_scatter_by_rows(input: Any, mask: Any, source: Any) -> Any:
-    """Every rank takes what is meant for its rows: it begins behind what the ranks before it take."""
-    shape = torch.broadcast_shapes(input.shape, mask.shape)  # type: ignore[no-untyped-call]  # torch leaves it out
+    """Every rank takes the elements of the source for its rows, which follow those of the ranks before it."""
+    shape = torch.broadcast_shapes(input.shape, mask.shape)  # type: ignore[no-untyped-call]  # untyped in torch
     if mask.dtype != torch.bool or not shape or input.dtype != source.dtype:
         return NotImplemented
     both = [input.expand(shape), mask.expand(shape)]
     layouts = _same_rows(*both)
     if layouts is None:
         return NotImplemented
-    values, chosen = (redistributed("masked_scatter", each, layout) for each, layout in zip(both, layouts, strict=True))
-    cut = pieces_of(layouts[0], 0)
-    assert cut is not None
+    values, chosen = (
+        redistributed("masked_scatter", tensor, layout) for tensor, layout in zip(both, layouts, strict=True)
+    )
+    shards = shards_of(layouts[0], 0)
+    assert shards is not None
     given = layout_of(source)
     target = given.replace(placements=[ENTERED if p.is_shard() else REPLICATE for p in layouts[0].placements])
     policy.check("masked_scatter", [(given, settled(target))])
@@ -79,10 +81,12 @@ def _masked_scatter_by_rows(input: Any, mask: Any, source: Any) -> Any:
         flat = redistribute_local(source, given, target if source.requires_grad else settled(target)).reshape(-1)
         if values.is_meta:
             return tag(values + connected_zero(flat), layouts[0])
-        counts = cut.counts("masked_scatter", int(chosen.sum()), values.device)
+        counts = shards.counts("masked_scatter", int(chosen.sum()), values.device)
         if sum(counts) > flat.numel():
-            raise TensorError(f"masked_scatter: {sum(counts)} elements are to be replaced, source has {flat.numel()}")
-        own = flat.narrow(0, sum(counts[: cut.mine]), counts[cut.mine])
+            raise TensorError(
+                f"masked_scatter: the mask selects {sum(counts)} elements, but source has only {flat.numel()}"
+            )
+        own = flat.narrow(0, sum(counts[: shards.mine]), counts[shards.mine])
         return tag(values.masked_scatter(chosen, own), layouts[0])
 
 
@@ -93,11 +97,11 @@ def _clamped(input: Any, indices: Sequence[Any]) -> tuple[Any, ...]:
 
 @composite("_unsafe_masked_index")
 def _masked_index(input: Any, mask: Any, indices: Sequence[Any], fill: Any) -> Any:
-    """Where the mask is not true, the indices may be out of bounds."""
+    """Indices may be out of bounds where the mask is False."""
     if not input.numel():
         return NotImplemented
-    places = tuple(slice(None) if i is None else i for i in _clamped(input, indices))
-    return input[places].masked_fill(mask.logical_not(), fill)
+    index = tuple(slice(None) if i is None else i for i in _clamped(input, indices))
+    return input[index].masked_fill(mask.logical_not(), fill)
 
 
 @composite("_unsafe_masked_index_put_accumulate")

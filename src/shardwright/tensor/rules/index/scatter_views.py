@@ -1,6 +1,6 @@
-"""`select_scatter`, `slice_scatter`, `diagonal_scatter`: a tensor with one of its views replaced.
+"""`select_scatter`, `slice_scatter`, `diagonal_scatter`: replace a view of a tensor.
 
-Along the dimension the view is taken of, every rank replaces what of the view lies in its part.
+Along the dimensions of the view, every rank replaces the part of the view in its shard.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from shardwright.layout import Ragged, Shard
 from shardwright.tensor.base.registry import rule
 from shardwright.tensor.base.strategy import Label, Local, LocalContext, Operand, Strategies, Strategy, index_strategies
 from shardwright.tensor.dispatch.arguments import tensors_in
-from shardwright.tensor.rules.shape.diagonal import on_diagonal
+from shardwright.tensor.rules.shape.diagonal import diagonal_in_region
+from shardwright.tensor.rules.shared.basic_index import sharded_over
 from shardwright.tensor.rules.shared.neighbourhood import connected_zero
-from shardwright.tensor.rules.shared.pick import cutting
-from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
+from shardwright.tensor.rules.shared.shard_sizes import shard_sizes, sized_placement
 
 __all__: list[str] = []
 
 
 def _unchanged(input: Tensor, src: Tensor) -> Tensor:
-    """The input, on a rank that has nothing to replace; still a function of both."""
+    """Return the input on a rank with nothing to replace; it still depends on both."""
     return input + connected_zero(src) if src.requires_grad else input.clone()
 
 
@@ -32,32 +32,32 @@ def _unchanged(input: Tensor, src: Tensor) -> Tensor:
 def _select_scatter(input: Operand, src: Operand, dim: int, index: Any) -> Strategies | None:
     if type(index) is not int or src.ndim != input.ndim - 1:
         return None
-    place = input.dim(dim)
+    axis = input.dim(dim)
     labels: list[Label] = list(range(input.ndim))
 
     def run(context: LocalContext) -> Local | None:
         layout = context.ins[0]
-        if not layout.cut_by(place):
+        if not layout.cut_by(axis):
             return None
         region = layout.region(context.rank)
-        at = index % input.shape[place] - region.offset[place]
+        at = index % input.shape[axis] - region.offset[axis]
 
         def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             into, values = tensors_in((*args, *kwargs.values()))
-            if not 0 <= at < region.size[place]:
+            if not 0 <= at < region.size[axis]:
                 return _unchanged(into, values)
-            return torch.select_scatter(into, values, place, at)
+            return torch.select_scatter(into, values, axis, at)
 
         return local
 
     strategies = index_strategies(
-        [input, src], [labels, labels[:place] + labels[place + 1 :]], [labels], terms=[[0], [1]]
+        [input, src], [labels, labels[:axis] + labels[axis + 1 :]], [labels], terms=[[0], [1]]
     )
     return Strategies(strategies, run=run)
 
 
 def _overlap(part: slice, offset: int, size: int) -> tuple[int, int, int]:
-    """Of a slice, what lies in a piece: its first element that does, how many do, and where in the piece that is."""
+    """Return the overlap of a slice with a shard: its first element, their number, and their offset in the shard."""
     count = len(range(part.start, part.stop, part.step))
     first = min(max(0, -(-(offset - part.start) // part.step)), count)
     last = min(max(0, -(-(offset + size - part.start) // part.step)), count)
@@ -70,48 +70,51 @@ def _slice_scatter(
 ) -> Strategies | None:
     if not input.ndim or src.ndim != input.ndim or not all(type(i) is int or i is None for i in (start, end, step)):
         return None
-    place = input.dim(dim)
-    part = slice(*slice(start, end, step).indices(input.shape[place]))
+    axis = input.dim(dim)
+    part = slice(*slice(start, end, step).indices(input.shape[axis]))
     labels: list[Label] = list(range(input.ndim))
     at = index_strategies(
-        [input, src], [labels, [None if d == place else d for d in labels]], [labels], terms=[[0], [1]]
+        [input, src], [labels, [None if d == axis else d for d in labels]], [labels], terms=[[0], [1]]
     )
 
     def run(context: LocalContext) -> Local | None:
         layout = context.ins[0]
-        if not layout.cut_by(place):
+        if not layout.cut_by(axis):
             return None
         region = layout.region(context.rank)
-        first, count, where = _overlap(part, region.offset[place], region.size[place])
-        cut = bool(context.ins[1].cut_by(place))
+        first, count, where = _overlap(part, region.offset[axis], region.size[axis])
+        src_sharded = bool(context.ins[1].cut_by(axis))
 
         def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             into, values = tensors_in((*args, *kwargs.values()))
             if not count:
                 return _unchanged(into, values)
-            own = values if cut else values.narrow(place, first, count)
-            return torch.slice_scatter(into, own, place, where, where + (count - 1) * part.step + 1, part.step)
+            own = values if src_sharded else values.narrow(axis, first, count)
+            return torch.slice_scatter(into, own, axis, where, where + (count - 1) * part.step + 1, part.step)
 
         return local
 
-    return Strategies(_overlapping(input, place, part, at), run=run)
+    return Strategies(_with_overlap_strategy(input, axis, part, at), run=run)
 
 
-def _overlapping(
-    input: Operand, place: int, part: slice, at: Callable[[int], list[Strategy]]
+def _with_overlap_strategy(
+    input: Operand, axis: int, part: slice, at: Callable[[int], list[Strategy]]
 ) -> Callable[[int], list[Strategy]]:
-    """A further strategy: what replaces a slice of a cut dimension is cut as that slice is."""
+    """Add a strategy that shards the replacement of a slice of a sharded dimension as the slice is sharded."""
 
     def extended(mesh_dim: int) -> list[Strategy]:
         placement, strategies = input.layout.placements[mesh_dim], at(mesh_dim)
-        if not isinstance(placement, Shard | Ragged) or cutting(input.layout, place) != (mesh_dim,):
+        if not isinstance(placement, Shard | Ragged) or sharded_over(input.layout, axis) != (mesh_dim,):
             return strategies
         ranks = input.layout.mesh.shape[mesh_dim]
         sizes, offset = [], 0
-        for size in piece_sizes(input.shape[place], placement, ranks).tolist():
+        for size in shard_sizes(input.shape[axis], placement, ranks).tolist():
             sizes.append(_overlap(part, offset, size)[1])
             offset += size
-        return [Strategy((placement, evenly(place, tuple(sizes), sum(sizes), ranks)), (placement,)), *strategies]
+        return [
+            Strategy((placement, sized_placement(axis, tuple(sizes), sum(sizes), ranks)), (placement,)),
+            *strategies,
+        ]
 
     return extended
 
@@ -126,7 +129,7 @@ def _diagonal_scatter(input: Operand, src: Operand, offset: int = 0, dim1: int =
         if not (layout.cut_by(row) or layout.cut_by(column)):
             return None
         region = layout.region(context.rank)
-        first, count, shifted = on_diagonal(region, row, column, offset)
+        first, count, shifted = diagonal_in_region(region, row, column, offset)
 
         def local(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             into, values = tensors_in((*args, *kwargs.values()))
@@ -136,5 +139,5 @@ def _diagonal_scatter(input: Operand, src: Operand, offset: int = 0, dim1: int =
 
         return local
 
-    drawn: list[Label] = [*(d for d in labels if d not in (row, column)), None]
-    return Strategies(index_strategies([input, src], [labels, drawn], [labels], terms=[[0], [1]]), run=run)
+    diagonal: list[Label] = [*(d for d in labels if d not in (row, column)), None]
+    return Strategies(index_strategies([input, src], [labels, diagonal], [labels], terms=[[0], [1]]), run=run)

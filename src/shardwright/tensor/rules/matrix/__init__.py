@@ -1,1 +1,1 @@
-"""Products and decompositions: contractions, linear algebra, Fourier transforms, distances."""
+"""Matrix operators: contractions, linear algebra, Fourier transforms, distances."""

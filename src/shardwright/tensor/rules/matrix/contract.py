@@ -1,4 +1,4 @@
-"""Contractions: the matmul family and einsum, in their own notation."""
+"""Contractions in index notation: the matmul family and einsum."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _rmatmul(input: Operand, other: Operand) -> Strategies:
 
 
 def _matmul_labels(a: Operand, b: Operand) -> tuple[Labels, Labels, Labels]:
-    """Vectors lose their one dimension again; leading dimensions broadcast."""
+    """Return labels of a matmul: leading dimensions broadcast; a vector has no row or column dimension."""
     rows: list[Any] = ["m"] if a.ndim > 1 else []
     columns: list[Any] = ["n"] if b.ndim > 1 else []
     batch_a, batch_b = a.shape[:-2], b.shape[:-2]
@@ -78,9 +78,9 @@ def _matmul_labels(a: Operand, b: Operand) -> tuple[Labels, Labels, Labels]:
 
     def batch(mine: tuple[int, ...], others: tuple[int, ...]) -> list[Any]:
         labels: list[Any] = []
-        for place, size in enumerate(mine, start=ndim - len(mine)):
-            other = place - (ndim - len(others))
-            labels.append(place if size != 1 or other < 0 or others[other] == 1 else None)
+        for index, size in enumerate(mine, start=ndim - len(mine)):
+            other = index - (ndim - len(others))
+            labels.append(index if size != 1 or other < 0 or others[other] == 1 else None)
         return labels
 
     out: list[Any] = [*range(ndim), *rows, *columns]
@@ -104,7 +104,7 @@ def _add_product(left: str, right: str, out: str) -> Callable[..., Strategies | 
             return None
         first, second = operands_in(*factors, *named.values())
         if (first.ndim, second.ndim) != (len(left), len(right)) or input.ndim > len(out):
-            return None  # torch says what is wrong
+            return None  # torch raises the error
         sizes = dict(zip(left + right, first.shape + second.shape, strict=True))
         last = out[len(out) - input.ndim :]
         added: Labels = [label if size == sizes[label] else None for label, size in zip(last, input.shape, strict=True)]
@@ -112,7 +112,7 @@ def _add_product(left: str, right: str, out: str) -> Callable[..., Strategies | 
         return (
             strategies
             if input.shape == tuple(sizes[label] for label in out)
-            else replace(strategies, run=_expanding_first)
+            else replace(strategies, run=_expand_first)
         )
 
     return answer
@@ -125,8 +125,8 @@ rule("baddbmm", numbers_by_type=True)(_add_product("bmk", "bkn", "bmn"))
 rule("addr", numbers_by_type=True)(_add_product("m", "n", "mn"))
 
 
-def _expanding_first(context: LocalContext) -> Local:
-    """Broadcast by hand: beside an empty shard, torch takes the shape of what is added for that of the result."""
+def _expand_first(context: LocalContext) -> Local:
+    """Expand the added tensor explicitly: with an empty shard, torch gives the result the shape of that tensor."""
     local = context.outs[0].local_shape(context.rank)
     return lambda func, args, kwargs: func(args[0].expand(local), *args[1:], **kwargs)
 
@@ -139,7 +139,7 @@ def _einsum(equation: Any, *tensors: Any) -> Strategies | None:
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != len(operands):
-        return None  # torch says what is wrong with it
+        return None  # torch raises the error
     dotted = [(term, operand) for term, operand in zip(terms, operands, strict=True) if "..." in term]
     dots = max((operand.ndim - len(term.replace("...", "")) for term, operand in dotted), default=0)
     ins = [_einsum_labels(term, operand.ndim) for term, operand in zip(terms, operands, strict=True)]
@@ -147,20 +147,20 @@ def _einsum(equation: Any, *tensors: Any) -> Strategies | None:
         letters = [label for labels in ins for label in labels if isinstance(label, str)]
         right = "..." * bool(dots) + "".join(sorted({x for x in letters if letters.count(x) == 1}))
     out = _einsum_labels(right, len(right.replace("...", "")) + (dots if "..." in right else 0))
-    # A diagonal: two dimensions of one tensor share a label, and are not cut.
-    drawn = {label for labels in ins for label in labels if labels.count(label) > 1}
+    # Dimensions that share a label within one tensor (a diagonal) are not sharded.
+    diagonal = {label for labels in ins for label in labels if labels.count(label) > 1}
     sizes: dict[Any, int] = {}
     for labels, operand in zip(ins, operands, strict=True):
         for label, size in zip(labels, operand.shape, strict=True):
             sizes[label] = max(sizes.get(label, 1), size)
-    cut: list[Labels] = [
+    sharded: list[Labels] = [
         [
-            label if size == sizes[label] and label not in drawn else None
+            label if size == sizes[label] and label not in diagonal else None
             for label, size in zip(labels, operand.shape, strict=True)
         ]
         for labels, operand in zip(ins, operands, strict=True)
     ]
-    return replace(_contract(operands, cut, out), fresh=len(operands) > 1)  # of one tensor, it may be a view
+    return replace(_contract(operands, sharded, out), fresh=len(operands) > 1)  # with one operand it may be a view
 
 
 @rule("inner")
@@ -173,21 +173,21 @@ def _inner(input: Operand, other: Operand) -> Strategies:
 
 @rule("tensordot")
 def _tensordot(a: Operand, b: Operand, dims: Any = 2, dims_other: Any = None, **_: Any) -> Strategies | None:
-    """`dims` is a number of dimensions, or the dimensions of both; torch's inner function has them apart."""
+    """`dims` is a number of dimensions, or the dimensions of both; torch's inner function takes them separately."""
     if dims_other is not None:
         dims = (dims, dims_other)
     if isinstance(dims, int):
         dims = (range(a.ndim - dims, a.ndim), range(dims))
     if not isinstance(dims, list | tuple) or len(dims) != 2:
         return None
-    first, second = ([each] if isinstance(each, int) else list(each) for each in dims)
+    first, second = ([group] if isinstance(group, int) else list(group) for group in dims)
     left: list[Any] = [("a", d) for d in range(a.ndim)]
     right: list[Any] = [("b", d) for d in range(b.ndim)]
-    for one, other in zip(first, second, strict=True):
-        mine, theirs = a.dim(one), b.dim(other)
-        # A contracted dimension of one element is as good as as many as the other has.
-        left[mine] = one if a.shape[mine] == b.shape[theirs] or b.shape[theirs] == 1 else None
-        right[theirs] = one if a.shape[mine] == b.shape[theirs] or a.shape[mine] == 1 else None
+    for dim, other in zip(first, second, strict=True):
+        first_dim, second_dim = a.dim(dim), b.dim(other)
+        # A contracted dimension of size 1 broadcasts.
+        left[first_dim] = dim if a.shape[first_dim] == b.shape[second_dim] or b.shape[second_dim] == 1 else None
+        right[second_dim] = dim if a.shape[first_dim] == b.shape[second_dim] or a.shape[first_dim] == 1 else None
     contracted = {a.dim(d) for d in first}, {b.dim(d) for d in second}
     out = [label for d, label in enumerate(left) if d not in contracted[0]]
     out += [label for d, label in enumerate(right) if d not in contracted[1]]
@@ -198,7 +198,7 @@ def _tensordot(a: Operand, b: Operand, dims: Any = 2, dims_other: Any = None, **
 def _multi_dot(*given: Any, **_: Any) -> Strategies:
     """A chain: each matrix shares a label with the next; the ends may be vectors."""
     tensors = operands_in(*given)
-    ins: list[Labels] = [[place, place + 1] for place in range(len(tensors))]
+    ins: list[Labels] = [[index, index + 1] for index in range(len(tensors))]
     ins[0] = ins[0][2 - tensors[0].ndim :]
     ins[-1] = ins[-1][: tensors[-1].ndim]
     out = [*ins[0][:-1], *ins[-1][1:]]
@@ -218,11 +218,11 @@ def _bilinear(input1: Operand, input2: Operand, weight: Operand, bias: Operand |
     ins: list[Labels] = [[*batch, "i"], [*batch, "j"], list("oij"), ["o"]]
     terms = [[0, 1, 2]] if bias is None else [[0, 1, 2], [3]]
     strategies = _contract(operands_in(input1, input2, weight, bias), ins[: len(terms) + 2], [*batch, "o"], terms)
-    return replace(strategies, run=_spelled_out)
+    return replace(strategies, run=_bilinear_by_einsum)
 
 
-def _spelled_out(context: LocalContext) -> Local | None:
-    """Torch cannot do without features: where a rank has none of them, the sum is spelled out."""
+def _bilinear_by_einsum(context: LocalContext) -> Local | None:
+    """torch requires at least one feature: on ranks without features, use einsum."""
     if all(context.ins[2].local_shape(context.rank)):
         return None
 
@@ -237,15 +237,15 @@ def _spelled_out(context: LocalContext) -> Local | None:
 
 @rule("block_diag")
 def _block_diag(*tensors: Any) -> Strategies:
-    """Linear, beside each other: every block is a term of its own."""
+    """Linear in every block: each is a term of its own."""
     operands = operands_in(*tensors)
     ins: list[Labels] = [[None] * operand.ndim for operand in operands]
-    return _contract(operands, ins, [], [[place] for place in range(len(operands))])
+    return _contract(operands, ins, [], [[index] for index in range(len(operands))])
 
 
 @rule("kron")
 def _kron(input: Operand, other: Operand) -> Strategies:
-    """Every element of the one, times the whole of the other: cut like the one, in multiples of the other's sizes."""
+    """Outer product of blocks: sharded like `input`, in multiples of the sizes of `other`."""
     ndim = max(input.ndim, other.ndim)
     sizes = [[1] * (ndim - operand.ndim) + list(operand.shape) for operand in (input, other)]
     mesh = input.layout.mesh
@@ -254,7 +254,7 @@ def _kron(input: Operand, other: Operand) -> Strategies:
     def at(mesh_dim: int) -> list[Strategy]:
         strategies = linear(mesh_dim)
         for dim, (size, times) in enumerate(zip(*sizes, strict=True)):
-            # Every shard of the result is a multiple of the other's size, as torch cuts it, however often it is cut.
+            # However often it is split, every shard of the result is a multiple of the size of `other`.
             if dim >= ndim - input.ndim and (size % mesh.size == 0 or times == 1):
                 strategies.append(Strategy((Shard(dim - (ndim - input.ndim)), REPLICATE), (Shard(dim),)))
             if dim >= ndim - other.ndim and size == 1:
@@ -267,7 +267,7 @@ def _kron(input: Operand, other: Operand) -> Strategies:
 def _einsum_labels(term: str, ndim: int) -> list[Any]:
     before, dots, after = term.partition("...")
     middle = ndim - len(before) - len(after) if dots else 0
-    # Dots align at their end, as broadcasting does.
+    # Ellipses align at their end, as in broadcasting.
     return [*before, *range(-middle, 0), *after]
 
 
@@ -278,23 +278,23 @@ def _reflected(self: Any, other: Any) -> Any:
 
 @rule("linalg_cross")
 def _linalg_cross(input: Operand, other: Operand, *, dim: int = -1) -> Strategies:
-    return _product_along(input, other, dim)
+    return _cross_along(input, other, dim)
 
 
 @rule("cross")
 def _cross(input: Operand, other: Operand, dim: int | None = None) -> Strategies:
     if dim is not None:
-        return _product_along(input, other, dim)
-    # The first that has three elements: of the whole tensor, whatever a rank's own part looks like.
+        return _cross_along(input, other, dim)
+    # The first dimension of size 3, by the global shape.
     first = next((d for d, size in enumerate(input.shape) if size == 3), -1)
-    strategies = _product_along(input, other, first)
+    strategies = _cross_along(input, other, first)
     return replace(strategies, run=lambda _: lambda func, args, kwargs: func(*args[:2], **{**kwargs, "dim": first}))
 
 
-def _product_along(input: Operand, other: Operand, dim: int) -> Strategies:
+def _cross_along(input: Operand, other: Operand, dim: int) -> Strategies:
     ins, out = broadcast_labels([input, other])
-    spread = dim % len(out)
-    return Strategies(index_strategies([input, other], ins, [out], terms=[[0, 1]], whole={spread}))
+    along = dim % len(out)
+    return Strategies(index_strategies([input, other], ins, [out], terms=[[0, 1]], whole={along}))
 
 
 mark_fast("mm", "bmm", "mv", "matmul", "dot", "outer", "linear")

@@ -1,4 +1,4 @@
-"""Distances between vectors, and vectors made no longer than they may be."""
+"""Pairwise distances and renorm."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from shardwright.tensor.rules.matrix.linalg import batched
 
 __all__: list[str] = []
 
-BY_PRODUCTS = 25  # torch takes products of matrices for Euclid's distances where there are more vectors than this
+MM_THRESHOLD = 25  # torch computes Euclidean distances by matrix products if there are more vectors than this
 
 
 @rule("cdist")
 def _cdist(x1: Operand, x2: Operand, p: float = 2.0, compute_mode: Any = None) -> Strategies | None:
     strategies = batched("mK,nK->mn", [x1, x2])
-    necessary = compute_mode in (None, 0, "use_mm_for_euclid_dist_if_necessary")
-    if strategies is None or p != 2.0 or not necessary:
+    automatic = compute_mode in (None, 0, "use_mm_for_euclid_dist_if_necessary")
+    if strategies is None or p != 2.0 or not automatic:
         return strategies
-    return Strategies(strategies.at, run=lambda _: _as_whole(max(x1.shape[-2], x2.shape[-2]) > BY_PRODUCTS))
+    return Strategies(strategies.at, run=lambda _: _with_global_mode(max(x1.shape[-2], x2.shape[-2]) > MM_THRESHOLD))
 
 
-def _as_whole(by_products: bool) -> Local:
-    """The local call, computed as torch would the whole: a rank's own part may be small enough for another manner."""
-    name = "use_mm_for_euclid_dist" if by_products else "donot_use_mm_for_euclid_dist"
-    number = 1 if by_products else 2
+def _with_global_mode(use_mm: bool) -> Local:
+    """Return a local call that computes in the mode torch would choose for the global shape, not for the shard's."""
+    name = "use_mm_for_euclid_dist" if use_mm else "donot_use_mm_for_euclid_dist"
+    number = 1 if use_mm else 2
 
     def local(func: Any, args: Any, kwargs: Any) -> Any:
-        mode = name if func is torch.cdist else number  # torch's own function in Python says it in words
+        mode = name if func is torch.cdist else number  # the Python function takes the mode as a string
         rest = {key: value for key, value in kwargs.items() if key != "compute_mode"}
         return func(*args[:3], **rest, compute_mode=mode)
 
@@ -39,7 +39,7 @@ def _as_whole(by_products: bool) -> Local:
 
 @rule("pdist")
 def _pdist(input: Operand, p: float = 2.0) -> Strategies | None:
-    """Of all pairs: only where it is a sum over the vectors' elements can these be cut."""
+    """Sharded along vector elements only if the distance is a sum over them."""
     if input.ndim != 2 or p != 1:
         return None
     return Strategies(index_strategies([input], [[None, "k"]], [[None]]))
@@ -60,7 +60,7 @@ def _renorm(input: Operand, p: float, dim: int, maxnorm: float) -> Strategies:
 
 
 @composite("renorm")
-def _renorm_cut(input: Any, p: float, dim: int, maxnorm: float) -> Any:
+def _renorm_sharded(input: Any, p: float, dim: int, maxnorm: float) -> Any:
     others = [d for d in range(input.ndim) if d != dim % input.ndim]
     if not any(input._layout.cut_by(d) for d in others):
         return NotImplemented

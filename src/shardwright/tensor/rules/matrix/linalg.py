@@ -1,9 +1,9 @@
-"""Linear algebra on batches of matrices: what is cut along the batch is computed where it lies.
+"""Linear algebra on batches of matrices: a sharded batch is computed where it is.
 
-A table says of every operator which of its dimensions make up one matrix; those before them are the batch, and
-broadcast. A capital letter is a dimension that is used whole; a small one may be cut, like a column of right-hand
-sides, each of which is solved for on its own. LAPACK gets one matrix at a time: its signs and its order are the same
-whichever matrices are in the batch beside it.
+A table gives the matrix dimensions of every operator; the dimensions before them are the batch, and broadcast. An
+upper-case letter is a dimension that must be replicated; a lower-case one may be sharded, such as the columns of
+right-hand sides, which are solved independently. LAPACK gets one matrix at a time, so signs and order of its results
+do not depend on the other matrices of the batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__: list[str] = []
 
 Terms = Sequence[Sequence[int]]
 
-# Each output is a term; "#" is a whole number per matrix, which does not say that columns are cut; "-" is empty.
+# Each output is a term; "#" is one integer per matrix, independent of sharded columns; "-" is empty.
 ONE_MATRIX = {
     "MM->MM": """cholesky linalg_cholesky cholesky_inverse linalg_inv inverse linalg_matrix_power matrix_power
     linalg_matrix_exp matrix_exp""",
@@ -51,7 +51,7 @@ ONE_MATRIX = {
     "MN->MK,K,KN": "svd linalg_svd",
     "MN->K": "linalg_svdvals",
 }
-# The right-hand sides are columns, independent of each other, and the operator is linear in them.
+# Right-hand sides are independent columns, and the operator is linear in them.
 SOLVES = {
     "cholesky_solve": ("Mk,MM->Mk", 0),
     "lu_solve": ("Mk,MM,M->Mk", 0),
@@ -64,13 +64,13 @@ def _core(term: str) -> list[Label]:
 
 
 def batched(spec: str, operands: Sequence[Operand], terms: Terms | None = None) -> Strategies | None:
-    """The strategies of an operator on batches of matrices; None where these are no matrices, which torch then says."""
+    """Return the strategies of an operator on batches of matrices; None if the operands are not matrices."""
     left, _, right = spec.partition("->")
     cores = [_core(term) for term in left.split(",")]
     if len(cores) != len(operands) or any(o.ndim < len(core) for o, core in zip(operands, cores, strict=True)):
         return None
     batches = [operand.shape[: operand.ndim - len(core)] for operand, core in zip(operands, cores, strict=True)]
-    shape = torch.broadcast_shapes(*batches)  # type: ignore[no-untyped-call]  # torch's stubs lack it
+    shape = torch.broadcast_shapes(*batches)  # type: ignore[no-untyped-call]  # untyped in torch
     ins: list[Labels] = []
     for batch, core in zip(batches, cores, strict=True):
         first = len(shape) - len(batch)
@@ -78,27 +78,27 @@ def batched(spec: str, operands: Sequence[Operand], terms: Terms | None = None) 
         ins.append([*own, *core])
     outs = [[] if term == "-" else [*range(len(shape)), *_core(term)] for term in right.split(",")]
     at = index_strategies(operands, ins, outs, terms=terms, reduction="sum" if terms or "-" in right else None)
-    alike = {place for place, term in enumerate(right.split(",")) if term in ("#", "-")}
-    return Strategies(_the_same(at, alike) if alike else at)
+    replicated = {index for index, term in enumerate(right.split(",")) if term in ("#", "-")}
+    return Strategies(_replicate_outputs(at, replicated) if replicated else at)
 
 
-def _the_same(at: Callable[[int], list[Strategy]], alike: set[int]) -> Callable[[int], list[Strategy]]:
-    """Some outputs do not depend on what a strategy cuts or adds up: every rank has them."""
+def _replicate_outputs(at: Callable[[int], list[Strategy]], replicated: set[int]) -> Callable[[int], list[Strategy]]:
+    """Make outputs that do not depend on what a strategy shards or sums replicated."""
 
-    def settled(mesh_dim: int) -> list[Strategy]:
+    def with_replicated(mesh_dim: int) -> list[Strategy]:
         return [
             Strategy(
                 strategy.ins,
-                tuple(REPLICATE if i in alike and p.is_partial() else p for i, p in enumerate(strategy.outs)),
+                tuple(REPLICATE if i in replicated and p.is_partial() else p for i, p in enumerate(strategy.outs)),
             )
             for strategy in at(mesh_dim)
         ]
 
-    return settled
+    return with_replicated
 
 
-def unless_meta(dtypes: Sequence[torch.dtype | None]) -> Callable[[LocalContext], Local]:
-    """The same call, of an operator that torch has not for tensors without values: there, shapes are all it gives."""
+def with_meta_shapes(dtypes: Sequence[torch.dtype | None]) -> Callable[[LocalContext], Local]:
+    """Return the same call for an operator without a meta kernel: on meta tensors it only gives shapes."""
 
     def run(context: LocalContext) -> Local:
         shapes = [layout.local_shape(context.rank) for layout in context.outs]
@@ -115,7 +115,7 @@ def unless_meta(dtypes: Sequence[torch.dtype | None]) -> Callable[[LocalContext]
 
 
 def _by_keyword(kwargs: dict[str, Any]) -> bool:
-    """Whether several tensors came by name: their order is the caller's, not the table's."""
+    """True if several tensors were passed by keyword: they are in the caller's order."""
     return len(operands_in(*kwargs.values())) > 1
 
 
@@ -133,8 +133,8 @@ for _name, (_spec, _linear) in SOLVES.items():
 rule("triangular_solve")(_table("MN,MM->MN,MM"))
 
 
-def _attached(context: LocalContext) -> Local | None:
-    """Some operators of nothing have no gradient in torch: the other ranks would wait for that of this one."""
+def _connect_empty(context: LocalContext) -> Local | None:
+    """Some operators have no gradient for empty inputs in torch, and other ranks would wait for it: add a zero one."""
     if all(context.outs[0].local_shape(context.rank)):
         return None
 
@@ -159,7 +159,7 @@ def _householder(input: Operand, tau: Operand) -> Strategies | None:
 
 
 def _with_gradient(strategies: Strategies | None) -> Strategies | None:
-    return None if strategies is None else replace(strategies, run=_attached)
+    return None if strategies is None else replace(strategies, run=_connect_empty)
 
 
 @rule("lu")
@@ -195,7 +195,7 @@ def _geqrf(input: Operand) -> Strategies | None:
     if strategies is None:
         return None
     return Strategies(
-        strategies.at, unless_meta((None, None)), shapes=(input.shape, (*input.shape[:-2], min(input.shape[-2:])))
+        strategies.at, with_meta_shapes((None, None)), shapes=(input.shape, (*input.shape[:-2], min(input.shape[-2:])))
     )
 
 
@@ -208,7 +208,7 @@ def _ormqr(
 
 
 def _is_vector(matrix: Operand, other: Operand) -> bool:
-    """Whether a right-hand side is one vector per matrix: torch's own question."""
+    """True if a right-hand side is one vector per matrix, by torch's criterion."""
     return other.ndim == 1 or (matrix.ndim - 1 == other.ndim and other.shape == matrix.shape[:-1])
 
 
@@ -216,8 +216,8 @@ def _right_hand_side(matrix: Operand, other: Operand, left: bool) -> str:
     return "M" if _is_vector(matrix, other) else "Mk" if left else "kM"
 
 
-def _as_told(strategies: Strategies | None, matrix: Operand, other: Operand) -> Strategies | None:
-    """Columns stay columns: a rank's own part of them may have the shape of one vector for each of its matrices."""
+def _keep_columns(strategies: Strategies | None, matrix: Operand, other: Operand) -> Strategies | None:
+    """Keep columns from being taken for vectors: a shard of them may have the shape of one vector per matrix."""
     if strategies is None or matrix.ndim - 1 != other.ndim or _is_vector(matrix, other):
         return strategies
 
@@ -234,14 +234,14 @@ def _as_told(strategies: Strategies | None, matrix: Operand, other: Operand) -> 
 @rule("linalg_solve")
 def _solve(A: Operand, B: Operand, *, left: bool = True) -> Strategies | None:  # noqa: N803  # torch's names
     other = _right_hand_side(A, B, left)
-    return _as_told(batched(f"MM,{other}->{other}", [A, B], [[1]]), A, B)
+    return _keep_columns(batched(f"MM,{other}->{other}", [A, B], [[1]]), A, B)
 
 
 @rule("linalg_solve_ex")
 def _solve_ex(A: Operand, B: Operand, *, left: bool = True, check_errors: bool = False) -> Strategies | None:  # noqa: N803  # torch's names
     del check_errors
     other = _right_hand_side(A, B, left)
-    return _as_told(batched(f"MM,{other}->{other},#", [A, B], [[1]]), A, B)
+    return _keep_columns(batched(f"MM,{other}->{other},#", [A, B], [[1]]), A, B)
 
 
 @rule("linalg_solve_triangular")
@@ -271,8 +271,8 @@ def _lu_solve(
 
 
 @composite("linalg_lstsq")
-def _lstsq_by(A: Any, B: Any, rcond: Any = None, *, driver: str | None = None) -> Any:  # noqa: N803  # torch's names
-    """Says the driver where torch would take the one of the device."""
+def _lstsq_with_driver(A: Any, B: Any, rcond: Any = None, *, driver: str | None = None) -> Any:  # noqa: N803  # torch's names
+    """Pass the driver that torch would choose for the device."""
     if driver is not None:
         return NotImplemented
     return torch.linalg.lstsq(A, B, rcond, driver="gelsy" if A.device.type == "cpu" else "gels")
@@ -280,16 +280,16 @@ def _lstsq_by(A: Any, B: Any, rcond: Any = None, *, driver: str | None = None) -
 
 @rule("linalg_lstsq")
 def _lstsq(A: Operand, B: Operand, rcond: Any = None, *, driver: str | None = None) -> Strategies | None:  # noqa: N803  # torch's names
-    """Which results there are hangs on the driver, and with some on the ranks of all matrices: these fall back."""
+    """Outputs depend on the driver, and for some drivers on the rank of all matrices: those fall back."""
     del rcond
     if A.ndim < 2 or driver is None or (A.shape[-2] > A.shape[-1] and driver in ("gelsd", "gelss")):
         return None
     rows, columns = A.shape[-2:]
-    vector = A.ndim - 1 == B.ndim  # another question than `solve` asks
-    wide = B.shape[:-1] if vector else B.shape[:-2]
-    batch = tuple(torch.broadcast_shapes(A.shape[:-2], wide))  # type: ignore[no-untyped-call]  # torch's stubs lack it
+    vector = A.ndim - 1 == B.ndim  # unlike `solve`
+    batch_b = B.shape[:-1] if vector else B.shape[:-2]
+    batch = tuple(torch.broadcast_shapes(A.shape[:-2], batch_b))  # type: ignore[no-untyped-call]  # untyped in torch
     sides = () if vector else B.shape[-1:]
-    column = "" if vector else "k" if driver == "gels" else "K"  # others find the matrix's rank with the columns
+    column = "" if vector else "k" if driver == "gels" else "K"  # other drivers couple the columns
     residuals = rows > columns and driver == "gels"
     ranks, values = driver != "gels", driver in ("gelsd", "gelss")
     shapes = [
@@ -299,10 +299,10 @@ def _lstsq(A: Operand, B: Operand, rcond: Any = None, *, driver: str | None = No
         (*batch, min(rows, columns)) if values else (0,),
     ]
     outs = [f"M{column}", column if residuals else "-", "#" if ranks else "-", "#" if values else "-"]
-    # Residuals are squares: linear only where there are none.
+    # Residuals are squares, so not linear.
     strategies = batched(f"MN,M{column}->{','.join(outs)}", [A, B], None if residuals else [[1]])
-    kinds = (None, None, torch.int64, None)
-    return None if strategies is None else Strategies(strategies.at, unless_meta(kinds), shapes=tuple(shapes))
+    dtypes = (None, None, torch.int64, None)
+    return None if strategies is None else Strategies(strategies.at, with_meta_shapes(dtypes), shapes=tuple(shapes))
 
 
 @rule("linalg_matrix_rank")
@@ -316,14 +316,14 @@ def _pinv(*args: Any, **kwargs: Any) -> Strategies | None:
 
 
 def _with_tolerances(out: str, *args: Any, **kwargs: Any) -> Strategies | None:
-    """Tolerances may be tensors, one number per matrix."""
+    """Tolerances may be tensors, one value per matrix."""
     operands = operands_in(*args, *kwargs.values())
     return batched(f"MN{',' * (len(operands) - 1)}->{out}", operands)
 
 
 @rule("linalg_vander", "vander")
 def _vander(x: Operand, N: int | None = None, increasing: bool = False) -> Strategies:  # noqa: N803  # torch's name
-    """As many powers as the whole vector has elements, unless their number is given."""
+    """As many powers as the global vector has elements, unless given."""
     del increasing
     labels = list(range(x.ndim))
     powers = x.shape[-1] if N is None and x.ndim else N
@@ -338,15 +338,15 @@ def _vander(x: Operand, N: int | None = None, increasing: bool = False) -> Strat
 def _tensorinv(A: Any, ind: int = 2) -> Any:  # noqa: N803  # torch's name
     first, last = tuple(A.shape[:ind]), tuple(A.shape[ind:])
     if ind <= 0 or prod(first) != prod(last):
-        return NotImplemented  # torch says what is wrong
+        return NotImplemented  # torch raises the error
     return torch.linalg.inv(A.reshape(prod(last), prod(first))).reshape(*last, *first)
 
 
 @composite("linalg_tensorsolve")
 def _tensorsolve(A: Any, B: Any, dims: Any = None) -> Any:  # noqa: N803  # torch's names
-    """One matrix, and one vector, in which it is linear."""
+    """One linear system of a matrix and a vector."""
     matrix = A if dims is None else A.movedim(tuple(dims), tuple(range(A.ndim - len(dims), A.ndim)))
     shape = tuple(matrix.shape[B.ndim :])
     if prod(shape) != prod(B.shape):
-        return NotImplemented  # torch says what is wrong
+        return NotImplemented  # torch raises the error
     return torch.linalg.solve(matrix.reshape(prod(shape), prod(shape)), B.reshape(-1)).reshape(shape)

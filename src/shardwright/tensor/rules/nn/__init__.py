@@ -1,1 +1,1 @@
-"""The layers of networks: activations, normalisation, attention, embeddings, recurrent nets, losses."""
+"""Neural network layers: activations, normalisation, attention, embeddings, recurrent nets, losses."""

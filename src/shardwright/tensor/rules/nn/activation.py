@@ -1,4 +1,4 @@
-"""Activations that are not element by element alone: halves of a dimension, and slopes per channel."""
+"""Activations that are not purely pointwise: glu and prelu."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__: list[str] = []
 
 @rule("glu")
 def _glu(input: Operand, dim: int = -1) -> Strategies:
-    """One half of a dimension opens and shuts the other: that dimension is whole."""
+    """One half of the dimension gates the other, so it must be replicated."""
     labels = list(range(input.ndim))
     return Strategies(index_strategies([input], [labels], [labels], whole={input.dim(dim)}, reduction=None))
 
 
 @rule("prelu")
 def _prelu(input: Operand, weight: Operand) -> Strategies:
-    """A slope for everything, or one for each channel, which is cut as the channels are."""
+    """One slope, or one per channel, sharded as the channels are."""
     labels = list(range(input.ndim))
     channel = min(1, input.ndim - 1)
     slopes: Labels = [channel if size > 1 else None for size in weight.shape]
-    return Strategies(index_strategies([input, weight], [labels, slopes], [labels]), run=_slope_by_slope)
+    return Strategies(index_strategies([input, weight], [labels, slopes], [labels]), run=_local_prelu)
 
 
-def _slope_by_slope(context: LocalContext) -> Local | None:
-    """Torch counts the slopes, and a rank that has none of the channels has none of them."""
+def _local_prelu(context: LocalContext) -> Local | None:
+    """torch checks the number of slopes, which fails on ranks without channels: call the kernel directly."""
     if not any(context.ins[1].placements[m].is_shard() for m in range(context.ins[1].mesh.ndim)):
         return None
 

@@ -1,4 +1,4 @@
-"""Attention: batch and heads are independent, queries too once the causal mask knows which rows it covers."""
+"""Attention: batch and heads are independent; queries too, with an explicit causal mask for their rows."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Strategies:
-    """Keys and values are whole along their sequence and come to the queries."""
+    """Keys and values are replicated along their sequence."""
     del dropout_p, scale
     operands = [operand for operand in (query, key, value, attn_mask) if operand is not None]
     above = -3 if enable_gqa else -2
-    spread = torch.broadcast_shapes(  # type: ignore[no-untyped-call]  # torch has no types here
+    batch = torch.broadcast_shapes(  # type: ignore[no-untyped-call]  # untyped in torch
         *(operand.shape[:above] for operand in (query, key, value))
     )
-    sizes = (*spread, *query.shape[above:-1], None)
+    sizes = (*batch, *query.shape[above:-1], None)
     names: list[Any] = [*range(len(sizes) - 3), HEADS, QUERIES, None][-len(sizes) :]
 
     def labelled(operand: Operand, last: Labels) -> Labels:
         own = operand.shape[: operand.ndim - len(last)]
-        places = names[len(names) - operand.ndim : len(names) - len(last)]
+        labels = names[len(names) - operand.ndim : len(names) - len(last)]
         full = sizes[len(sizes) - operand.ndim : len(sizes) - len(last)]
         grouped = enable_gqa and operand in (key, value)
         return [
             label if size == wanted or (grouped and label == HEADS) else None
-            for label, size, wanted in zip(places, own, full, strict=True)
+            for label, size, wanted in zip(labels, own, full, strict=True)
         ] + list(last)
 
     ins = [labelled(query, [QUERIES, None]), labelled(key, [None, None]), labelled(value, [None, "features"])]
@@ -64,23 +64,23 @@ def _attention(
         ins.append(labelled(attn_mask, [None]))
     at = index_strategies(operands, ins, [[*names[:-1], "features"]], terms=[[2]])
     if enable_gqa:
-        at = _in_proportion(at, operands[:3], key.shape[-3])
+        at = _complete_groups(at, operands[:3], key.shape[-3])
     return Strategies(at, run=partial(_local_attention, is_causal=is_causal))
 
 
-def _in_proportion(
+def _complete_groups(
     at: Callable[[int], list[Strategy]], operands: list[Operand], groups: int
 ) -> Callable[[int], list[Strategy]]:
-    """Heads of queries and of keys may be cut together where every rank gets whole groups of both."""
+    """Heads of queries and keys are sharded together only if every rank gets complete groups of both."""
     mesh = operands[0].layout.mesh
 
-    def cuts_heads(operand: Operand, mesh_dim: int) -> bool:
+    def shards_heads(operand: Operand, mesh_dim: int) -> bool:
         placement = operand.layout.placements[mesh_dim]
-        return placement.is_shard() and placement.dim == operand.ndim - 3  # type: ignore[attr-defined]  # it cuts
+        return placement.is_shard() and placement.dim == operand.ndim - 3  # type: ignore[attr-defined]  # shards have one
 
     def filtered(mesh_dim: int) -> list[Strategy]:
-        cutting = [m for m in range(mesh.ndim) if any(cuts_heads(operand, m) for operand in operands)]
-        divides = mesh_dim in cutting and groups % prod(mesh.shape[m] for m in cutting) == 0
+        head_mesh_dims = [m for m in range(mesh.ndim) if any(shards_heads(operand, m) for operand in operands)]
+        divides = mesh_dim in head_mesh_dims and groups % prod(mesh.shape[m] for m in head_mesh_dims) == 0
         heads = operands[0].ndim - 3
         kept = []
         for strategy in at(mesh_dim):
@@ -93,7 +93,7 @@ def _in_proportion(
 
 
 def _local_attention(context: LocalContext, is_causal: bool) -> Local | None:
-    """torch's own call, but for ranks with no query of theirs, and for rows of a causal mask that torch cannot know."""
+    """Return a local call for ranks without queries, and for queries that start in the middle of a causal mask."""
     layout = context.ins[0]
     region = layout.region(context.rank)
     is_empty = 0 in context.outs[0].local_shape(context.rank)
@@ -102,19 +102,21 @@ def _local_attention(context: LocalContext, is_causal: bool) -> Local | None:
 
     def local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         named = [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
-        query, key, value, *mask = list(args) + named
+        query, key, value, *attn_mask = list(args) + named
         scale, grouped = kwargs.get("scale"), kwargs.get("enable_gqa", False)
-        if is_empty:  # torch's would be no function of its inputs: every rank has the same graph
-            return _by_steps(query, key, value, mask[0] if mask else kwargs.get("attn_mask"), 0.0, scale, grouped)
+        if is_empty:  # torch's result would not depend on the inputs: every rank has the same graph
+            return _explicit_attention(
+                query, key, value, attn_mask[0] if attn_mask else kwargs.get("attn_mask"), 0.0, scale, grouped
+            )
         rows = torch.arange(region.offset[-2], region.offset[-2] + region.size[-2], device=query.device)
-        seen = rows[:, None] >= torch.arange(key.shape[-2], device=query.device)
-        return func(query, key, value, seen, scale=scale, enable_gqa=grouped)
+        causal_mask = rows[:, None] >= torch.arange(key.shape[-2], device=query.device)
+        return func(query, key, value, causal_mask, scale=scale, enable_gqa=grouped)
 
     return local
 
 
 @composite("scaled_dot_product_attention")
-def _attention_dropped(
+def _attention_with_dropout(
     query: Any,
     key: Any,
     value: Any,
@@ -125,33 +127,33 @@ def _attention_dropped(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """With dropout, step by step: torch's own would drop by each rank's own numbers."""
+    """With dropout, compose: torch's kernel would draw different numbers on every rank."""
     if dropout_p == 0:
         return NotImplemented
     if is_causal:
         attn_mask = _lower_triangle(query, key)
-    return _by_steps(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
+    return _explicit_attention(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
 
 
-def _by_steps(
+def _explicit_attention(
     query: Any, key: Any, value: Any, mask: Any, dropout_p: float, scale: float | None, enable_gqa: bool
 ) -> Any:
-    """Attention as it is defined, of DTensors or of local tensors."""
+    """Compute attention by its definition, on DTensors or local tensors."""
     if enable_gqa:
-        key, value = (_repeated(x, query.shape[-3] // max(x.shape[-3], 1)) for x in (key, value))
+        key, value = (_repeat_heads(x, query.shape[-3] // max(x.shape[-3], 1)) for x in (key, value))
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is None:
         weights = torch.softmax(scores, -1)
     else:
         scores = scores.masked_fill(mask.logical_not(), -inf) if mask.dtype is torch.bool else scores + mask
-        # A query that may look at nothing gets nothing, as torch has it.
-        blind = (scores.detach() == -inf).all(dim=-1, keepdim=True)
-        weights = torch.softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+        # A fully masked query gives zeros, as in torch.
+        fully_masked = (scores.detach() == -inf).all(dim=-1, keepdim=True)
+        weights = torch.softmax(scores.masked_fill(fully_masked, 0.0), -1).masked_fill(fully_masked, 0.0)
     return torch.dropout(weights, dropout_p, dropout_p > 0) @ value
 
 
-def _repeated(heads: Any, times: int) -> Any:
-    """Every head `times` times, side by side."""
+def _repeat_heads(heads: Any, times: int) -> Any:
+    """Repeat every head `times` times, adjacent to each other."""
     wider = heads.unsqueeze(-3)
     return wider.expand(*wider.shape[:-3], times, *wider.shape[-2:]).flatten(-4, -3)
 

@@ -1,4 +1,4 @@
-"""The backward passes that torch has as operators of their own: each is linear in the gradient that it is given."""
+"""Backward passes that are operators of their own in torch: each is linear in the incoming gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwright.tensor.rules.elementwise.pointwise import pointwise
 
 __all__ = ["ELEMENTWISE"]
 
-# Element by element, the gradient first.
+# Pointwise, with the gradient as the first argument.
 ELEMENTWISE = """
 elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward
 leaky_relu_backward logit_backward mish_backward native_dropout_backward sigmoid_backward silu_backward

@@ -1,4 +1,4 @@
-"""Dropout: a product with a mask that follows from the global index, so a replicate has one mask everywhere."""
+"""Dropout: a product with a mask that depends on the global index only, so replicas have the same mask."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from shardwright.tensor.random.local import fill_local
 
 __all__: list[str] = []
 
-_SELU_FLOOR = -1.7580993408473766  # what an infinitely negative number becomes in SELU: alpha dropout's "off"
+_SELU_LIMIT = -1.7580993408473766  # limit of SELU for large negative inputs: the value alpha dropout sets
 
 
 def _register(name: str, *, features: bool, alpha: bool) -> None:
-    """A rule for one kind of dropout: of elements or of whole features, to zero or to SELU's floor."""
+    """Register the rule of one kind of dropout: of elements or of feature maps, to zero or to the limit of SELU."""
 
     def answer(
         input: Operand, p: float = 0.5, training: bool = True, inplace: bool = False, **given: Any
     ) -> Strategies | None:
         training = given.get("train", training)
         if inplace:
-            return None  # its body says dropout_
+            return None  # its body calls dropout_
         labels: Labels = list(range(input.ndim))
         if not 0 <= p <= 1:
-            raise ValueError(f"{name}: p = {p} is not in [0, 1], where probabilities are")
+            raise ValueError(f"{name}: p must be between 0 and 1, got {p}")
         off = not training or p == 0
         at = index_strategies([input], [labels], [labels], terms=None if alpha and not off else [[0]])
         if off:
@@ -54,9 +54,9 @@ def _drop(source: Tensor, layout: Layout, p: float, features: bool, alpha: bool,
         fill_local(mask, layout, fill_scaled_mask, features=features, keep_probability=1 - p)
         return source.mul_(mask) if inplace else source * mask
     fill_local(mask, layout, fill_bernoulli, features=features, p=1 - p)
-    # Scaled and shifted so that mean and variance stay what they were.
-    scale = ((1 - p) * (1 + p * _SELU_FLOOR**2)) ** -0.5
-    shift = (1 - mask) * (scale * _SELU_FLOOR) - p * scale * _SELU_FLOOR
+    # Scaled and shifted to keep mean and variance.
+    scale = ((1 - p) * (1 + p * _SELU_LIMIT**2)) ** -0.5
+    shift = (1 - mask) * (scale * _SELU_LIMIT) - p * scale * _SELU_LIMIT
     mask = mask * scale
     return source.mul_(mask).add_(shift) if inplace else source * mask + shift
 

@@ -1,4 +1,4 @@
-"""Embedding: rows of a table by index. A rank that holds some of the rows looks up those, and the sum is the result."""
+"""Embedding: a rank that holds some rows of the table looks up those, and the result is a partial sum."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ def _embedding(
     **functional: Any,
 ) -> Strategies | None:
     if functional:
-        return None  # nn.functional's has more arguments, and its body calls torch's, which names the table first
+        return None  # nn.functional's has more arguments; its body calls torch's, which takes the table first
     refuse_sparse("embedding", sparse)
     batch = list(range(indices.ndim))
     rows, columns = "rows", "columns"
-    # Frequencies are those of the whole batch, and a rank counts what it sees.
+    # Frequencies are of the global batch, but a rank counts only its shard.
     whole = {rows, *batch} if scale_grad_by_freq else set()
     at = index_strategies([weight, indices], [[rows, columns], batch], [[*batch, columns]], terms=[[0]], whole=whole)
-    return Strategies(at, run=lambda context: _rows(context, weight.shape[0], padding_idx))
+    return Strategies(at, run=lambda context: _local_rows(context, weight.shape[0], padding_idx))
 
 
 def refuse_sparse(name: str, sparse: bool) -> None:
-    """Refuses a gradient that only names the rows that were looked up."""
+    """Raise UnsupportedError if a sparse gradient is requested."""
     if sparse:
         raise UnsupportedError(
-            f"{name}: sparse=True asks for a sparse gradient, which a DTensor cannot hold: leave it out; the gradient "
-            "of a table sharded by rows is no larger than the shard"
+            f"{name}: sparse=True is not supported: a DTensor cannot hold a sparse gradient. Omit it; the gradient "
+            "of a table sharded by rows is only as large as the shard"
         )
 
 
-def _rows(context: LocalContext, count: int, padding_idx: int) -> Local | None:
+def _local_rows(context: LocalContext, count: int, padding_idx: int) -> Local | None:
     layout = context.ins[0]
     if not layout.cut_by(0):
         return None
@@ -55,11 +55,11 @@ def _rows(context: LocalContext, count: int, padding_idx: int) -> Local | None:
         weight = args[0] if args else kwargs["weight"]
         indices = args[1] if len(args) > 1 else kwargs["indices"]
         check_range("embedding", indices, count)
-        if not rows:  # still a function of the table: every rank has the same graph
+        if not rows:  # still depends on the table: every rank has the same graph
             return weight.sum(0, dtype=weight.dtype).expand(*indices.shape, -1).clone()
         inside = (indices >= first) & (indices < first + rows)
-        found = torch.embedding(weight, torch.where(inside, indices - first, 0), padding)
-        return found.masked_fill(~inside.unsqueeze(-1), 0)
+        looked_up = torch.embedding(weight, torch.where(inside, indices - first, 0), padding)
+        return looked_up.masked_fill(~inside.unsqueeze(-1), 0)
 
     return local
 
@@ -73,8 +73,8 @@ def _one_hot(input: Operand, num_classes: int = -1) -> Strategies | None:
 
 
 @composite("one_hot")
-def _one_hot_classes(input: Any, num_classes: int = -1) -> Any:
-    """Without a number of classes, it is the largest index that counts, wherever it is."""
+def _one_hot_of_max(input: Any, num_classes: int = -1) -> Any:
+    """Without num_classes, it is the global maximum plus one."""
     if num_classes != -1 or 0 in input.shape:
         return NotImplemented
     return torch.nn.functional.one_hot(input, int(input.max().item()) + 1)

@@ -1,4 +1,4 @@
-"""Bags of a table's rows, and segments of a dimension, each reduced to one."""
+"""embedding_bag and segment_reduce."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ BAGS, ROWS, COLUMNS = "bags", "rows", "columns"
 
 
 @composite("embedding_bag")
-def _embedding_bag_shortened(*args: Any, **kwargs: Any) -> Any:
-    """Rows made no longer than they may be are written to: on whole tensors."""
+def _embedding_bag_with_max_norm(*args: Any, **kwargs: Any) -> Any:
+    """max_norm renormalises the looked-up rows in place: call torch on replicated tensors."""
     refuse_sparse("embedding_bag", kwargs.get("sparse", False))
     if kwargs.get("max_norm") is None:
         return NotImplemented
@@ -41,7 +41,7 @@ def _embedding_bag(
     padding_idx: int | None = None,
     **_: Any,
 ) -> Strategies | None:
-    """nn.functional's, which says the mode in words; torch's own has four results, and its arguments otherwise."""
+    """nn.functional's, with the mode as a string; torch's own has four results and other arguments."""
     if rest or not isinstance(mode, str) or input.dtype.is_floating_point:
         return None
     bags: Labels = [BAGS, None] if input.ndim == 2 else [None]
@@ -50,16 +50,16 @@ def _embedding_bag(
     given = [(operand, labels) for operand, labels in labelled if operand is not None]
     operands, ins = [operand for operand, _ in given], [labels for _, labels in given]
     linear = None if mode == "max" else [[1] if per_sample_weights is None else [1, len(given) - 1]]
-    # Of several ranks' greatest rows none knows whether it is the one; and a rank counts only what it sees.
+    # A maximum over sharded rows has no gradient; and frequencies of a shard are not those of the batch.
     whole: set[Label] = {ROWS, BAGS} if scale_grad_by_freq else {ROWS} if mode == "max" else set()
     at = index_strategies(operands, ins, [[BAGS, COLUMNS]], terms=linear, whole=whole)
     count = input.shape[0] if input.ndim == 2 else offsets.shape[0] - include_last_offset
-    run = partial(_rows_of_bags, rows=weight.shape[0], padding=padding_idx)
+    run = partial(_local_bags, rows=weight.shape[0], padding=padding_idx)
     return Strategies(at, run=run, shapes=((count, weight.shape[1]),))
 
 
-def _rows_of_bags(context: LocalContext, rows: int, padding: int | None) -> Local | None:
-    """The sum of those rows that a rank has, each as often as it is in a bag."""
+def _local_bags(context: LocalContext, rows: int, padding: int | None) -> Local | None:
+    """Sum this rank's rows of every bag."""
     table = context.ins[1]
     if not table.cut_by(0):
         return None
@@ -72,21 +72,23 @@ def _rows_of_bags(context: LocalContext, rows: int, padding: int | None) -> Loca
         input, weight = args
         check_range("embedding_bag", input, rows)
         weights = kwargs.get("per_sample_weights")
-        if not count:  # still a function of all that may have a gradient: every rank has the same graph
-            nothing = 0.0 if weights is None else weights.flatten()[:0].sum()
-            return (weight.sum(0) + nothing).expand(result).clone()
+        if not count:  # still depends on all inputs with a gradient: every rank has the same graph
+            zero = 0.0 if weights is None else weights.flatten()[:0].sum()
+            return (weight.sum(0) + zero).expand(result).clone()
         inside = (input >= first) & (input < first + count)
         counted = torch.ones_like(inside) if ignored is None else input != ignored
-        each = (inside & counted).to(weight.dtype)
-        each = each if weights is None else each * weights
+        factors = (inside & counted).to(weight.dtype)
+        factors = factors if weights is None else factors * weights
         rest = {"mode": "sum", "include_last_offset": kwargs.get("include_last_offset", False)}
         offsets = kwargs.get("offsets")
-        total = F.embedding_bag(torch.where(inside, input - first, 0), weight, offsets, per_sample_weights=each, **rest)
+        total = F.embedding_bag(
+            torch.where(inside, input - first, 0), weight, offsets, per_sample_weights=factors, **rest
+        )
         if kwargs["mode"] == "sum":
             return total
-        ones, numbers = weight.new_ones(1, 1), counted.to(weight.dtype)
+        ones, counts = weight.new_ones(1, 1), counted.to(weight.dtype)
         return total / F.embedding_bag(
-            torch.zeros_like(input), ones, offsets, per_sample_weights=numbers, **rest
+            torch.zeros_like(input), ones, offsets, per_sample_weights=counts, **rest
         ).clamp_min(1)
 
     return local
@@ -104,7 +106,7 @@ def _segment_reduce(
     unsafe: bool = False,
     initial: Any = None,
 ) -> Strategies | None:
-    """Lengths are given for each place before the axis, and hold for all after it."""
+    """Lengths vary along the dimensions before the axis, and are shared by those after it."""
     del unsafe
     given = [operand for operand in (lengths, offsets) if operand is not None]
     if indices is not None or len(given) != 1 or axis < 0:
@@ -118,7 +120,7 @@ def _segment_reduce(
 
 
 def _segments(context: LocalContext, axis: int) -> Local | None:
-    """Torch looks for the shortest segment, and a rank may have none: still a function of the data."""
+    """torch rejects inputs without segments: return an empty result that depends on the data."""
     result = context.outs[0].local_shape(context.rank)
     if 0 not in result:
         return None

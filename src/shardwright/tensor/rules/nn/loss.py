@@ -1,4 +1,4 @@
-"""Losses: sums of what every rank has, over counts of the whole batch; logits cut by class stay where they are."""
+"""Losses: local sums divided by global counts; logits sharded by class stay sharded."""
 
 from __future__ import annotations
 
@@ -18,58 +18,60 @@ from shardwright.tensor.rules.shared.index_range import check_range
 
 __all__: list[str] = []
 
-NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for `reduction`
+NONE, MEAN, SUM = 0, 1, 2  # torch's enum values of `reduction`
 
 
-def _reducing(name: str, function: Callable[..., Any], place: int, each_one: Callable[..., Strategies | None]) -> None:
-    """A loss of each element or sample, and its reduction, which torch's function takes as argument number `place`.
+def _register_loss(
+    name: str, function: Callable[..., Any], position: int, unreduced: Callable[..., Strategies | None]
+) -> None:
+    """Register an unreduced loss and its reductions; `position` is that of torch's `reduction` argument.
 
-    nn.functional's function of the same name says the reduction in words: its body calls this one.
+    nn.functional's function of the same name takes the reduction as a string; its body calls this one.
     """
 
     def reduction_of(args: Any, kwargs: dict[str, Any]) -> Any:
-        return kwargs.get("reduction", args[place] if len(args) > place else MEAN)
+        return kwargs.get("reduction", args[position] if len(args) > position else MEAN)
 
     def compose(*args: Any, **kwargs: Any) -> Any:
         reduction = reduction_of(args, kwargs)
         if reduction not in (MEAN, SUM):
             return NotImplemented
         given = list(args)
-        if len(given) > place:
-            given[place] = NONE
+        if len(given) > position:
+            given[position] = NONE
         else:
             kwargs["reduction"] = NONE
-        each = function(*given, **kwargs)
-        return each.mean() if reduction == MEAN else each.sum()
+        losses = function(*given, **kwargs)
+        return losses.mean() if reduction == MEAN else losses.sum()
 
     def answer(*args: Any, **kwargs: Any) -> Strategies | None:
-        return each_one(*args, **kwargs) if reduction_of(args, kwargs) == NONE else None
+        return unreduced(*args, **kwargs) if reduction_of(args, kwargs) == NONE else None
 
     rule(name)(answer)
     composite(name)(compose)
 
 
-def _elementwise(name: str, function: Callable[..., Any], place: int) -> None:
-    _reducing(name, function, place, pointwise())
+def _register_pointwise(name: str, function: Callable[..., Any], position: int) -> None:
+    _register_loss(name, function, position, pointwise())
 
 
-_elementwise("mse_loss", torch._C._nn.mse_loss, 2)
-_elementwise("l1_loss", torch._C._nn.l1_loss, 2)
-_elementwise("smooth_l1_loss", torch._C._nn.smooth_l1_loss, 2)
-_elementwise("huber_loss", torch._C._nn.huber_loss, 2)
-_elementwise("soft_margin_loss", torch._C._nn.soft_margin_loss, 2)
-_elementwise("kl_div", torch.kl_div, 2)
-_elementwise("binary_cross_entropy", torch._C._nn.binary_cross_entropy, 3)
-_elementwise("binary_cross_entropy_with_logits", torch.binary_cross_entropy_with_logits, 4)
-_elementwise("poisson_nll_loss", torch.poisson_nll_loss, 5)
-_elementwise("hinge_embedding_loss", torch.hinge_embedding_loss, 3)
-_elementwise("margin_ranking_loss", torch.margin_ranking_loss, 4)
+_register_pointwise("mse_loss", torch._C._nn.mse_loss, 2)
+_register_pointwise("l1_loss", torch._C._nn.l1_loss, 2)
+_register_pointwise("smooth_l1_loss", torch._C._nn.smooth_l1_loss, 2)
+_register_pointwise("huber_loss", torch._C._nn.huber_loss, 2)
+_register_pointwise("soft_margin_loss", torch._C._nn.soft_margin_loss, 2)
+_register_pointwise("kl_div", torch.kl_div, 2)
+_register_pointwise("binary_cross_entropy", torch._C._nn.binary_cross_entropy, 3)
+_register_pointwise("binary_cross_entropy_with_logits", torch.binary_cross_entropy_with_logits, 4)
+_register_pointwise("poisson_nll_loss", torch.poisson_nll_loss, 5)
+_register_pointwise("hinge_embedding_loss", torch.hinge_embedding_loss, 3)
+_register_pointwise("margin_ranking_loss", torch.margin_ranking_loss, 4)
 
 
 def _by_sample(
     input: Operand, target: Operand, *args: Any, weight: Operand | None = None, **_: Any
 ) -> Strategies | None:
-    """A loss of each sample, along whose classes everything is whole."""
+    """A loss per sample; the class dimension is replicated."""
     weights = operands_in(*args, weight)
     batch: Labels = ["batch"] if input.ndim == 2 else []
     ins: list[Labels] = [[*batch, None], [*batch, None][: target.ndim], *([None] * other.ndim for other in weights)]
@@ -79,21 +81,21 @@ def _by_sample(
 
 
 def _by_class(input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Strategies | None:
-    """Likewise, with one class per sample: of a single sample, the loss has the shape of its target, () or (1,)."""
+    """The same with one class per sample: the loss of a single sample has the shape of its target, () or (1,)."""
     if input.ndim == 2 or not target.ndim:
         return _by_sample(input, target, *args, **kwargs)
     operands = operands_in(input, target, *args, *kwargs.values())
     return Strategies(
-        index_strategies(operands, [[None] * each.ndim for each in operands], [[None]]), shapes=(target.shape,)
+        index_strategies(operands, [[None] * operand.ndim for operand in operands], [[None]]), shapes=(target.shape,)
     )
 
 
-_reducing("multi_margin_loss", torch._C._nn.multi_margin_loss, 5, _by_class)
-_reducing("multilabel_margin_loss", torch._C._nn.multilabel_margin_loss, 2, _by_sample)
+_register_loss("multi_margin_loss", torch._C._nn.multi_margin_loss, 5, _by_class)
+_register_loss("multilabel_margin_loss", torch._C._nn.multilabel_margin_loss, 2, _by_sample)
 
 
-def _mean_or_sum(each: Any, reduction: int) -> Any:
-    return each if reduction == NONE else each.mean() if reduction == MEAN else each.sum()
+def _mean_or_sum(losses: Any, reduction: int) -> Any:
+    return losses if reduction == NONE else losses.mean() if reduction == MEAN else losses.sum()
 
 
 @composite("triplet_margin_loss")
@@ -109,7 +111,7 @@ def _triplet_margin_loss(
     **_: Any,
 ) -> Any:
     if isinstance(reduction, str) or not anchor.ndim == positive.ndim == negative.ndim:
-        return NotImplemented  # nn.functional's: its body calls torch's, which says what is wrong
+        return NotImplemented  # nn.functional's: its body calls torch's, which raises the error
     far = torch.pairwise_distance(anchor, negative, p, eps)
     if swap:
         far = torch.minimum(far, torch.pairwise_distance(positive, negative, p, eps))
@@ -121,47 +123,49 @@ def _cosine_embedding_loss(
     input1: Any, input2: Any, target: Any, margin: float = 0.0, reduction: Any = MEAN, **_: Any
 ) -> Any:
     if isinstance(reduction, str) or not input1.ndim == input2.ndim == target.ndim + 1:
-        return NotImplemented  # likewise
+        return NotImplemented  # the same
     squares = [(x * x).sum(-1) + 1e-12 for x in (input1, input2)]
     cosine = (input1 * input2).sum(-1) / (squares[0] * squares[1]).sqrt()
-    alike = (1 - cosine).masked_fill(target != 1, 0.0)
-    unlike = (cosine - margin).clamp_min(0).masked_fill(target != -1, 0.0)
-    return _mean_or_sum(alike + unlike, reduction)
+    same = (1 - cosine).masked_fill(target != 1, 0.0)
+    different = (cosine - margin).clamp_min(0).masked_fill(target != -1, 0.0)
+    return _mean_or_sum(same + different, reduction)
 
 
-def _pick(input: Tensor, target: Tensor, dim: int, ignore_index: int) -> Tensor:
-    """The number of each target's class; 0 for a target to ignore. What the operator `PICK` means."""
-    return _pick_rows(input, target, dim, ignore_index, 0, input.shape[dim])
+def _gather_class(input: Tensor, target: Tensor, dim: int, ignore_index: int) -> Tensor:
+    """Return the input at each target's class; 0 for ignored targets. Defines the operator `GATHER_CLASS`."""
+    return _gather_class_of_shard(input, target, dim, ignore_index, 0, input.shape[dim])
 
 
-def _pick_rows(input: Tensor, target: Tensor, dim: int, ignore_index: int, first: int, count: int) -> Tensor:
-    """Likewise, of the classes from `first` on, of `count` in all; 0 for those of other ranks."""
+def _gather_class_of_shard(
+    input: Tensor, target: Tensor, dim: int, ignore_index: int, first: int, count: int
+) -> Tensor:
+    """The same on a shard of the classes, from `first` on, of `count` in all; 0 for classes of other ranks."""
     if not target.is_meta:
         check_range("cross_entropy: target", target, count, ignore_index)
-    if not input.shape[dim]:  # still a function of the input: every rank has the same graph
+    if not input.shape[dim]:  # still depends on the input: every rank has the same graph
         return input.sum(dim)
     inside = (target >= first) & (target < first + input.shape[dim]) & (target != ignore_index)
-    found = input.gather(dim, torch.where(inside, target - first, 0).unsqueeze(dim)).squeeze(dim)
-    return found.masked_fill(~inside, 0)
+    result = input.gather(dim, torch.where(inside, target - first, 0).unsqueeze(dim)).squeeze(dim)
+    return result.masked_fill(~inside, 0)
 
 
-def _pick_rule(input: Operand, target: Operand, dim: int, ignore_index: int) -> Strategies:
+def _gather_class_rule(input: Operand, target: Operand, dim: int, ignore_index: int) -> Strategies:
     labels: Labels = list(range(input.ndim))
     kept = [label for label in labels if label != dim]
 
     def run(context: LocalContext) -> Local:
         layout = context.ins[0]
         first, count = layout.region(context.rank).offset[dim], layout.shape[dim]
-        return lambda _, args, __: _pick_rows(args[0], args[1], dim, ignore_index, first, count)
+        return lambda _, args, __: _gather_class_of_shard(args[0], args[1], dim, ignore_index, first, count)
 
     return Strategies(index_strategies([input, target], [labels, kept], [kept], terms=[[0]]), run=run)
 
 
-PICK = Op("pick_class", rule=_pick_rule)
+GATHER_CLASS = Op("pick_class", rule=_gather_class_rule)
 
 
-def _spread(weight: Any, input: Any, dim: int) -> Any:
-    """Numbers per class, shaped to multiply the input."""
+def _per_class(weight: Any, input: Any, dim: int) -> Any:
+    """Reshape values per class to broadcast with the input."""
     return weight.reshape(-1, *[1] * (input.ndim - dim - 1))
 
 
@@ -170,7 +174,7 @@ def _class_dim(input: Any) -> int:
 
 
 def _is_plain(*tensors: Any) -> bool:
-    """Whether torch's own call on local tensors is the whole loss: nothing is cut, nothing is partial."""
+    """True if torch's call on local tensors gives the global loss: nothing is sharded or partial."""
     for tensor in tensors:
         if isinstance(tensor, DTensorBase):
             for placement, ranks in zip(tensor._layout.placements, tensor._layout.mesh.shape, strict=True):
@@ -180,14 +184,14 @@ def _is_plain(*tensors: Any) -> bool:
 
 
 def _reduced(loss: Any, counted: Any, reduction: int) -> Any:
-    """A loss of each target as asked for; its mean is over what counts, on all ranks."""
+    """Reduce a loss per target; the mean is over the counted targets of all ranks."""
     if reduction == NONE:
         return loss
     return loss.sum() if reduction == SUM else loss.sum() / counted.sum()
 
 
 @rule("cross_entropy_loss", "nll_loss_nd", "nll_loss2d")
-def _of_whole_tensors(input: Operand, target: Operand, weight: Operand | None = None, *_: Any, **__: Any) -> Strategies:
+def _replicated_loss(input: Operand, target: Operand, weight: Operand | None = None, *_: Any, **__: Any) -> Strategies:
     operands = operands_in(input, target, weight)
     return Strategies(index_strategies(operands, [[None] * operand.ndim for operand in operands], [[]], reduction=None))
 
@@ -205,37 +209,39 @@ def _cross_entropy(
         return NotImplemented
     dim = _class_dim(input)
     wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-    logs = torch.log_softmax(wide, dim)
+    log_probs = torch.log_softmax(wide, dim)
     if target.dtype.is_floating_point:
-        loss = _of_probabilities(logs, target, weight, reduction, label_smoothing, dim)
+        loss = _loss_of_probabilities(log_probs, target, weight, reduction, label_smoothing, dim)
     else:
-        loss = _of_classes(logs, target, weight, reduction, ignore_index, label_smoothing, dim)
+        loss = _loss_of_classes(log_probs, target, weight, reduction, ignore_index, label_smoothing, dim)
     return loss.to(input.dtype)
 
 
-def _of_probabilities(logs: Any, target: Any, weight: Any, reduction: int, smoothing: float, dim: int) -> Any:
-    classes = logs.shape[dim]
-    wanted = target * (1 - smoothing) + smoothing / classes if smoothing else target
-    loss = -(logs * wanted * _spread(weight, logs, dim) if weight is not None else logs * wanted).sum(dim)
+def _loss_of_probabilities(log_probs: Any, target: Any, weight: Any, reduction: int, smoothing: float, dim: int) -> Any:
+    classes = log_probs.shape[dim]
+    smoothed = target * (1 - smoothing) + smoothing / classes if smoothing else target
+    loss = -(
+        log_probs * smoothed * _per_class(weight, log_probs, dim) if weight is not None else log_probs * smoothed
+    ).sum(dim)
     return _mean_or_sum(loss, reduction)
 
 
-def _of_classes(
-    logs: Any, target: Any, weight: Any, reduction: int, ignore_index: int, smoothing: float, dim: int
+def _loss_of_classes(
+    log_probs: Any, target: Any, weight: Any, reduction: int, ignore_index: int, smoothing: float, dim: int
 ) -> Any:
     counted = target != ignore_index
-    loss = -call_by_rule(PICK, False, _pick, (logs, target, dim, ignore_index), {})
-    share: Any = counted.to(logs.dtype)
+    loss = -call_by_rule(GATHER_CLASS, False, _gather_class, (log_probs, target, dim, ignore_index), {})
+    share: Any = counted.to(log_probs.dtype)
     if weight is not None:
-        every = _spread(weight, logs, dim).expand(logs.shape)
-        share = call_by_rule(PICK, False, _pick, (every, target, dim, ignore_index), {})
+        weights = _per_class(weight, log_probs, dim).expand(log_probs.shape)
+        share = call_by_rule(GATHER_CLASS, False, _gather_class, (weights, target, dim, ignore_index), {})
         loss = loss * share
     loss = _reduced(loss, share, reduction)
     if not smoothing:
         return loss
-    spread = -(logs if weight is None else logs * _spread(weight, logs, dim)).sum(dim)
+    spread = -(log_probs if weight is None else log_probs * _per_class(weight, log_probs, dim)).sum(dim)
     spread = _reduced(spread.masked_fill(counted.logical_not(), 0.0), share, reduction)
-    return loss * (1 - smoothing) + spread * (smoothing / logs.shape[dim])
+    return loss * (1 - smoothing) + spread * (smoothing / log_probs.shape[dim])
 
 
 @composite("nll_loss_nd", "nll_loss", "nll_loss2d")
@@ -243,11 +249,11 @@ def _nll_loss(
     input: Any, target: Any, weight: Any = None, reduction: Any = MEAN, ignore_index: int = -100, **_: Any
 ) -> Any:
     if isinstance(reduction, str) or _is_plain(input, target, weight):
-        return NotImplemented  # nn.functional's says it in words: its body calls torch's
-    return _of_classes(input, target, weight, reduction, ignore_index, 0.0, _class_dim(input))
+        return NotImplemented  # nn.functional's takes a string: its body calls torch's
+    return _loss_of_classes(input, target, weight, reduction, ignore_index, 0.0, _class_dim(input))
 
 
-def _cut_along(first: Any, second: Any, dim: int) -> bool:
+def _is_sharded_along(first: Any, second: Any, dim: int) -> bool:
     ndim = max(first.ndim, second.ndim, 1)
     for tensor in (first, second):
         own = dim % ndim - (ndim - tensor.ndim)
@@ -257,12 +263,12 @@ def _cut_along(first: Any, second: Any, dim: int) -> bool:
 
 
 @composite("cosine_similarity")
-def _cosine_cut(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    if not _cut_along(x1, x2, dim):
+def _cosine_sharded(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    if not _is_sharded_along(x1, x2, dim):
         return NotImplemented
-    x1, x2 = torch.broadcast_tensors(x1, x2)  # type: ignore[no-untyped-call]  # torch has no types here
-    longest = [torch.linalg.vector_norm(x, dim=dim, keepdim=True).clamp_min(eps) for x in (x1, x2)]
-    return ((x1 / longest[0]) * (x2 / longest[1])).sum(dim)
+    x1, x2 = torch.broadcast_tensors(x1, x2)  # type: ignore[no-untyped-call]  # untyped in torch
+    norms = [torch.linalg.vector_norm(x, dim=dim, keepdim=True).clamp_min(eps) for x in (x1, x2)]
+    return ((x1 / norms[0]) * (x2 / norms[1])).sum(dim)
 
 
 @rule("cosine_similarity")
@@ -281,14 +287,14 @@ def _pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keep
 
 @composite("linear_cross_entropy")
 def _linear_cross_entropy(*args: Any, **kwargs: Any) -> Any:
-    """In chunks, if asked for, where nothing is cut: what is cut is smaller already."""
+    """Chunked (if requested) only when nothing is sharded: shards are smaller already."""
     if kwargs.get("options") is None:
         return NotImplemented
     tensors = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if isinstance(tensor, DTensorBase)]
     if not _is_plain(*tensors):
         return torch.nn.functional.linear_cross_entropy(*args, **{**kwargs, "options": None})
     mesh = tensors[0]._layout.mesh
-    with no_torch_function():  # what it saves for its backward pass must be plain, too
+    with no_torch_function():  # so that what it saves for backward is plain, too
         given, named = map_tensors(args, kwargs, alias)
         loss = torch.nn.functional.linear_cross_entropy(*given, **named)
         return tag_replicated(loss, mesh)

@@ -1,6 +1,6 @@
-"""Recurrent nets: sequences of a batch are independent of each other, so a cut batch costs nothing.
+"""Recurrent nets: the sequences of a batch are independent, so a sharded batch needs no communication.
 
-Weights are whole; sharded ones are gathered, and their gradients reduced, once. Dropout between layers is ours: then
+Weights are replicated; sharded ones are gathered once, and their gradients reduced once. With dropout between layers,
 the layers run one by one.
 """
 
@@ -25,7 +25,7 @@ STATE: Labels = [None, BATCH, None]  # layers and directions, sequences, feature
 
 
 def _is_packed(args: Any) -> bool:
-    """Whether the sequences come as one, with the sizes of its steps: then the weights are the fourth argument."""
+    """True for packed sequences: then the weights are the fourth argument."""
     return isinstance(args[3], list | tuple)
 
 
@@ -35,12 +35,12 @@ def _net(*args: Any, **named: Any) -> Strategies | None:
         return None
     operands = operands_in(*args)
     states = operands_in(args[2 if _is_packed(args) else 1])
-    # Asking meta tensors for the shapes would run the whole net on them.
+    # Given explicitly: inferring the shapes would run the whole net on meta tensors.
     features = states[0].shape[-1] * (2 if args[8 if _is_packed(args) else 7] else 1)
     shapes = ((*operands[0].shape[:-1], features), *(state.shape for state in states))
-    if _is_packed(args):  # a step holds the sequences that are long enough: it is not cut
-        whole: list[Labels] = [[None] * operand.ndim for operand in operands]
-        return Strategies(index_strategies(operands, whole, [[]] * (1 + len(states))), shapes=shapes)
+    if _is_packed(args):  # a step holds only the sequences that are long enough: not sharded
+        replicated: list[Labels] = [[None] * operand.ndim for operand in operands]
+        return Strategies(index_strategies(operands, replicated, [[]] * (1 + len(states))), shapes=shapes)
     sequence: Labels = [BATCH, None, None] if args[8] else [None, BATCH, None]
     weights: list[Labels] = [[None] * operand.ndim for operand in operands[1 + len(states) :]]
     outs = [sequence, *[STATE] * len(states)]
@@ -48,16 +48,16 @@ def _net(*args: Any, **named: Any) -> Strategies | None:
 
 
 def _compose(name: str, *args: Any, **named: Any) -> Any:
-    """With dropout, layer by layer: its numbers are then those of any other layout."""
+    """With dropout, run layer by layer: then the numbers do not depend on the layout."""
     if named or len(args) != 9:
         return call_seeded(name, args, named)
     num_layers, dropout, train = args[5:8] if _is_packed(args) else args[4:7]
     if num_layers == 1 or not dropout or not train:
         return NotImplemented
-    return call_seeded(name, args, named) if _is_packed(args) else _by_layers(name, *args)
+    return call_seeded(name, args, named) if _is_packed(args) else _layer_by_layer(name, *args)
 
 
-def _by_layers(
+def _layer_by_layer(
     name: str,
     input: Any,
     hx: Any,
@@ -69,17 +69,17 @@ def _by_layers(
     bidirectional: bool,
     batch_first: bool,
 ) -> Any:
-    each, directions = len(params) // num_layers, 2 if bidirectional else 1
-    several = isinstance(hx, list | tuple)
-    ends: list[Any] = []
+    per_layer, directions = len(params) // num_layers, 2 if bidirectional else 1
+    is_list = isinstance(hx, list | tuple)
+    states: list[Any] = []
     for layer in range(num_layers):
         input = torch.dropout(input, dropout, True) if layer else input
-        starts = [state.narrow(0, layer * directions, directions) for state in (hx if several else [hx])]
-        own = params[layer * each : (layer + 1) * each]
+        starts = [state.narrow(0, layer * directions, directions) for state in (hx if is_list else [hx])]
+        own = params[layer * per_layer : (layer + 1) * per_layer]
         rest = (own, has_biases, 1, 0.0, train, bidirectional, batch_first)
-        input, *end = getattr(torch, name)(input, starts if several else starts[0], *rest)
-        ends.append(end)
-    return (input, *(torch.cat(end, 0) for end in zip(*ends, strict=True)))
+        input, *end = getattr(torch, name)(input, starts if is_list else starts[0], *rest)
+        states.append(end)
+    return (input, *(torch.cat(end, 0) for end in zip(*states, strict=True)))
 
 
 for _name in NETS:

@@ -1,4 +1,4 @@
-"""Softmax and its kin: along a whole dimension a local call, along a cut one two small reductions."""
+"""Softmax and variants: a local call along a replicated dimension; two small reductions along a sharded one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _softmax(input: Operand, dim: int | None = None, *_: Any, **__: Any) -> Stra
     return Strategies(index_strategies([input], [labels], [labels], whole={input.dim(dim)}, reduction=None))
 
 
-def _is_cut(input: Any, dim: Any, dtype: Any) -> bool:
-    """Whether the dimension is cut, of something that has a softmax: else the local call says what is wrong."""
+def _is_sharded(input: Any, dim: Any, dtype: Any) -> bool:
+    """True if the dimension is sharded and the input has a softmax; otherwise the local call handles errors."""
     layout = input._layout
     if not (dtype or input.dtype).is_floating_point or 0 in layout.shape:
         return False
@@ -35,8 +35,8 @@ def _is_cut(input: Any, dim: Any, dtype: Any) -> bool:
 
 
 def _shifted(input: Any, dim: int, dtype: Any) -> Any:
-    """The input less its maximum along a cut dimension: nothing overflows, and the gradient is the same."""
-    if isinstance(dtype, bool):  # aten's own _softmax: whether half precision becomes float
+    """Subtract the maximum along a sharded dimension: avoids overflow and leaves the gradient unchanged."""
+    if isinstance(dtype, bool):  # aten's _softmax: whether to convert half precision to float
         dtype = torch.float32 if dtype else None
     input = input if dtype is None else input.to(dtype)
     peak = input.detach().amax(dim=dim, keepdim=True)
@@ -44,34 +44,34 @@ def _shifted(input: Any, dim: int, dtype: Any) -> Any:
 
 
 @composite("softmax")
-def _softmax_cut(input: Any, dim: Any = None, dtype: Any = None, **_: Any) -> Any:
-    if not _is_cut(input, dim, dtype):
+def _softmax_sharded(input: Any, dim: Any = None, dtype: Any = None, **_: Any) -> Any:
+    if not _is_sharded(input, dim, dtype):
         return NotImplemented
     powers = _shifted(input, dim, dtype).exp()
     return powers / powers.sum(dim=dim, keepdim=True)
 
 
 @composite("log_softmax")
-def _log_softmax_cut(input: Any, dim: Any = None, dtype: Any = None, **_: Any) -> Any:
-    if not _is_cut(input, dim, dtype):
+def _log_softmax_sharded(input: Any, dim: Any = None, dtype: Any = None, **_: Any) -> Any:
+    if not _is_sharded(input, dim, dtype):
         return NotImplemented
     shifted = _shifted(input, dim, dtype)
     return shifted - shifted.exp().sum(dim=dim, keepdim=True).log()
 
 
 @composite("softmin")
-def _softmin_cut(input: Any, dim: Any = None, dtype: Any = None, **_: Any) -> Any:
-    return torch.softmax(-input, dim, dtype) if _is_cut(input, dim, dtype) else NotImplemented
+def _softmin_sharded(input: Any, dim: Any = None, dtype: Any = None, **_: Any) -> Any:
+    return torch.softmax(-input, dim, dtype) if _is_sharded(input, dim, dtype) else NotImplemented
 
 
 @composite("_safe_softmax")
-def _safe_softmax_cut(input: Any, dim: Any = None, dtype: Any = None) -> Any:
-    """Where there is nothing but minus infinity, zeros."""
-    if not _is_cut(input, dim, dtype):
+def _safe_softmax_sharded(input: Any, dim: Any = None, dtype: Any = None) -> Any:
+    """Rows of only -inf give zeros."""
+    if not _is_sharded(input, dim, dtype):
         return NotImplemented
     input = input if dtype is None else input.to(dtype)
-    blind = (input.detach() == -inf).all(dim=dim, keepdim=True)
-    return torch.softmax(input.masked_fill(blind, 0.0), dim).masked_fill(blind, 0.0)
+    fully_masked = (input.detach() == -inf).all(dim=dim, keepdim=True)
+    return torch.softmax(input.masked_fill(fully_masked, 0.0), dim).masked_fill(fully_masked, 0.0)
 
 
 mark_fast("softmax", "log_softmax")

@@ -1,1 +1,1 @@
-"""What follows from the order of values: extremes, sorting, quantiles, selections."""
+"""Operators on the order of values: extremes, sorting, quantiles, selections."""

@@ -1,4 +1,4 @@
-"""Quantiles: along a whole dimension a local call, along a cut one they are read off its order."""
+"""Quantiles: a local call along a replicated dimension; read from the sorted values along a sharded one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwright.tensor.base.strategy import Label, Local, LocalContext, Operand
 from shardwright.tensor.base.tagging import no_torch_function, tag, tag_replicated
 from shardwright.tensor.dispatch.arguments import tensors_in
 from shardwright.tensor.redistribute.implicit import replicated
-from shardwright.tensor.rules.shared.pieces import pieces_of, pieces_of_all
+from shardwright.tensor.rules.shared.shards import flat_shards_of, shards_of
 
 __all__: list[str] = []
 
@@ -23,8 +23,8 @@ __all__: list[str] = []
 def _quantile(
     input: Operand, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear"
 ) -> Strategies:
-    place = None if dim is None or not input.ndim else input.dim(dim)
-    labels: list[Label] = [None if place is None or d == place else d for d in range(input.ndim)]
+    axis = None if dim is None or not input.ndim else input.dim(dim)
+    labels: list[Label] = [None if axis is None or d == axis else d for d in range(input.ndim)]
     out = labels if keepdim else [label for label in labels if label is not None]
     operands, ins = [input], [labels]
     if isinstance(q, Operand):
@@ -33,94 +33,94 @@ def _quantile(
         out = [*["q"] * q.ndim, *out]
 
     def run(context: LocalContext) -> Local | None:
-        """Torch refuses to take quantiles of nothing: there are none, but every rank has the same graph."""
+        """torch rejects empty inputs: return an empty result, so that every rank has the same graph."""
         if torch.Size(context.ins[0].local_shape(context.rank)).numel():
             return None
         shape = context.outs[0].local_shape(context.rank)
 
-        def nothing(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        def empty(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             given = [tensor.reshape(-1)[:0] for tensor in tensors_in((*args, *kwargs.values()))]
-            # Torch has a gradient for `q` where quantiles move with it.
+            # Only linear interpolation has a gradient for `q`.
             return (given[0] + given[-1] if interpolation == "linear" else given[0]).reshape(shape)
 
-        return nothing
+        return empty
 
     return Strategies(index_strategies(operands, ins, [out], reduction=None), run=run)
 
 
-def _of_order(ignores_nan: bool) -> Callable[..., Any]:
-    def ranks(ordered: Any, q: Any) -> Any:
-        """The places of the quantiles in the order, between elements; what is no number comes last in it."""
+def _quantile_sharded(ignores_nan: bool) -> Callable[..., Any]:
+    def positions(ordered: Any, q: Any) -> Any:
+        """Return the positions of the quantiles in the order, between elements; NaN comes last."""
         last = ordered.shape[-1] - 1
-        strange = ordered.detach().isnan()
+        is_nan = ordered.detach().isnan()
         if ignores_nan:
-            return q * (strange.logical_not().sum(-1, keepdim=True) - 1).clamp(min=0)
-        return (q * last).expand(*ordered.shape[:-1], -1).masked_fill(strange.any(-1, keepdim=True), last)
+            return q * (is_nan.logical_not().sum(-1, keepdim=True) - 1).clamp(min=0)
+        return (q * last).expand(*ordered.shape[:-1], -1).masked_fill(is_nan.any(-1, keepdim=True), last)
 
     def compose(input: Any, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear") -> Any:
         if not input.ndim or not input.numel() or not input.is_floating_point():
             return NotImplemented
-        cut = pieces_of_all(input._layout) if dim is None else pieces_of(input._layout, dim)
+        shards = flat_shards_of(input._layout) if dim is None else shards_of(input._layout, dim)
         wanted = _as_tensor(q, input)
-        if cut is None or wanted.ndim > 1 or wanted.dtype != input.dtype or not _are_shares(wanted):
+        if shards is None or wanted.ndim > 1 or wanted.dtype != input.dtype or not _are_probabilities(wanted):
             return NotImplemented
         row = input.reshape(-1) if dim is None else input.movedim(dim, -1)
         ordered = row.sort()[0]
-        found = _between(ordered, ranks(ordered, wanted.reshape(-1)), interpolation)
-        if found is None:
+        result = _interpolated(ordered, positions(ordered, wanted.reshape(-1)), interpolation)
+        if result is None:
             return NotImplemented
-        return _arranged(found, input.ndim, dim, keepdim, several=wanted.ndim == 1)
+        return _arranged(result, input.ndim, dim, keepdim, several=wanted.ndim == 1)
 
     return compose
 
 
-def _at(ordered: Any, places: Any) -> Any:
-    """Elements of the order; where it is cut, each is on one rank, and the others add nothing to it."""
-    cut = pieces_of(ordered._layout, -1)
-    if cut is None:
-        return ordered.gather(-1, places)
+def _elements_at(ordered: Any, indices: Any) -> Any:
+    """Return elements of the sorted values; if those are sharded, as a partial sum to which one rank contributes."""
+    shards = shards_of(ordered._layout, -1)
+    if shards is None:
+        return ordered.gather(-1, indices)
     target = [SUM if p.is_shard() else p for p in ordered._layout.placements]
     with no_torch_function():
         size = ordered.shape[0]
-        at = places - cut.start
+        local = indices - shards.start
         padded = torch.cat([ordered, ordered.new_zeros(1)])
-        chosen = padded[torch.where((at >= 0) & (at < size), at, size)]
-        return tag(chosen, Layout(ordered._layout.mesh, target, places.shape))
+        chosen = padded[torch.where((local >= 0) & (local < size), local, size)]
+        return tag(chosen, Layout(ordered._layout.mesh, target, indices.shape))
 
 
-def _as_tensor(q: Any, beside: Any) -> Any:
+def _as_tensor(q: Any, like: Any) -> Any:
     if isinstance(q, torch.Tensor):
         return replicated("quantile", q)  # type: ignore[arg-type]  # it is a DTensor
-    mesh = beside._layout.mesh
-    value = torch.tensor(q, dtype=beside.dtype, device=beside.device)
+    mesh = like._layout.mesh
+    value = torch.tensor(q, dtype=like.dtype, device=like.device)
     return tag_replicated(value, mesh)
 
 
-def _are_shares(q: Any) -> bool:
+def _are_probabilities(q: Any) -> bool:
     return q.is_meta or bool(((q >= 0) & (q <= 1)).all().item())
 
 
-def _between(ordered: Any, ranks: Any, interpolation: str) -> Any:
-    """The elements of the order at these places, or between those below and above."""
+def _interpolated(ordered: Any, positions: Any, interpolation: str) -> Any:
+    """Interpolate between the sorted values below and above these positions."""
     if interpolation not in ("linear", "midpoint", "lower", "higher", "nearest"):
         return None
     rounded = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}.get(interpolation)
-    ranks = ranks if rounded is None else rounded(ranks)
-    below = ranks.detach().long()
-    values = _at(ordered, below)
+    positions = positions if rounded is None else rounded(positions)
+    below = positions.detach().long()
+    values = _elements_at(ordered, below)
     if rounded is not None:
         return values
-    weight = torch.full_like(ranks, 0.5) if interpolation == "midpoint" else ranks - below
-    return values.lerp(_at(ordered, ranks.detach().ceil().long()), weight)
+    weight = torch.full_like(positions, 0.5) if interpolation == "midpoint" else positions - below
+    return values.lerp(_elements_at(ordered, positions.detach().ceil().long()), weight)
 
 
-def _arranged(found: Any, ndim: int, dim: Any, keepdim: bool, several: bool) -> Any:
-    """Quantiles, which are last, where torch has them: first, if there are several."""
-    found = found.movedim(-1, 0) if several else found.squeeze(-1)
+def _arranged(result: Any, ndim: int, dim: Any, keepdim: bool, several: bool) -> Any:
+    """Move the quantiles from the last dimension to torch's: first if there are several."""
+    result = result.movedim(-1, 0) if several else result.squeeze(-1)
     if not keepdim:
-        return found
-    return found.reshape(*found.shape, *[1] * ndim) if dim is None else found.unsqueeze(several + dim % ndim)
+        return result
+    return result.reshape(*result.shape, *[1] * ndim) if dim is None else result.unsqueeze(several + dim % ndim)
 
 
-composite("quantile")(_of_order(ignores_nan=False))
-composite("nanquantile")(_of_order(ignores_nan=True))
+composite("quantile")(_quantile_sharded(ignores_nan=False))
+composite("nanquantile")(_quantile_sharded(ignores_nan=True))

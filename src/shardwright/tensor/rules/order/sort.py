@@ -1,7 +1,7 @@
-"""Order: sorting, single places of the order, and looking values up in a sorted or an unsorted tensor.
+"""Sorting, order statistics, and lookups in sorted or unsorted tensors.
 
-Along a whole dimension all of it is local. A dimension that is cut is exchanged for another that may be cut; where it
-is the only one, and long, its order is agreed on where it lies.
+Along a replicated dimension everything is local. A sharded dimension is exchanged for another that may be sharded;
+if it is the only one, and long, it is sorted across ranks without gathering it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Label, Labels, Operand, Strategies, index_strategies
 from shardwright.tensor.redistribute.implicit import completed, replicated
-from shardwright.tensor.rules.order.distributed_sort import LONG, can_be_ordered, nth, order_long
-from shardwright.tensor.rules.order.extremes import kth_of_few
-from shardwright.tensor.rules.shared.pieces import Pieces, pieces_of, pieces_of_all
+from shardwright.tensor.rules.order.distributed_sort import MIN_DISTRIBUTED, is_sortable, kth_element, sort_distributed
+from shardwright.tensor.rules.order.extremes import kth_near_end
+from shardwright.tensor.rules.shared.shards import Shards, flat_shards_of, shards_of
 
 __all__: list[str] = []
 
 
 def _along(input: Operand, dim: int, results: int, keepdim: bool = True) -> Strategies:
-    place = input.dim(dim)
-    labels: list[Label] = [None if d == place else d for d in range(input.ndim)]
+    axis = input.dim(dim)
+    labels: list[Label] = [None if d == axis else d for d in range(input.ndim)]
     out = labels if keepdim else [label for label in labels if label is not None]
     return Strategies(index_strategies([input], [labels], [out] * results, reduction=None))
 
@@ -55,83 +55,80 @@ def _kthvalue(input: Operand, k: int, dim: int = -1, keepdim: bool = False) -> S
     return _along(input, dim, 2, keepdim)
 
 
-def _long(input: Any, dim: Any) -> Pieces | None:
-    """The pieces of the only dimension, where it is cut, and so long that its order is better agreed on than gathered.
-
-    What is as long as that, but has no order that its bits tell, is gathered all the same.
-    """
+def _long_shards(input: Any, dim: Any) -> Shards | None:
+    """Return the shards of a long, sortable 1-dimensional tensor; None if it is better gathered."""
     layout = input._layout
-    if layout.ndim != 1 or layout.shape[0] < LONG or not can_be_ordered(input.dtype):
+    if layout.ndim != 1 or layout.shape[0] < MIN_DISTRIBUTED or not is_sortable(input.dtype):
         return None
-    return pieces_of(layout, dim)
+    return shards_of(layout, dim)
 
 
 @composite("sort")
 def _sort_long(input: Any, dim: Any = -1, descending: bool = False, stable: Any = False) -> Any:
-    cut = _long(input, dim)
-    if cut is None:
+    shards = _long_shards(input, dim)
+    if shards is None:
         return NotImplemented
-    return torch.return_types.sort(order_long("sort", input, cut, descending))
+    return torch.return_types.sort(sort_distributed("sort", input, shards, descending))
 
 
 @composite("argsort")
 def _argsort_long(input: Any, dim: Any = -1, descending: bool = False, stable: Any = False) -> Any:
-    cut = _long(input, dim)
-    return NotImplemented if cut is None else order_long("argsort", input.detach(), cut, descending)[1]
+    shards = _long_shards(input, dim)
+    return NotImplemented if shards is None else sort_distributed("argsort", input.detach(), shards, descending)[1]
 
 
 @composite("msort")
 def _msort_long(input: Any) -> Any:
-    cut = _long(input, 0)
-    return NotImplemented if cut is None else order_long("msort", input, cut, descending=False)[0]
+    shards = _long_shards(input, 0)
+    return NotImplemented if shards is None else sort_distributed("msort", input, shards, descending=False)[0]
 
 
 @composite("kthvalue")
-def _kthvalue_cut(input: Any, k: Any, dim: Any = -1, keepdim: bool = False) -> Any:
-    cut = pieces_of(input._layout, dim)
-    if cut is None or not isinstance(k, int) or not 0 < k <= input.shape[cut.dim]:
+def _kthvalue_sharded(input: Any, k: Any, dim: Any = -1, keepdim: bool = False) -> Any:
+    shards = shards_of(input._layout, dim)
+    if shards is None or not isinstance(k, int) or not 0 < k <= input.shape[shards.dim]:
         return NotImplemented
-    found = kth_of_few(input, k, cut, keepdim)
-    if found is None and _long(input, dim) is not None:
-        found = _shaped(nth("kthvalue", completed("kthvalue", input), cut, k - 1), keepdim)
-    return NotImplemented if found is None else torch.return_types.kthvalue(found)
+    result = kth_near_end(input, k, shards, keepdim)
+    if result is None and _long_shards(input, dim) is not None:
+        result = _with_keepdim(kth_element("kthvalue", completed("kthvalue", input), shards, k - 1), keepdim)
+    return NotImplemented if result is None else torch.return_types.kthvalue(result)
 
 
-def _shaped(found: tuple[Any, Any], keepdim: bool) -> tuple[Any, Any]:
-    return (found[0].unsqueeze(0), found[1].unsqueeze(0)) if keepdim else found
+def _with_keepdim(result: tuple[Any, Any], keepdim: bool) -> tuple[Any, Any]:
+    return (result[0].unsqueeze(0), result[1].unsqueeze(0)) if keepdim else result
 
 
 def _median(name: str, ignores_nan: bool) -> Callable[..., Any]:
-    def which(input: Any) -> int:
-        """The place of the median: what is no number comes last, and is the median unless it is ignored."""
+    def position(input: Any) -> int:
+        """Return the position of the median: NaN comes last, and is the median unless ignored."""
         size: int = input.numel()
-        strange = 0 if not input.is_floating_point() or input.is_meta else int(input.isnan().sum().item())
+        nans = 0 if not input.is_floating_point() or input.is_meta else int(input.isnan().sum().item())
         if ignores_nan:
-            return max(size - strange - 1, 0) // 2
-        return size - strange if strange else (size - 1) // 2
+            return max(size - nans - 1, 0) // 2
+        return size - nans if nans else (size - 1) // 2
 
-    def of_all(input: Any) -> Any:
-        cut = pieces_of_all(input._layout)
-        if cut is None or input.numel() < LONG or not can_be_ordered(input.dtype):
+    def global_median(input: Any) -> Any:
+        shards = flat_shards_of(input._layout)
+        if shards is None or input.numel() < MIN_DISTRIBUTED or not is_sortable(input.dtype):
             return NotImplemented
         input = completed(name, input)
         plain = input.detach()
-        found = replicated(name, nth(name, plain, cut, which(plain))[0])
+        result = replicated(name, kth_element(name, plain, shards, position(plain))[0])
         if not (input.requires_grad and torch.is_grad_enabled()):
-            return found
-        # As torch has it, all elements that are equal to the median share its gradient.
-        hit = (plain == found) | (plain.isnan() & found.isnan())
+            return result
+        # As in torch, all elements equal to the median share its gradient.
+        hit = (plain == result) | (plain.isnan() & result.isnan())
         return (torch.where(hit, input, torch.zeros_like(plain)) / hit.sum()).sum()
 
     def compose(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
         if dim is None:
-            return of_all(input)
-        cut = _long(input, dim)
-        if cut is None:
+            return global_median(input)
+        shards = _long_shards(input, dim)
+        if shards is None:
             return NotImplemented
         input = completed(name, input)
-        found = _shaped(nth(name, input, cut, which(input.detach())), keepdim)
-        return getattr(torch.return_types, name)(found)
+        result = _with_keepdim(kth_element(name, input, shards, position(input.detach())), keepdim)
+        return getattr(torch.return_types, name)(result)
 
     return compose
 
@@ -147,7 +144,7 @@ def _mode(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
 
 @rule("isin")
 def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Strategies | None:
-    """Each element beside all of the others; where those are cut, it is in if it is in any of the pieces."""
+    """True for an element in any shard of `test_elements`."""
     del assume_unique
     operands = [value for value in (elements, test_elements) if isinstance(value, Operand)]
     if not isinstance(elements, Operand):
@@ -159,7 +156,7 @@ def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inv
 
 @rule("bucketize")
 def _bucketize(input: Any, boundaries: Operand, *, out_int32: bool = False, right: bool = False) -> Strategies | None:
-    """Of cut boundaries, a value lies behind so many in every piece, and behind the sum of those in all."""
+    """The index among sharded boundaries is the sum of the indices in the shards."""
     del out_int32, right
     if not isinstance(input, Operand):
         return None
@@ -177,7 +174,7 @@ def _searchsorted(
     side: str | None = None,
     sorter: Operand | None = None,
 ) -> Strategies | None:
-    """As `bucketize`, with a sequence of its own for every row, or one for all."""
+    """Like `bucketize`, with one sequence per row or one for all."""
     del out_int32, right, side
     if not isinstance(input, Operand):
         return None
@@ -189,6 +186,6 @@ def _searchsorted(
     if sorter is not None:
         ins.append(ins[0])
         operands.append(sorter)
-    # What sorts a sequence counts through all of it.
+    # A sorter indexes the complete sequence.
     whole: set[Label] = set() if sorter is None else {"boundary"}
     return Strategies(index_strategies(operands, ins, [ins[1]], whole=whole))

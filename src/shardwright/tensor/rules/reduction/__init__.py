@@ -1,1 +1,1 @@
-"""Dimensions reduced or run through: sums, norms, statistics, counts, scans."""
+"""Reductions and scans: sums, norms, statistics, counts."""

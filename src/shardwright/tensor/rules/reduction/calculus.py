@@ -1,4 +1,4 @@
-"""Differences and integrals along a dimension, made of its slices: where it is cut, neighbours exchange their edges."""
+"""Differences and integrals along a dimension, composed of its slices: neighbours exchange their edges."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__: list[str] = []
 
 
 def _ends(values: Any, dim: int) -> tuple[Any, Any]:
-    """All but the last, and all but the first."""
+    """Return all but the last, and all but the first."""
     size = max(values.shape[dim] - 1, 0)
     return values.narrow(dim, 0, size), values.narrow(dim, values.shape[dim] - size, size)
 
 
-def _is_along(values: Any, dim: Any) -> bool:
+def _is_dim(values: Any, dim: Any) -> bool:
     return isinstance(dim, int) and -values.ndim <= dim < values.ndim
 
 
 @composite("diff")
 def _diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
-    if not _is_along(input, dim) or n < 0:
+    if not _is_dim(input, dim) or n < 0:
         return NotImplemented
     if n == 0:
         return input.clone()
@@ -32,13 +32,13 @@ def _diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: An
         return NotImplemented
     joined = torch.cat(parts, dim) if len(parts) > 1 else input
     for _ in range(min(n, joined.shape[dim])):
-        before, behind = _ends(joined, dim)
-        joined = before.logical_xor(behind) if joined.dtype == torch.bool else behind - before
+        before, after = _ends(joined, dim)
+        joined = before.logical_xor(after) if joined.dtype == torch.bool else after - before
     return joined
 
 
-def _steps(y: Any, x: Any, dim: int) -> Any:
-    """How far the points are from each other, to be multiplied with values between them; None where torch decides."""
+def _distances(y: Any, x: Any, dim: int) -> Any:
+    """Return the distances of the points, shaped to multiply values between them; None if torch raises the error."""
     if x.ndim == 1:
         if x.shape[0] != y.shape[dim]:
             return None
@@ -50,17 +50,17 @@ def _steps(y: Any, x: Any, dim: int) -> Any:
 
 
 def _areas(y: Any, x: Any, dx: Any, dim: Any) -> Any:
-    """The area below every step between two points."""
+    """Return the area below every interval between two points."""
     floats = all(v is None or v.is_floating_point() or v.is_complex() for v in (y, x))
-    if not isinstance(y, torch.Tensor) or not floats or not _is_along(y, dim) or y.shape[dim] < 2:
+    if not isinstance(y, torch.Tensor) or not floats or not _is_dim(y, dim) or y.shape[dim] < 2:
         return None
-    wide = dx if dx is not None else 1.0
+    distance = dx if dx is not None else 1.0
     if x is not None:
-        wide = _steps(y, x, dim)
-    if wide is None or isinstance(wide, complex):
+        distance = _distances(y, x, dim)
+    if distance is None or isinstance(distance, complex):
         return None
-    before, behind = _ends(y, dim)
-    return (before + behind) * wide / 2
+    before, after = _ends(y, dim)
+    return (before + after) * distance / 2
 
 
 @composite("trapezoid", "trapz")
@@ -78,28 +78,28 @@ def _cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = None, dim: Any = -
 @composite("gradient")
 def _gradient(input: Any, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> Any:
     dims = list(range(input.ndim)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
-    if not all(_is_along(input, d) and input.shape[d] > edge_order for d in dims) or edge_order not in (1, 2):
+    if not all(_is_dim(input, d) and input.shape[d] > edge_order for d in dims) or edge_order not in (1, 2):
         return NotImplemented
     if not (input.is_floating_point() or input.is_complex()):
         return NotImplemented
     given = spacing if isinstance(spacing, list | tuple) else [1 if spacing is None else spacing] * len(dims)
     if len(given) != len(dims):
         return NotImplemented
-    found = []
+    slopes = []
     for d, space in zip(dims, given, strict=True):
-        apart = isinstance(space, torch.Tensor) and space.ndim == 1
-        if apart and space.shape[0] != input.shape[d]:
+        has_points = isinstance(space, torch.Tensor) and space.ndim == 1
+        if has_points and space.shape[0] != input.shape[d]:
             return NotImplemented
-        found.append(_slope_between(input, d, space, edge_order) if apart else _slope(input, d, space, edge_order))
-    return tuple(found)
+        slopes.append(_slope_at(input, d, space, edge_order) if has_points else _slope(input, d, space, edge_order))
+    return tuple(slopes)
 
 
-def _row(values: Any, dim: int, place: int) -> Any:
-    return values.narrow(dim, place % values.shape[dim], 1)
+def _row(values: Any, dim: int, index: int) -> Any:
+    return values.narrow(dim, index % values.shape[dim], 1)
 
 
 def _slope(f: Any, dim: int, step: Any, edge_order: int) -> Any:
-    """Of points that are equally far from each other."""
+    """Gradient with equal spacing."""
     size = f.shape[dim]
     middle = (f.narrow(dim, 2, size - 2) - f.narrow(dim, 0, size - 2)) / step / 2 if size > 2 else None
     if edge_order == 1:
@@ -107,32 +107,32 @@ def _slope(f: Any, dim: int, step: Any, edge_order: int) -> Any:
     else:
         first = _row(f, dim, 0) * -1.5 + _row(f, dim, 1) * 2 - _row(f, dim, 2) * 0.5
         last = _row(f, dim, -1) * 1.5 - _row(f, dim, -2) * 2 + _row(f, dim, -3) * 0.5
-    return torch.cat([each for each in (first / step, middle, last / step) if each is not None], dim)
+    return torch.cat([part for part in (first / step, middle, last / step) if part is not None], dim)
 
 
-def _slope_between(f: Any, dim: int, points: Any, edge_order: int) -> Any:
-    """Of points that lie where they are said to."""
-    apart = points.diff().reshape(-1, *[1] * (f.ndim - 1 - dim % f.ndim))
+def _slope_at(f: Any, dim: int, points: Any, edge_order: int) -> Any:
+    """Gradient with the given coordinates."""
+    distances = points.diff().reshape(-1, *[1] * (f.ndim - 1 - dim % f.ndim))
     size = f.shape[dim]
     parts = []
     if size > 2:
-        one, two = _ends(apart, 0)
+        one, two = _ends(distances, 0)
         parts = [
             f.narrow(dim, 0, size - 2) * (-two / (one * (one + two)))
             + f.narrow(dim, 1, size - 2) * ((two - one) / (one * two))
             + f.narrow(dim, 2, size - 2) * (one / (two * (one + two)))
         ]
     if edge_order == 1:
-        first = (_row(f, dim, 1) - _row(f, dim, 0)) / _row(apart, 0, 0)
-        last = (_row(f, dim, -1) - _row(f, dim, -2)) / _row(apart, 0, -1)
+        first = (_row(f, dim, 1) - _row(f, dim, 0)) / _row(distances, 0, 0)
+        last = (_row(f, dim, -1) - _row(f, dim, -2)) / _row(distances, 0, -1)
     else:
-        first = _edge(f, dim, (0, 1, 2), _row(apart, 0, 0), _row(apart, 0, 1))
-        last = -_edge(f, dim, (-1, -2, -3), _row(apart, 0, -1), _row(apart, 0, -2))
+        first = _edge(f, dim, (0, 1, 2), _row(distances, 0, 0), _row(distances, 0, 1))
+        last = -_edge(f, dim, (-1, -2, -3), _row(distances, 0, -1), _row(distances, 0, -2))
     return torch.cat([first, *parts, last], dim)
 
 
-def _edge(f: Any, dim: int, places: tuple[int, int, int], one: Any, two: Any) -> Any:
-    """The slope at the first of three points, `one` and `two` apart."""
-    a, b, c = (_row(f, dim, place) for place in places)
+def _edge(f: Any, dim: int, indices: tuple[int, int, int], one: Any, two: Any) -> Any:
+    """Return the slope at the first of three points with distances `one` and `two`."""
+    a, b, c = (_row(f, dim, index) for index in indices)
     both = one + two
     return a * (-(one + both) / (one * both)) + b * (both / (one * two)) - c * (one / (two * both))

@@ -1,6 +1,6 @@
-"""Counting by value: every rank counts what it has, and the counts are partial sums.
+"""Histograms and counts: every rank counts its shard, and the counts are partial sums.
 
-Where the bins follow from the values, all ranks agree on the range of those first: two numbers.
+If the bins depend on the values, the ranks first reduce their global range.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from shardwright.tensor.base.strategy import (
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.redistribute.implicit import completed, redistributed, replicated
 from shardwright.tensor.rules.reduction.reduce import reduced_dims
-from shardwright.tensor.rules.shared.pieces import pieces_of_all
+from shardwright.tensor.rules.shared.shards import flat_shards_of
 
 __all__: list[str] = []
 
 
 def _with_edges(at: Callable[[int], list[Strategy]], edges: int) -> Callable[[int], list[Strategy]]:
-    """The strategies of counts, which add up, with those of the edges of bins, which are the same everywhere."""
+    """Return the strategies of the counts, which are partial sums, with replicated bin edges."""
     return lambda mesh_dim: [
         strategy._replace(outs=(strategy.outs[0], *[REPLICATE] * edges)) for strategy in at(mesh_dim)
     ]
 
 
 def _range_of(name: str, input: Any, dims: Sequence[int], margin: float) -> tuple[list[float], list[float]]:
-    """The least and largest along these dimensions, and a margin about them where they are one."""
+    """Return minimum and maximum along these dimensions, widened by a margin where they are equal."""
     plain = input.detach()
-    both = [replicated(name, each) for each in (plain.amin(dim=dims), plain.amax(dim=dims))]
-    if input.is_meta:  # where there are no values, bins that any values could have
+    both = [replicated(name, bound) for bound in (plain.amin(dim=dims), plain.amax(dim=dims))]
+    if input.is_meta:  # any range will do
         return [0.0] * both[0].numel(), [1.0] * both[0].numel()
-    low, high = (each.reshape(-1).tolist() for each in both)
-    alike = [a == b for a, b in zip(low, high, strict=True)]
-    low = [a - margin if same else a for a, same in zip(low, alike, strict=True)]
-    return low, [b + margin if same else b for b, same in zip(high, alike, strict=True)]
+    low, high = (bound.reshape(-1).tolist() for bound in both)
+    equal = [a == b for a, b in zip(low, high, strict=True)]
+    low = [a - margin if same else a for a, same in zip(low, equal, strict=True)]
+    return low, [b + margin if same else b for b, same in zip(high, equal, strict=True)]
 
 
-def _counting(context: LocalContext) -> Local:
-    """The local call; torch cannot tell what comes out where there are no values."""
+def _local_counts(context: LocalContext) -> Local:
+    """Return the local call; on meta tensors, empty results of the right shapes."""
 
     def local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not args[0].is_meta:
@@ -61,8 +61,8 @@ def _counting(context: LocalContext) -> Local:
     return local
 
 
-def _is_cut(*tensors: Any) -> bool:
-    return any(isinstance(t, DTensorBase) and pieces_of_all(t._layout) is not None for t in tensors)
+def _is_sharded(*tensors: Any) -> bool:
+    return any(isinstance(t, DTensorBase) and flat_shards_of(t._layout) is not None for t in tensors)
 
 
 @rule("histc")
@@ -73,8 +73,8 @@ def _histc(input: Operand, bins: int = 100, min: float = 0, max: float = 0) -> S
 
 
 @composite("histc")
-def _histc_cut(input: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
-    if min != max or not _is_cut(input) or not input.numel():
+def _histc_sharded(input: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
+    if min != max or not _is_sharded(input) or not input.numel():
         return NotImplemented
     (low,), (high,) = _range_of("histc", input, list(range(input.ndim)), 1.0)
     return torch.histc(input, bins, low, high)
@@ -91,15 +91,15 @@ def _histogram(
     whole: set[Any] = set() if (given or range is not None) and not density else set(labels)
     count = bins.shape[0] - 1 if given else bins
     at = _with_edges(index_strategies(operands, ins, [[None]], whole=whole), 1)
-    return Strategies(at, run=_counting, shapes=((count,), (count + 1,)), fresh=False)
+    return Strategies(at, run=_local_counts, shapes=((count,), (count + 1,)), fresh=False)
 
 
 @composite("histogram")
-def _histogram_cut(input: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
-    if not _is_cut(input, weight) or not input.numel():
+def _histogram_sharded(input: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    if not _is_sharded(input, weight) or not input.numel():
         return NotImplemented
     if range is None and isinstance(bins, int):
-        (low,), (high,) = _range_of("histogram", input, list(_numbers(input.ndim)), 0.5)
+        (low,), (high,) = _range_of("histogram", input, list(_range(input.ndim)), 0.5)
         return torch.histogram(input, bins, range=(low, high), weight=weight, density=density)
     if not density:
         return NotImplemented
@@ -108,55 +108,55 @@ def _histogram_cut(input: Any, bins: Any, *, range: Any = None, weight: Any = No
     return torch.return_types.histogram((counts / counts.sum() / edges.diff(), edges))
 
 
-_numbers = range  # where an argument has that name
+_range = range  # where `range` is a parameter
 
 
 @rule("histogramdd")
 def _histogramdd(
     input: Operand, bins: Any, range: Any = None, weight: Operand | None = None, density: bool = False
 ) -> Strategies:
-    rows = [("element", d) for d in _numbers(input.ndim - 1)]
-    each = [bins] * input.shape[-1] if isinstance(bins, int) else list(bins)
-    given = [edges for edges in each if isinstance(edges, Operand)]
+    rows = [("element", d) for d in _range(input.ndim - 1)]
+    per_dimension = [bins] * input.shape[-1] if isinstance(bins, int) else list(bins)
+    given = [edges for edges in per_dimension if isinstance(edges, Operand)]
     operands = [input, *given, *([weight] if weight is not None else [])]
     ins: list[Labels] = [[*rows, None], *([[None]] * len(given)), *([rows] if weight is not None else [])]
     whole: set[Any] = set() if (given or range is not None) and not density else set(rows)
-    counts = [edges.shape[0] - 1 if isinstance(edges, Operand) else edges for edges in each]
+    counts = [edges.shape[0] - 1 if isinstance(edges, Operand) else edges for edges in per_dimension]
     shapes = (tuple(counts), *((count + 1,) for count in counts))
     at = _with_edges(index_strategies(operands, ins, [[None] * len(counts)], whole=whole), len(counts))
-    return Strategies(at, run=_counting, shapes=shapes, fresh=False)
+    return Strategies(at, run=_local_counts, shapes=shapes, fresh=False)
 
 
 @composite("histogramdd")
-def _histogramdd_cut(input: Any, bins: Any, range: Any = None, weight: Any = None, density: bool = False) -> Any:
-    if not _is_cut(input, weight) or not input.numel() or input.ndim < 2:
+def _histogramdd_sharded(input: Any, bins: Any, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    if not _is_sharded(input, weight) or not input.numel() or input.ndim < 2:
         return NotImplemented
-    in_numbers = isinstance(bins, int) or all(isinstance(count, int) for count in bins)
-    if range is None and in_numbers:
-        low, high = _range_of("histogramdd", input, list(_numbers(input.ndim - 1)), 0.5)
+    by_count = isinstance(bins, int) or all(isinstance(count, int) for count in bins)
+    if range is None and by_count:
+        low, high = _range_of("histogramdd", input, list(_range(input.ndim - 1)), 0.5)
         span = [bound for both in zip(low, high, strict=True) for bound in both]
         return torch.histogramdd(input, bins, range=span, weight=weight, density=density)
     if not density:
         return NotImplemented
     counts, edges = torch.histogramdd(input, bins, range=range, weight=weight)
-    shared = counts / counts.sum()
-    for dim, each in enumerate(edges):
-        shared = shared / each.diff().reshape([-1 if d == dim else 1 for d in _numbers(counts.ndim)])
-    return torch.return_types.histogramdd((shared, edges))
+    densities = counts / counts.sum()
+    for dim, dim_edges in enumerate(edges):
+        densities = densities / dim_edges.diff().reshape([-1 if d == dim else 1 for d in _range(counts.ndim)])
+    return torch.return_types.histogramdd((densities, edges))
 
 
 @composite("bincount")
 def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
-    """The largest number is agreed on, then every rank counts."""
-    if input.ndim != 1 or not input.numel() or not _is_cut(input, weights):
+    """Reduce the maximum first; then every rank counts."""
+    if input.ndim != 1 or not input.numel() or not _is_sharded(input, weights):
         return NotImplemented
     if weights is not None and tuple(weights.shape) != tuple(input.shape):
         return NotImplemented
-    input = completed("bincount", input if _is_cut(input) else redistributed("bincount", input, weights._layout))
+    input = completed("bincount", input if _is_sharded(input) else redistributed("bincount", input, weights._layout))
     weights = weights if weights is None else redistributed("bincount", weights, input._layout)
     low, high = _range_of("bincount", input, [0], 0)
     if low[0] < 0:
-        return NotImplemented  # torch says what is wrong with it
+        return NotImplemented  # torch raises the error
     layout = input._layout
     length = max(minlength, int(high[0]) + 1)
     with no_torch_function():
@@ -164,16 +164,16 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
             counts = torch.empty(length, dtype=torch.long if weights is None else torch.float64, device="meta")
         elif input.numel():
             counts = torch.bincount(input, weights, length)
-        else:  # torch forgets the type of weights of nothing
-            kind = torch.long if weights is None else torch.bincount(input.new_zeros(1), weights.new_zeros(1)).dtype
-            counts = torch.zeros(length, dtype=kind, device=input.device)
+        else:  # torch ignores the dtype of empty weights
+            dtype = torch.long if weights is None else torch.bincount(input.new_zeros(1), weights.new_zeros(1)).dtype
+            counts = torch.zeros(length, dtype=dtype, device=input.device)
         placements = [Partial("sum") if p.is_shard() else p for p in layout.placements]
         return tag(counts, layout.replace(placements=placements, shape=(length,)))
 
 
 @rule("hash_tensor")
 def _hash_tensor(input: Operand, dim: Any = (), *, keepdim: bool = False, mode: int = 0) -> Strategies:
-    """An exclusive or of the elements' bits: nothing is the neutral element, but torch refuses to reduce nothing."""
+    """XOR of the elements' bits; its identity is 0, but torch rejects empty reductions."""
     del mode
     dims = reduced_dims(input, dim)
     labels: Labels = list(range(input.ndim))

@@ -1,4 +1,4 @@
-"""Norms of every order: along whole dimensions torch's own call, along cut ones sums of powers, or extremes."""
+"""Norms of every order: a local call along replicated dimensions; sums of powers or extremes along sharded ones."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Label, Operand, Strategies, index_strategies
-from shardwright.tensor.rules.reduction.reduce import is_cut, reduced_dims, reduction_labels
+from shardwright.tensor.rules.reduction.reduce import is_sharded, reduced_dims, reduction_labels
 
 __all__: list[str] = []
 
 INF = float("inf")
-SUMS = (0, 1)  # orders whose norm is itself a sum over the elements
+SUMS = (0, 1)  # orders whose norm is a sum over the elements
 
 
 @rule("linalg_vector_norm")
@@ -22,17 +22,17 @@ def _vector_norm(x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = Fals
     del dtype
     dims = reduced_dims(x, dim)
     ins, out = reduction_labels(x, dims, keepdim)
-    if ord in SUMS and x.dtype.itemsize > 2:  # sums of half numbers are made in a wider type
+    if ord in SUMS and x.dtype.itemsize > 2:  # half precision is summed in a wider dtype
         return Strategies(index_strategies([x], [ins], [out]))
     return Strategies(index_strategies([x], [ins], [out], reduction=None))
 
 
 @composite("linalg_vector_norm")
-def _vector_norm_cut(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """Along a cut dimension: what each rank has of the sum or of the extreme, put together before the root."""
-    dims = _named(x, dim)
+def _vector_norm_sharded(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """Along a sharded dimension: reduce the sum of powers, or the extreme, before the root."""
+    dims = _reduced_dims(x, dim)
     narrow = x.dtype in (torch.float16, torch.bfloat16) and dtype in (None, x.dtype)  # powers would overflow
-    if not is_cut(x, dims) or (ord in SUMS and not narrow) or -INF < ord < 0 or 0 in x.shape:  # torch knows of nothing
+    if not is_sharded(x, dims) or (ord in SUMS and not narrow) or -INF < ord < 0 or 0 in x.shape:
         return NotImplemented
     if narrow:
         return torch.linalg.vector_norm(x.float(), ord, dim, keepdim).to(x.dtype)
@@ -42,7 +42,7 @@ def _vector_norm_cut(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = Fals
     return _root(_power(size, ord).sum(dim=dims, keepdim=keepdim), ord)
 
 
-def _named(x: Any, dim: Any) -> list[int]:
+def _reduced_dims(x: Any, dim: Any) -> list[int]:
     every = range(x.ndim) if dim is None or dim in ([], ()) else dim if isinstance(dim, Sequence) else [dim]
     return [d % max(x.ndim, 1) for d in every] if x.ndim else []
 
@@ -52,15 +52,15 @@ def _power(size: Any, ord: float) -> Any:
         return size * size
     if ord >= 1:
         return size.pow(ord)
-    return _where_not_zero(size, lambda positive: positive.pow(ord))
+    return _zero_at_zero(size, lambda positive: positive.pow(ord))
 
 
 def _root(total: Any, ord: float) -> Any:
-    return _where_not_zero(total, torch.sqrt if ord == 2 else lambda positive: positive.pow(1.0 / ord))
+    return _zero_at_zero(total, torch.sqrt if ord == 2 else lambda positive: positive.pow(1.0 / ord))
 
 
-def _where_not_zero(value: Any, function: Any) -> Any:
-    """A function that is zero at zero, with a gradient of zero there, as torch has it, where its own is infinite."""
+def _zero_at_zero(value: Any, function: Any) -> Any:
+    """Apply a function that is zero at zero, with zero gradient there (as torch), where its own is infinite."""
     if not (value.requires_grad and torch.is_grad_enabled()):
         return function(value)
     zero = value == 0
@@ -90,7 +90,7 @@ def _matrix_norm(
 
 
 @composite("linalg_matrix_norm")
-def _matrix_norm_cut(
+def _matrix_norm_sharded(
     A: Any,  # noqa: N803  # torch's name
     ord: Any = "fro",
     dim: Any = (-2, -1),
@@ -98,11 +98,11 @@ def _matrix_norm_cut(
     *,
     dtype: Any = None,
 ) -> Any:
-    """Frobenius' norm is a vector's; the greatest row or column is an extreme of sums; others need whole matrices."""
+    """The Frobenius norm is a vector norm; row and column norms are extremes of sums; others replicate the matrix."""
     if A.ndim < 2 or len(dim) != 2:
         return NotImplemented
     rows, columns = _matrix_dims(A.ndim, dim)
-    if rows == columns or not is_cut(A, [rows, columns]) or 0 in A.shape:
+    if rows == columns or not is_sharded(A, [rows, columns]) or 0 in A.shape:
         return NotImplemented
     if ord == "fro":
         return torch.linalg.vector_norm(A, 2, (rows, columns), keepdim, dtype=dtype)
@@ -110,8 +110,8 @@ def _matrix_norm_cut(
         return NotImplemented
     summed, compared = (rows, columns) if abs(ord) == 1 else (columns, rows)
     sums = torch.linalg.vector_norm(A, 1, summed, True, dtype=dtype)
-    most = sums.amax(dim=compared, keepdim=True) if ord > 0 else sums.amin(dim=compared, keepdim=True)
-    return most if keepdim else most.squeeze((rows, columns))
+    extreme = sums.amax(dim=compared, keepdim=True) if ord > 0 else sums.amin(dim=compared, keepdim=True)
+    return extreme if keepdim else extreme.squeeze((rows, columns))
 
 
 @composite("linalg_norm")
@@ -123,11 +123,11 @@ def _linalg_norm(
     *,
     dtype: Any = None,
 ) -> Any:
-    """A vector's norm or a matrix's, as torch decides it."""
+    """Return a vector or a matrix norm, by torch's rules."""
     dims = [dim] if isinstance(dim, int) else dim
     if ord is None or (len(dims) == 1 if dims is not None else A.ndim == 1):
         if isinstance(ord, str):
-            return NotImplemented  # torch says what is wrong
+            return NotImplemented  # torch raises the error
         return torch.linalg.vector_norm(A, 2 if ord is None else ord, dims, keepdim, dtype=dtype)
     if (len(dims) if dims is not None else A.ndim) != 2:
         return NotImplemented

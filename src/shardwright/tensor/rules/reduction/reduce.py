@@ -1,4 +1,4 @@
-"""Reductions: a cut dimension that is reduced gives a partial result, with no communication."""
+"""Reductions: reducing a sharded dimension gives a partial result without communication."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from shardwright.tensor.redistribute.identity import identity_element
 from shardwright.tensor.redistribute.implicit import completed
 from shardwright.tensor.rules.elementwise.pointwise import pointwise
 
-__all__ = ["along", "extreme_cut", "is_cut", "reduced_dims", "reduction_labels"]
+__all__ = ["along", "is_sharded", "reduced_dims", "reduction_labels", "sharded_extreme"]
 
 Dims = int | Sequence[int] | None
 
 
 def reduced_dims(input: Operand, dim: Dims) -> tuple[int, ...]:
-    """The dimensions a reduction runs over, all of them where none is named."""
+    """Return the dimensions of a reduction; all of them if none is given."""
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return tuple(range(input.ndim))
     dims = dim if isinstance(dim, list | tuple) else (dim,)
@@ -35,7 +35,7 @@ def reduced_dims(input: Operand, dim: Dims) -> tuple[int, ...]:
 
 
 def reduction_labels(input: Operand, dims: Sequence[int], keepdim: bool) -> tuple[Labels, Labels]:
-    """Labels of what is reduced along these dimensions, and of the result."""
+    """Return labels of a tensor reduced along these dimensions, and of the result."""
     ins: list[int] = list(range(input.ndim))
     out: list[Any] = [None if d in dims else d for d in ins] if keepdim else [d for d in ins if d not in dims]
     return ins, out
@@ -43,7 +43,7 @@ def reduction_labels(input: Operand, dims: Sequence[int], keepdim: bool) -> tupl
 
 @rule("nansum")
 def _nansum(input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Strategies:
-    """Not linear: an addend is left out only where it is itself not a number."""
+    """Not linear: NaN is only detectable in the complete value, not in partial values."""
     del dtype
     ins, out = reduction_labels(input, reduced_dims(input, dim), keepdim)
     return Strategies(index_strategies([input], [ins], [out]))
@@ -58,7 +58,7 @@ def _sum(input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any =
 
 @rule("mean")
 def _mean(input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Strategies:
-    """A local sum over the global count: exact for uneven and for empty shards."""
+    """A local sum divided by the global count: exact for uneven and empty shards."""
     dims = reduced_dims(input, dim)
     ins, out = reduction_labels(input, dims, keepdim)
     count = prod(input.shape[d] for d in dims)
@@ -70,7 +70,9 @@ def _mean(input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any 
         def local(_: Any, args: Any, kwargs: Any) -> Any:
             source = args[0] if args else kwargs["input"]
             if not (dtype or source.dtype).is_floating_point and not (dtype or source.dtype).is_complex:
-                raise TensorError(f"mean of {source.dtype}: only floating and complex numbers have one; give a dtype")
+                raise TensorError(
+                    f"mean: expected a floating-point or complex dtype, got {dtype or source.dtype}; pass dtype=..."
+                )
             total = source.sum(dim=dims, keepdim=keepdim, dtype=dtype) if dims else source
             return total / count
 
@@ -83,15 +85,14 @@ def _extreme(op: str) -> Callable[..., Strategies]:
     def answer(input: Operand, dim: Any = (), keepdim: bool = False) -> Strategies:
         dims = reduced_dims(input, dim)
         ins, out = reduction_labels(input, dims, keepdim)
-        # A partial maximum has no gradient: where one is asked for, the reduced dimensions are not cut.
+        # A partial maximum has no gradient: if one is required, the reduced dimensions are not sharded.
         reduction = None if input.grad or 0 in input.shape or input.dtype.is_complex else op
 
         def run(context: LocalContext) -> Local | None:
-            """The maximum of nothing is an error: a rank that has nothing along these dimensions says the least."""
-            mine = context.ins[0].local_shape(context.rank)
-            if all(
-                mine[d] or not input.shape[d] for d in dims
-            ):  # of what is empty altogether, torch says what is wrong
+            """torch rejects empty maxima: a rank with an empty shard contributes the identity of the reduction."""
+            local_shape = context.ins[0].local_shape(context.rank)
+            # torch raises the error if the global tensor is empty
+            if all(local_shape[d] or not input.shape[d] for d in dims):
                 return None
             result = context.outs[0].local_shape(context.rank)
             return lambda _, args, __: args[0].new_full(result, identity_element(args[0].dtype, op))
@@ -105,14 +106,14 @@ rule("amax")(_extreme("max"))
 rule("amin")(_extreme("min"))
 
 
-def is_cut(input: Any, dims: Sequence[int]) -> bool:
-    """Whether any of these dimensions of a DTensor is spread over several ranks."""
+def is_sharded(input: Any, dims: Sequence[int]) -> bool:
+    """True if any of these dimensions of a DTensor is sharded over several ranks."""
     layout = input._layout
     return any(layout.mesh.shape[mesh_dim] > 1 for dim in dims for mesh_dim in layout.cut_by(dim))
 
 
-class _Chosen(torch.autograd.Function):
-    """An extreme that is known: its gradient goes to the elements that are as great, in equal shares."""
+class _KnownExtreme(torch.autograd.Function):
+    """A known extreme: its gradient is distributed evenly over the elements equal to it."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, extreme: Tensor, shares: Tensor, layout: Layout, reduced: Any) -> Tensor:
@@ -128,10 +129,10 @@ class _Chosen(torch.autograd.Function):
         return redistribute_local(gradient, *ctx.known) * shares, None, None, None, None
 
 
-def extreme_cut(op: str, *, nan_is_chosen: bool = False) -> Callable[..., Any]:
-    """`amax` or `amin` along cut dimensions, with a gradient: extremes and their counts are exchanged, never elements.
+def sharded_extreme(op: str, *, select_nan: bool = False) -> Callable[..., Any]:
+    """Return `amax` or `amin` along sharded dimensions with a gradient: only extremes and their counts are exchanged.
 
-    Where there is a NaN, it is the extreme; torch's `max()` gives the gradient to it, `amax` makes one of NaNs.
+    NaN is the extreme if there is one; torch's `max()` sends the gradient to it, `amax` gives NaN gradients.
     """
 
     def compose(input: Any, dim: Any = (), keepdim: bool = False) -> Any:
@@ -140,24 +141,24 @@ def extreme_cut(op: str, *, nan_is_chosen: bool = False) -> Callable[..., Any]:
             return NotImplemented
         named = range(layout.ndim) if dim in ((), []) else [dim] if isinstance(dim, int) else dim
         dims = [d % max(layout.ndim, 1) for d in named]
-        if not is_cut(input, dims):
+        if not is_sharded(input, dims):
             return NotImplemented
         values = input.detach()
         extreme = completed(op, getattr(values, op)(dim=dims, keepdim=True))
-        chosen = (values == extreme) | values.isnan() if nan_is_chosen else values == extreme
-        equal = chosen.to(values.dtype)
+        selected = (values == extreme) | values.isnan() if select_nan else values == extreme
+        equal = selected.to(values.dtype)
         shares = equal / completed(op, equal.sum(dim=dims, keepdim=True))
         reduced = {mesh_dim for d in dims for mesh_dim in layout.cut_by(d)}
         with no_torch_function():
-            value = _Chosen.apply(input, extreme, alias(shares), extreme._layout, reduced)  # type: ignore[no-untyped-call]  # torch's apply is untyped
+            value = _KnownExtreme.apply(input, extreme, alias(shares), extreme._layout, reduced)  # type: ignore[no-untyped-call]  # untyped in torch
         result = tag(value, extreme._layout)
         return result if keepdim else result.squeeze(dims)
 
     return compose
 
 
-composite("amax")(extreme_cut("amax"))
-composite("amin")(extreme_cut("amin"))
+composite("amax")(sharded_extreme("amax"))
+composite("amin")(sharded_extreme("amin"))
 
 
 @rule("prod")
@@ -169,7 +170,7 @@ def _prod(input: Operand, dim: int | None = None, keepdim: bool = False, *, dtyp
 
 @rule("any")
 def _any(input: Operand, dim: Any = None, keepdim: bool = False) -> Strategies:
-    if dim in ((), []):  # over no dimension: element by element
+    if dim in ((), []):  # over no dimension: pointwise
         return pointwise()(input)
     ins, out = reduction_labels(input, reduced_dims(input, dim), keepdim)
     return Strategies(index_strategies([input], [ins], [out], reduction="bor"))
@@ -190,9 +191,9 @@ def _count_nonzero(input: Operand, dim: Any = None) -> Strategies:
 
 
 def along(results: int, keeps: bool) -> Callable[..., Strategies | None]:
-    """A rule for what works along one whole dimension, all others being independent of each other.
+    """Return a rule for an operator along one replicated dimension; all others are independent.
 
-    `keeps`: the dimension stays as it is (a cumulation); else it is reduced, or kept as 1 with `keepdim`.
+    `keeps`: the dimension keeps its size (a scan); otherwise it is reduced, or kept as 1 with `keepdim`.
     """
 
     def answer(input: Operand, dim: Any = None, keepdim: bool = False, **_: Any) -> Strategies | None:
@@ -236,8 +237,8 @@ rule("min")(_max_or_min("min"))
 
 
 def _moments(input: Any, dim: Any, correction: Any, keepdim: bool) -> tuple[Any, Any]:
-    """Mean and variance by two sums: exact for any cut."""
-    named = [dim] if isinstance(dim, int) else dim or range(input.ndim)  # none named, or an empty list: all of them
+    """Mean and variance by two sums: exact for every sharding."""
+    named = [dim] if isinstance(dim, int) else dim or range(input.ndim)  # none, or an empty list: all of them
     dims = [d % max(input.ndim, 1) for d in named]
     count = prod(input.shape[d] for d in dims)
     mean = input.mean(dim=dims, keepdim=True)
@@ -258,10 +259,10 @@ def _variance(root: bool, with_mean: bool) -> Callable[..., Any]:
             dim, unbiased = None, dim
         if not input.dtype.is_floating_point and not input.dtype.is_complex:
             return NotImplemented
-        freedom = correction if correction is not None else int(unbiased is not False)
-        variance, mean = _moments(input, dim, freedom, keepdim)
-        spread = variance.sqrt() if root else variance
-        return (spread, mean) if with_mean else spread
+        ddof = correction if correction is not None else int(unbiased is not False)
+        variance, mean = _moments(input, dim, ddof, keepdim)
+        result = variance.sqrt() if root else variance
+        return (result, mean) if with_mean else result
 
     return compose
 

@@ -1,6 +1,6 @@
-"""Scans along a cut dimension: every rank scans its own piece, behind the totals of the pieces before it.
+"""Scans along a sharded dimension: every rank scans its shard, starting from the totals of the shards before it.
 
-The totals of all pieces, a row each, are all that moves.
+Only the totals are communicated, one row per shard.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwright.tensor.base.registry import composite
 from shardwright.tensor.base.tagging import no_torch_function, tag
 from shardwright.tensor.redistribute.implicit import completed
-from shardwright.tensor.rules.shared.pieces import pieces_of
+from shardwright.tensor.rules.shared.shards import shards_of
 
 __all__: list[str] = []
 
@@ -22,20 +22,20 @@ Total = Callable[[Tensor, int, Any], Tensor]
 
 
 def _scan(name: str, total: Total, linear: bool = False) -> Callable[..., Any]:
-    """A scan by an operation of which every piece has a total: the scan goes on from the totals before it."""
+    """Return a scan whose shards have a total: every shard continues from the totals before it."""
     scan: Any = getattr(torch, name)
 
     def compose(input: Any, dim: Any = None, *, dtype: Any = None) -> Any:
-        cut = pieces_of(input._layout, dim)
-        if cut is None or (name == "logcumsumexp" and not (input.is_floating_point() or input.is_complex())):
+        shards = shards_of(input._layout, dim)
+        if shards is None or (name == "logcumsumexp" and not (input.is_floating_point() or input.is_complex())):
             return NotImplemented
         input = completed(name, input if dtype is None else input.to(dtype), sums=linear)
         with no_torch_function():
-            mine = total(input, cut.dim, dtype)
-            ahead = cut.gathered(name, mine, entered=True).narrow(cut.dim, 0, cut.before())
-            behind = torch.cat([ahead, input.to(mine.dtype)], cut.dim)
-            scanned = scan(behind, cut.dim) if dtype is None else scan(behind, cut.dim, dtype=dtype)
-            own = scanned.narrow(cut.dim, ahead.shape[cut.dim], input.shape[cut.dim])
+            mine = total(input, shards.dim, dtype)
+            totals = shards.gather(name, mine, entered=True).narrow(shards.dim, 0, shards.before())
+            extended = torch.cat([totals, input.to(mine.dtype)], shards.dim)
+            scanned = scan(extended, shards.dim) if dtype is None else scan(extended, shards.dim, dtype=dtype)
+            own = scanned.narrow(shards.dim, totals.shape[shards.dim], input.shape[shards.dim])
             return tag(own.contiguous(), input._layout)
 
     return compose
@@ -50,22 +50,24 @@ def _extreme_scan(name: str) -> Callable[..., Any]:
     scan: Any = getattr(torch, name)
 
     def compose(input: Any, dim: Any = None) -> Any:
-        cut = pieces_of(input._layout, dim)
-        if cut is None:
+        shards = shards_of(input._layout, dim)
+        if shards is None:
             return NotImplemented
         input = completed(name, input)
         with no_torch_function():
-            size = input.shape[cut.dim]
+            size = input.shape[shards.dim]
             last = slice(max(size - 1, 0), size)
-            values, indices = (each.movedim(cut.dim, 0)[last].movedim(0, cut.dim) for each in scan(input, cut.dim))
-            ahead = cut.gathered(name, values, entered=True).narrow(cut.dim, 0, cut.before())
-            places = cut.gathered(name, indices + cut.start).narrow(cut.dim, 0, cut.before())
-            found, where = scan(torch.cat([ahead, input], cut.dim), cut.dim)
-            own = torch.arange(cut.start, cut.start + size, device=where.device)
-            own = own.reshape(-1, *[1] * (input.ndim - cut.dim - 1)).expand(input.shape)
-            where = torch.cat([places, own], cut.dim).gather(cut.dim, where)
-            both = [t.narrow(cut.dim, ahead.shape[cut.dim], size).contiguous() for t in (found, where)]
-            tagged = [tag(each, input._layout) for each in both]
+            values, indices = (
+                result.movedim(shards.dim, 0)[last].movedim(0, shards.dim) for result in scan(input, shards.dim)
+            )
+            totals = shards.gather(name, values, entered=True).narrow(shards.dim, 0, shards.before())
+            total_indices = shards.gather(name, indices + shards.start).narrow(shards.dim, 0, shards.before())
+            scanned, positions = scan(torch.cat([totals, input], shards.dim), shards.dim)
+            own = torch.arange(shards.start, shards.start + size, device=positions.device)
+            own = own.reshape(-1, *[1] * (input.ndim - shards.dim - 1)).expand(input.shape)
+            positions = torch.cat([total_indices, own], shards.dim).gather(shards.dim, positions)
+            both = [t.narrow(shards.dim, totals.shape[shards.dim], size).contiguous() for t in (scanned, positions)]
+            tagged = [tag(result, input._layout) for result in both]
         return getattr(torch.return_types, name)(tagged)
 
     return compose

@@ -1,4 +1,4 @@
-"""Statistics of two tensors or of all variables at once, composed: means, products and comparisons."""
+"""Covariance, comparisons and combinations, composed of other operators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwright.tensor.base.registry import composite
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag, tag_replicated
 from shardwright.tensor.dispatch.outside import is_outside
 from shardwright.tensor.redistribute.implicit import completed, redistributed, replicated
-from shardwright.tensor.rules.shared.pieces import pieces_of_all
+from shardwright.tensor.rules.shared.shards import flat_shards_of
 
 __all__: list[str] = []
 
@@ -33,30 +33,30 @@ def _cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any
         return NotImplemented
     count = input.shape[-1]
     if any(weight.ndim != 1 or weight.shape[0] != count or not _is_positive(weight) for weight in weights):
-        return NotImplemented  # torch says what is wrong with them
+        return NotImplemented  # torch raises the error
     rows = input.reshape(1, -1) if input.ndim == 1 else input
-    freedom: Any = count - correction
+    degrees: Any = count - correction
     if not weights:
         centred = weighted = rows - rows.mean(1, keepdim=True)
     else:
         weight = weights[0] if len(weights) == 1 else weights[0] * weights[1]
         total = replicated("cov", weight.sum())
-        wide = _in_type_of(rows, weight)
-        centred = rows - (rows * wide).sum(1, keepdim=True) / total
-        weighted = centred * wide
-        lost = 1 if aweights is None else replicated("cov", (weight * weights[-1]).sum()) / total
-        freedom = total - correction * lost
+        factors = _match_dtype(rows, weight)
+        centred = rows - (rows * factors).sum(1, keepdim=True) / total
+        weighted = centred * factors
+        ratio = 1 if aweights is None else replicated("cov", (weight * weights[-1]).sum()) / total
+        degrees = total - correction * ratio
     products = replicated("cov", centred @ weighted.t().conj())
-    if isinstance(freedom, int):
-        return (products / max(freedom, 0)).squeeze()
-    return (products / freedom.clamp(min=0)).squeeze()
+    if isinstance(degrees, int):
+        return (products / max(degrees, 0)).squeeze()
+    return (products / degrees.clamp(min=0)).squeeze()
 
 
-def _in_type_of(rows: Any, weight: Any) -> Any:
-    """Weights in the precision of what they weigh; torch adds them up in their own."""
+def _match_dtype(rows: Any, weight: Any) -> Any:
+    """Convert weights to the precision of the data; torch sums them in their own."""
     with no_torch_function():
-        wide = weight.to(rows.real.dtype if rows.is_complex() else rows.dtype)
-        return tag(wide.view_as(wide), weight._layout)
+        factors = weight.to(rows.real.dtype if rows.is_complex() else rows.dtype)
+        return tag(factors.view_as(factors), weight._layout)
 
 
 def _is_positive(weight: Any) -> bool:
@@ -72,16 +72,16 @@ def _corrcoef(input: Any) -> Any:
         return products / products
     variance = products.diagonal()
     spread = (variance.real if products.is_complex() else variance).sqrt()
-    found = products / spread.unsqueeze(1) / spread.unsqueeze(0)
+    coefficients = products / spread.unsqueeze(1) / spread.unsqueeze(0)
     if products.is_complex():
-        return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
-    return found.clamp(-1, 1)
+        return torch.complex(coefficients.real.clamp(-1, 1), coefficients.imag.clamp(-1, 1))
+    return coefficients.clamp(-1, 1)
 
 
 def _is_true(name: str, value: Any) -> bool:
-    """Whether it is so everywhere; where there are no values, it is."""
-    agreed = replicated(name, value.all())
-    return bool(agreed.is_meta or is_outside(agreed) or agreed.item())
+    """True if the value is True everywhere, and on meta tensors."""
+    result = replicated(name, value.all())
+    return bool(result.is_meta or is_outside(result) or result.item())
 
 
 @composite("equal")
@@ -98,16 +98,18 @@ def _allclose(input: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, 
 
 @composite("combinations")
 def _combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
-    """Every rank makes its share of the result, which is the larger by far."""
-    pieces = pieces_of_all(input._layout)
-    if pieces is None or input.ndim != 1 or r < 1 or input._layout.is_partial:
+    """Every rank builds its share of the result, which is much larger than the input."""
+    shards = flat_shards_of(input._layout)
+    if shards is None or input.ndim != 1 or r < 1 or input._layout.is_partial:
         return NotImplemented
-    places = torch.arange(input.shape[0])
-    chosen = torch.combinations(places, r, with_replacement).reshape(-1, r).to(input.device)
+    indices = torch.arange(input.shape[0])
+    chosen = torch.combinations(indices, r, with_replacement).reshape(-1, r).to(input.device)
     mesh = input._layout.mesh
-    everywhere = tag_replicated(chosen, mesh)
+    replicated_indices = tag_replicated(chosen, mesh)
     placements = [Shard(0) if p.is_shard() else REPLICATE for p in input._layout.placements]
-    return input[redistributed("combinations", everywhere, everywhere._layout.replace(placements=placements))]
+    return input[
+        redistributed("combinations", replicated_indices, replicated_indices._layout.replace(placements=placements))
+    ]
 
 
 @composite("cartesian_prod")

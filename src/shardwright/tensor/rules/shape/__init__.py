@@ -1,1 +1,1 @@
-"""Elements rearranged, none of them looked at: views, joins, splits, turns."""
+"""Views, joins, splits and permutations of elements."""

@@ -1,4 +1,4 @@
-"""`permute_copy` and its like: the view, copied. Also what reads a tensor's memory by numbers, `as_strided`."""
+"""`*_copy` operators, which copy a view, and `as_strided`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _copy(value: Any) -> Any:
     return type(value)(_copy(item) for item in value)
 
 
-def _copied(view: Views) -> Callable[..., Any]:
+def _copy_of_view(view: Views) -> Callable[..., Any]:
     def compose(input: Any, *args: Any, **kwargs: Any) -> Any:
         return _copy(view(input, *args, **kwargs))
 
@@ -56,12 +56,12 @@ def _copied(view: Views) -> Callable[..., Any]:
 
 
 for _name, _view in _VIEWS.items():
-    composite(f"{_name}_copy")(_copied(_view))
+    composite(f"{_name}_copy")(_copy_of_view(_view))
 
 
 @rule("as_strided")
 def _as_strided(input: Operand, *_: Any, **__: Any) -> Strategies:
-    """Places in memory: the whole tensor's."""
+    """Strides refer to the memory of the global tensor."""
     at = index_strategies([input], [[None] * input.ndim], [[]], terms=[[0]], reduction=None)
     return Strategies(at, fresh=False)
 
@@ -73,41 +73,41 @@ def _as_strided_scatter(input: Operand, src: Operand, *_: Any, **__: Any) -> Str
 
 
 @composite("as_strided")
-def _in_memory(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Read from the whole tensor: strides are places in the memory of one tensor."""
+def _as_strided_sharded(input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Read from the replicated tensor: strides refer to the memory of one tensor."""
     if layout_of(input).is_replicated:
         return NotImplemented
     _refuse_unknown_memory("as_strided", input, (*args[2:], kwargs.get("storage_offset")))
-    result = _whole(input).as_strided(*args, **kwargs)
+    result = _replicated(input).as_strided(*args, **kwargs)
     mark_copied(result, "as_strided", input)
     return result
 
 
 @composite("as_strided_scatter")
-def _into_memory(input: Any, src: Any, *args: Any, **kwargs: Any) -> Any:
+def _as_strided_scatter_sharded(input: Any, src: Any, *args: Any, **kwargs: Any) -> Any:
     if layout_of(input).is_replicated and layout_of(src).is_replicated:
         return NotImplemented
     _refuse_unknown_memory("as_strided_scatter", input, (*args[2:], kwargs.get("storage_offset")))
-    return torch.as_strided_scatter(_whole(input), _whole(src), *args, **kwargs)
+    return torch.as_strided_scatter(_replicated(input), _replicated(src), *args, **kwargs)
 
 
-def _whole(input: Any) -> Any:
+def _replicated(input: Any) -> Any:
     mesh = layout_of(input).mesh
     return input.redistribute(placements=[REPLICATE] * mesh.ndim)
 
 
 def _refuse_unknown_memory(name: str, input: Any, offsets: tuple[int | None, ...]) -> None:
-    """Raise where no memory of the whole tensor would be what the strides, or the offset from its start, mean."""
+    """Raise if strides or a storage offset do not refer to the memory of the replicated tensor."""
     layout = layout_of(input)
     if not is_contiguous(input):
         raise UnsupportedError(
-            f"{name} of a DTensor {layout}, which is not contiguous: strides are places in the memory of one tensor, "
-            "and this is spread over many. Use `x.contiguous()` first, or views that name dimensions"
+            f"{name}: strides refer to the memory of one tensor, but the DTensor {layout} is not contiguous. "
+            "Call x.contiguous() first, or use views that name dimensions"
         )
     with no_torch_function():
         is_view = input.is_inference() or is_copied(input) or isinstance(input._base, DTensorBase)
     if is_view and any(offset is not None for offset in offsets):
         raise UnsupportedError(
-            f"{name} of a DTensor {layout} with a storage offset: it may be a view, whose memory on one device would "
-            "begin somewhere in another tensor's. Leave the offset out to count from its first element, or clone() it"
+            f"{name}: the DTensor {layout} may be a view, whose storage offset on one device would depend on its base. "
+            "Omit storage_offset to count from the first element, or clone() it first"
         )

@@ -9,15 +9,15 @@ import torch
 from shardwright.layout import Ragged, Region, Shard
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Label, Local, LocalContext, Operand, Strategies, Strategy, index_strategies
-from shardwright.tensor.rules.shared.pick import cutting, first_tensor
-from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
+from shardwright.tensor.rules.shared.basic_index import first_tensor, sharded_over
+from shardwright.tensor.rules.shared.shard_sizes import shard_sizes, sized_placement
 
-__all__ = ["on_diagonal"]
+__all__ = ["diagonal_in_region"]
 
 
 @rule("tril", "triu")
 def _triangle(input: Operand, diagonal: int = 0) -> Strategies:
-    """A shard's own diagonal is the whole one, moved by where the shard begins."""
+    """The diagonal of a shard is the global one, shifted by the offset of the shard."""
 
     def run(context: LocalContext) -> Local:
         row, column = context.ins[0].region(context.rank).offset[-2:]
@@ -27,8 +27,8 @@ def _triangle(input: Operand, diagonal: int = 0) -> Strategies:
     return Strategies(index_strategies([input], [labels], [labels], terms=[[0]]), run=run if input.ndim > 1 else None)
 
 
-def on_diagonal(region: Region, row: int, column: int, offset: int) -> tuple[int, int, int]:
-    """Of a diagonal, what lies in a region: its first element that does, how many do, and its own offset there."""
+def diagonal_in_region(region: Region, row: int, column: int, offset: int) -> tuple[int, int, int]:
+    """Return the part of a diagonal in a region: its first element, their number, and the diagonal's offset there."""
     down, right = max(0, -offset), max(0, offset)
     top, left = region.offset[row] - down, region.offset[column] - right
     first = max(0, top, left)
@@ -36,8 +36,8 @@ def on_diagonal(region: Region, row: int, column: int, offset: int) -> tuple[int
     return first, max(0, count), offset + region.offset[row] - region.offset[column]
 
 
-def _drawn(input: Operand, offset: int, dim1: int, dim2: int) -> Strategies:
-    """A diagonal of dimensions of which one is cut is cut, unevenly, and every rank has its part as a view."""
+def _diagonal_strategies(input: Operand, offset: int, dim1: int, dim2: int) -> Strategies:
+    """The diagonal of a sharded matrix is sharded unevenly; every rank has its part as a view."""
     row, column = input.dim(dim1), input.dim(dim2)
     labels: list[Label] = [None if d in (row, column) else d for d in range(input.ndim)]
     out = [label for label in labels if label is not None]
@@ -45,22 +45,22 @@ def _drawn(input: Operand, offset: int, dim1: int, dim2: int) -> Strategies:
 
     def extended(mesh_dim: int) -> list[Strategy]:
         placement, layout = input.layout.placements[mesh_dim], input.layout
-        cuts = (*cutting(layout, row), *cutting(layout, column))
-        if not isinstance(placement, Shard | Ragged) or cuts[:1] != (mesh_dim,):
+        sharding = (*sharded_over(layout, row), *sharded_over(layout, column))
+        if not isinstance(placement, Shard | Ragged) or sharding[:1] != (mesh_dim,):
             return at(mesh_dim)
-        if len(cutting(layout, placement.dim)) > 1:
-            return at(mesh_dim)  # a diagonal is cut once
+        if len(sharded_over(layout, placement.dim)) > 1:
+            return at(mesh_dim)  # a diagonal is sharded only once
         ranks = layout.mesh.shape[mesh_dim]
         sizes, start = [], 0
-        for size in piece_sizes(input.shape[placement.dim], placement, ranks).tolist():
+        for size in shard_sizes(input.shape[placement.dim], placement, ranks).tolist():
             corner = [start if d == placement.dim else 0 for d in range(input.ndim)]
             extent = [size if d == placement.dim else full for d, full in enumerate(input.shape)]
-            sizes.append(on_diagonal(Region(corner, extent), row, column, offset)[1])
+            sizes.append(diagonal_in_region(Region(corner, extent), row, column, offset)[1])
             start += size
-        return [*at(mesh_dim), Strategy((placement,), (evenly(len(out), tuple(sizes), sum(sizes), ranks),))]
+        return [*at(mesh_dim), Strategy((placement,), (sized_placement(len(out), tuple(sizes), sum(sizes), ranks),))]
 
     def run(context: LocalContext) -> Local:
-        shifted = on_diagonal(context.ins[0].region(context.rank), row, column, offset)[2]
+        shifted = diagonal_in_region(context.ins[0].region(context.rank), row, column, offset)[2]
         return lambda _, args, kwargs: first_tensor(args, kwargs).diagonal(shifted, row, column)
 
     return Strategies(extended, run=run, fresh=False)
@@ -68,17 +68,17 @@ def _drawn(input: Operand, offset: int, dim1: int, dim2: int) -> Strategies:
 
 @rule("diagonal")
 def _diagonal(input: Operand, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Strategies:
-    return _drawn(input, offset, dim1, dim2)
+    return _diagonal_strategies(input, offset, dim1, dim2)
 
 
 @rule("linalg_diagonal")
 def _linalg_diagonal(A: Operand, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Strategies:  # noqa: N803  # torch's name
-    return _drawn(A, offset, dim1, dim2)
+    return _diagonal_strategies(A, offset, dim1, dim2)
 
 
 @rule("diag_embed")
 def _diag_embed(input: Operand, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Strategies:
-    """Elements that are cut give rows that are: those at the ends have the rows beside the diagonal, too."""
+    """Sharded elements give sharded rows; the first and last shard also hold the rows beyond the diagonal."""
     row, column = dim1 % (input.ndim + 1), dim2 % (input.ndim + 1)
     rest = iter(range(input.ndim))
     out: list[Label] = [None if d in (row, column) else next(rest) for d in range(input.ndim + 1)]
@@ -88,18 +88,18 @@ def _diag_embed(input: Operand, offset: int = 0, dim1: int = -2, dim2: int = -1)
 
     def extended(mesh_dim: int) -> list[Strategy]:
         placement, layout = input.layout.placements[mesh_dim], input.layout
-        if not isinstance(placement, Shard | Ragged) or cutting(layout, last) != (mesh_dim,):
+        if not isinstance(placement, Shard | Ragged) or sharded_over(layout, last) != (mesh_dim,):
             return at(mesh_dim)
         ranks = layout.mesh.shape[mesh_dim]
-        sizes = piece_sizes(input.shape[last], placement, ranks).tolist()
+        sizes = shard_sizes(input.shape[last], placement, ranks).tolist()
         sizes = [sizes[0] + above, *sizes[1:-1], sizes[-1] + below]
-        return [*at(mesh_dim), Strategy((placement,), (evenly(row, tuple(sizes), sum(sizes), ranks),))]
+        return [*at(mesh_dim), Strategy((placement,), (sized_placement(row, tuple(sizes), sum(sizes), ranks),))]
 
     def run(context: LocalContext) -> Local | None:
         layout = context.ins[0]
-        if not cutting(layout, last):
+        if not sharded_over(layout, last):
             return None
-        mesh_dim = cutting(layout, last)[0]
+        mesh_dim = sharded_over(layout, last)[0]
         here, region = layout.mesh.coordinate(context.rank)[mesh_dim], layout.region(context.rank)
         left = region.offset[last] + below
         right = input.shape[last] + abs(offset) - left - region.size[last]

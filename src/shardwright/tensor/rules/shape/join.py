@@ -1,4 +1,4 @@
-"""Tensors joined along a dimension that there is (`cat`) or a new one (`stack`), and laid out as a grid."""
+"""Joins along an existing dimension (`cat`) or a new one (`stack`), and `meshgrid`."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ import torch
 from shardwright.layout import Placement, Shard
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Label, Operand, Strategies, Strategy, index_strategies
-from shardwright.tensor.rules.shared.neighbourhood import or_nothing
-from shardwright.tensor.rules.shared.pick import cutting
-from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
+from shardwright.tensor.rules.shared.basic_index import sharded_over
+from shardwright.tensor.rules.shared.neighbourhood import skip_empty
+from shardwright.tensor.rules.shared.shard_sizes import shard_sizes, sized_placement
 
 __all__: list[str] = []
 
 
 @rule("cat")
 def _cat(tensors: Sequence[Operand], dim: Any = 0, *, axis: int | None = None) -> Strategies | None:
-    full = [tensor for tensor in tensors if tensor.shape != (0,)]  # torch skips those
+    full = [tensor for tensor in tensors if tensor.shape != (0,)]  # torch skips tensors of shape (0,)
     if not full or not all(isinstance(tensor, Operand) for tensor in tensors):
         return None
-    place = full[0].dim(dim if axis is None else axis)
-    labels: list[Label] = [None if d == place else d for d in range(full[0].ndim)]
+    position = full[0].dim(dim if axis is None else axis)
+    labels: list[Label] = [None if d == position else d for d in range(full[0].ndim)]
     ins = [labels if tensor in full else [None] for tensor in tensors]
     terms = [[i] for i in range(len(tensors))]
     at = index_strategies(tensors, ins, [labels], terms=terms, reduction=None)
-    return Strategies(_also_along(place, tensors, at) if len(full) == len(tensors) else at)
+    return Strategies(_with_sharded_join(position, tensors, at) if len(full) == len(tensors) else at)
 
 
-def _also_along(
+def _with_sharded_join(
     dim: int, tensors: Sequence[Operand], at: Callable[[int], list[Strategy]]
 ) -> Callable[[int], list[Strategy]]:
-    """Joined along a cut dimension: each rank is given what its even share of the result has of every input."""
-    cuts = {mesh_dim for tensor in tensors for mesh_dim in cutting(tensor.layout, dim)}
-    if len(cuts) != 1:
+    """Add a strategy that joins along a sharded dimension: each rank receives the inputs of its share of the result."""
+    sharding = {mesh_dim for tensor in tensors for mesh_dim in sharded_over(tensor.layout, dim)}
+    if len(sharding) != 1:
         return at
-    ranks = tensors[0].layout.mesh.shape[next(iter(cuts))]
+    ranks = tensors[0].layout.mesh.shape[next(iter(sharding))]
     sizes = [tensor.shape[dim] for tensor in tensors]
-    shares = piece_sizes(sum(sizes), Shard(dim), ranks).tolist()
+    shares = shard_sizes(sum(sizes), Shard(dim), ranks).tolist()
     ins: list[Placement] = []
     before = 0
     for size in sizes:
@@ -47,12 +47,12 @@ def _also_along(
         for share in shares:
             own.append(max(0, min(start + share, before + size) - max(start, before)))
             start += share
-        ins.append(evenly(dim, tuple(own), size, ranks))
+        ins.append(sized_placement(dim, tuple(own), size, ranks))
         before += size
     along = Strategy(tuple(ins), (Shard(dim),))
 
     def extended(mesh_dim: int) -> list[Strategy]:
-        return [along, *at(mesh_dim)] if mesh_dim in cuts else at(mesh_dim)
+        return [along, *at(mesh_dim)] if mesh_dim in sharding else at(mesh_dim)
 
     return extended
 
@@ -70,7 +70,7 @@ def _stack(tensors: Sequence[Operand], dim: int = 0) -> Strategies | None:
 
 
 def _at_least(tensor: Any, ndim: int) -> Any:
-    """As torch.atleast_1d, 2d and 3d do it."""
+    """As torch.atleast_1d, 2d and 3d."""
     shape = tuple(tensor.shape)
     if len(shape) >= ndim:
         return tensor
@@ -78,7 +78,7 @@ def _at_least(tensor: Any, ndim: int) -> Any:
     return tensor.reshape(wanted if shape else (1,) * ndim)
 
 
-def _raised(ndim: int) -> Callable[..., Any]:
+def _atleast(ndim: int) -> Callable[..., Any]:
     def compose(*tensors: Any) -> Any:
         if len(tensors) == 1 and isinstance(tensors[0], list | tuple):
             tensors = tuple(tensors[0])
@@ -90,13 +90,13 @@ def _raised(ndim: int) -> Callable[..., Any]:
 
 
 for _ndim in (1, 2, 3):
-    composite(f"atleast_{_ndim}d")(_raised(_ndim))
+    composite(f"atleast_{_ndim}d")(_atleast(_ndim))
 
 
 @composite("hstack")
 def _hstack(tensors: Any) -> Any:
-    raised = [_at_least(tensor, 1) for tensor in tensors]
-    return torch.cat(raised, 0 if raised[0].ndim == 1 else 1)
+    tensors_1d = [_at_least(tensor, 1) for tensor in tensors]
+    return torch.cat(tensors_1d, 0 if tensors_1d[0].ndim == 1 else 1)
 
 
 @composite("vstack", "row_stack")
@@ -117,7 +117,7 @@ def _column_stack(tensors: Any) -> Any:
 
 @rule("_chunk_cat")
 def _chunk_cat(tensors: Sequence[Operand], dim: int, num_chunks: int) -> Strategies | None:
-    """What comes before the dimension that is cut into chunks is independent."""
+    """Dimensions before the chunked one are independent."""
     del num_chunks
     if not tensors or not all(isinstance(tensor, Operand) for tensor in tensors):
         return None
@@ -125,7 +125,7 @@ def _chunk_cat(tensors: Sequence[Operand], dim: int, num_chunks: int) -> Strateg
     ins = [[*lead, *[None] * (tensor.ndim - dim)] for tensor in tensors]
     terms = [[i] for i in range(len(tensors))]
     at = index_strategies(tensors, ins, [[*lead, None, None]], terms=terms, reduction=None)
-    return Strategies(at, run=or_nothing)
+    return Strategies(at, run=skip_empty)
 
 
 @composite("meshgrid")
@@ -135,10 +135,10 @@ def _meshgrid(*tensors: Any, indexing: str = "ij") -> Any:
         return NotImplemented
     swapped = indexing == "xy" and len(given) > 1
     order = [1, 0, *range(2, len(given))] if swapped else list(range(len(given)))
-    sizes = [given[place].numel() for place in order]
+    sizes = [given[index].numel() for index in order]
     grids = []
-    for place, tensor in enumerate(given):
+    for index, tensor in enumerate(given):
         ones = [1] * len(given)
-        ones[order[place]] = tensor.numel()
+        ones[order[index]] = tensor.numel()
         grids.append(tensor.reshape(ones).expand(sizes))
     return tuple(grids)

@@ -1,4 +1,4 @@
-"""Views and shapes: dimensions renamed, split, joined, added and dropped, on even and uneven shards alike."""
+"""Views: permuted, split, joined, inserted and removed dimensions, on even and uneven shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardwright.tensor.base.strategy import (
     index_strategies,
 )
 from shardwright.tensor.dispatch.cache import mark_fast
-from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
+from shardwright.tensor.rules.shared.shard_sizes import shard_sizes, sized_placement
 
 __all__ = ["regroup"]
 
@@ -31,7 +31,7 @@ def _relabel(input: Operand, out: Labels) -> Strategies:
 
 
 def _ints(values: Any) -> tuple[int, ...]:
-    """`x.view(2, 3)` and `x.view((2, 3))` are one."""
+    """Accept both `x.view(2, 3)` and `x.view((2, 3))`."""
     if len(values) == 1 and isinstance(values[0], list | tuple):
         values = values[0]
     return tuple(int(value) for value in values)
@@ -60,10 +60,10 @@ def _t(input: Operand) -> Strategies:
 @rule("movedim")
 def _movedim(input: Operand, source: Any, destination: Any) -> Strategies:
     sources = [input.dim(d) for d in ([source] if isinstance(source, int) else source)]
-    places = [input.dim(d) for d in ([destination] if isinstance(destination, int) else destination)]
+    destinations = [input.dim(d) for d in ([destination] if isinstance(destination, int) else destination)]
     rest = iter(d for d in range(input.ndim) if d not in sources)
-    at = dict(zip(places, sources, strict=True))
-    return _relabel(input, [at[d] if d in at else next(rest) for d in range(input.ndim)])
+    source_of = dict(zip(destinations, sources, strict=True))
+    return _relabel(input, [source_of[d] if d in source_of else next(rest) for d in range(input.ndim)])
 
 
 @rule("unsqueeze")
@@ -81,7 +81,7 @@ def _squeeze(input: Operand, dim: Any = None) -> Strategies:
     at = index_strategies([input], [ins], [[d for d in ins if d is not None]], terms=[[0]])
 
     def run(_: LocalContext) -> Local:
-        # By number: a dimension that is 1 only in this shard must stay.
+        # Explicit dimensions: one that is 1 only in this shard must stay.
         return lambda func, args, kwargs: args[0].squeeze(tuple(sorted(dropped)))
 
     return Strategies(at, run=run, fresh=False)
@@ -109,7 +109,7 @@ def _expand_as(input: Any, other: Any) -> Any:
 
 @composite("sum_to_size")
 def _sum_to_size(input: Any, *size: Any) -> Any:
-    """The inverse of expanding."""
+    """The inverse of expand."""
     wanted = _ints(size)
     new = input.ndim - len(wanted)
     if new < 0:
@@ -123,7 +123,7 @@ def _sum_to_size(input: Any, *size: Any) -> Any:
 @composite("broadcast_tensors")
 def _broadcast_tensors(*tensors: Any) -> Any:
     given = list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], list | tuple) else list(tensors)
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in given))  # type: ignore[no-untyped-call]  # torch's stubs lack it
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in given))  # type: ignore[no-untyped-call]  # untyped in torch
     return tuple(tensor.expand(shape) for tensor in given)
 
 
@@ -138,7 +138,7 @@ def _view(
 
 
 def _view_dtype(input: Operand, dtype: torch.dtype) -> Strategies | None:
-    """The last dimension changes its size: it stays whole, unless the items are as large as before."""
+    """The last dimension changes its size, so it is replicated unless the item size stays."""
     labels: list[Any] = list(range(input.ndim))
     if dtype.itemsize != input.dtype.itemsize and labels:
         labels[-1] = None
@@ -150,16 +150,16 @@ def _flatten(input: Operand, start_dim: int = 0, end_dim: int = -1) -> MeshStrat
     if not input.ndim:
         return regroup(input, (1,))
     first, last = input.dim(start_dim), input.dim(end_dim)
-    if first == last:  # torch returns its input, the same object
-        return _as_it_is(input, lambda func, args, kwargs: args[0])
+    if first == last:  # torch returns the input object itself
+        return _unchanged(input, lambda func, args, kwargs: args[0])
     return regroup(input, (*input.shape[:first], prod(input.shape[first : last + 1]), *input.shape[last + 1 :]))
 
 
 @rule("unflatten")
 def _unflatten(input: Operand, dim: int, sizes: Any) -> MeshStrategy:
-    place = input.dim(dim)
-    inner = _resolve(tuple(sizes), (input.shape[place],))
-    return regroup(input, (*input.shape[:place], *inner, *input.shape[place + 1 :]))
+    axis = input.dim(dim)
+    inner = _resolve(tuple(sizes), (input.shape[axis],))
+    return regroup(input, (*input.shape[:axis], *inner, *input.shape[axis + 1 :]))
 
 
 @rule("ravel")
@@ -174,7 +174,7 @@ def _view_as(input: Any, other: Any) -> Any:
 
 @rule("view_as", "reshape_as")
 def _alias(input: Operand, other: Operand) -> MeshStrategy | None:
-    """Of the same shape: an alias, wherever the other is."""
+    """An alias if the shapes are equal, whatever the layout of `other`."""
     if input.shape != other.shape:
         return None
     return MeshStrategy(
@@ -190,23 +190,23 @@ def _resolve(shape: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
         return shape
     known, total = prod(size for size in shape if size != -1), prod(old)
     if known == 0 or total % known:
-        return shape  # torch says what is wrong with it
+        return shape  # torch raises the error
     return tuple(total // known if size == -1 else size for size in shape)
 
 
-def _as_it_is(input: Operand, run: Local) -> MeshStrategy:
-    """Return the way of a call that changes no dimension: nothing moves, whatever the layout."""
+def _unchanged(input: Operand, run: Local) -> MeshStrategy:
+    """Return the strategy of a call that keeps the shape: no redistribution, whatever the layout."""
     return MeshStrategy((input.layout,), (input.layout,), run=lambda _: run, fresh=False)
 
 
 def regroup(input: Operand, shape: tuple[int, ...]) -> MeshStrategy:
-    """A view: within a group of dimensions that are joined or split, the leading one may be cut.
+    """Return the strategy of a view: in a group of joined or split dimensions, the leading one may be sharded.
 
-    Where another one is, its pieces are exchanged for pieces of a leading one, if one is free. Of several cuts of one
-    dimension the outermost stay, as many as fit; a tensor is never gathered from more ranks than it must be.
+    Shards of another dimension are exchanged for shards of a leading one, if one is free. If several mesh dimensions
+    shard a dimension, the outermost stay, as many as fit; a tensor is never gathered from more ranks than necessary.
     """
     if shape == input.shape:
-        return _as_it_is(input, lambda func, args, kwargs: args[0].view_as(args[0]))
+        return _unchanged(input, lambda func, args, kwargs: args[0].view_as(args[0]))
     torch.empty(input.shape, device="meta").view(shape)  # torch's own check, with global sizes, on every rank
     leading = _leading_dims(input.shape, shape)
     source = input.layout
@@ -217,7 +217,7 @@ def regroup(input: Operand, shape: tuple[int, ...]) -> MeshStrategy:
         placement = source.placements[mesh_dim]
         if not isinstance(placement, Shard | Ragged):
             continue
-        cuts = source.cut_by(placement.dim)
+        sharding = source.cut_by(placement.dim)
         if placement.dim not in leading:
             free = [d for d in leading if d < placement.dim and d not in taken]
             if free:
@@ -225,7 +225,7 @@ def regroup(input: Operand, shape: tuple[int, ...]) -> MeshStrategy:
                 fitted = _fit(source, mesh_dim, Shard(max(free)), leading, shape)
             else:
                 fitted = _elsewhere(source, mesh_dim, leading, shape, taken)
-        elif len(cuts) == 1:
+        elif len(sharding) == 1:
             fitted = _fit(source, mesh_dim, placement, leading, shape)
         else:
             fitted = _fit_nested(source, mesh_dim, placement, leading, shape, taken)
@@ -241,7 +241,7 @@ def regroup(input: Operand, shape: tuple[int, ...]) -> MeshStrategy:
 
 
 def _leading_dims(old: tuple[int, ...], new: tuple[int, ...]) -> dict[int, tuple[int, int, int]]:
-    """For each old dimension that may be cut: the new one it becomes, and how many elements one step of each is."""
+    """For each old dimension that may be sharded, return the new one and the elements per index of both."""
     leading: dict[int, tuple[int, int, int]] = {}
     if 0 in old:
         return {}
@@ -255,7 +255,7 @@ def _leading_dims(old: tuple[int, ...], new: tuple[int, ...]) -> dict[int, tuple
             else:
                 j += 1
                 b *= new[j]
-        # Ones in front say nothing: the group begins where something is.
+        # Leading ones do not count: the group starts at the first dimension that is larger.
         while first < i and old[first] == 1:
             first += 1
         while second < j and new[second] == 1:
@@ -273,14 +273,14 @@ def _fit_nested(
     shape: tuple[int, ...],
     taken: set[int],
 ) -> tuple[Placement, Placement]:
-    """Placements of input and output for one of several mesh dimensions that cut a dimension, outermost first."""
+    """Return the placements for one of several mesh dimensions that shard a dimension, outermost first."""
     dim, old_step, new_step = leading[placement.dim]
-    cuts = source.cut_by(placement.dim)
+    sharding = source.cut_by(placement.dim)
     if shape[dim] == source.shape[placement.dim] and old_step == new_step:
         return placement, replace(placement, dim=dim)
-    kept = next((n for n in range(len(cuts), 1, -1) if _divide(source, cuts[:n], placement.dim, shape[dim])), 1)
-    place = cuts.index(mesh_dim)
-    if place < kept:
+    kept = next((n for n in range(len(sharding), 1, -1) if _divide(source, sharding[:n], placement.dim, shape[dim])), 1)
+    position = sharding.index(mesh_dim)
+    if position < kept:
         return (placement, Shard(dim)) if kept > 1 else _fit(source, mesh_dim, placement, leading, shape)
     return _elsewhere(source, mesh_dim, leading, shape, taken)
 
@@ -292,7 +292,7 @@ def _elsewhere(
     shape: tuple[int, ...],
     taken: set[int],
 ) -> tuple[Placement, Placement]:
-    """Placements for a cut that does not fit: of the longest dimension that is free and divides evenly, or none."""
+    """Return placements that shard the longest free dimension that divides evenly, or replicate."""
     ranks = source.mesh.shape[mesh_dim]
     free = [d for d in leading if d not in taken and not source.shape[d] % ranks and not shape[leading[d][0]] % ranks]
     if not free:
@@ -302,11 +302,11 @@ def _elsewhere(
     return Shard(longest), Shard(leading[longest][0])
 
 
-def _divide(source: Layout, cuts: tuple[int, ...], dim: int, size: int) -> bool:
-    """Whether these mesh dimensions cut a dimension, and the one that takes its place, into equal pieces."""
-    pieces = prod(source.mesh.shape[m] for m in cuts)
-    even = all(isinstance(source.placements[m], Shard) for m in cuts)
-    return even and not source.shape[dim] % pieces and not size % pieces
+def _divide(source: Layout, sharding: tuple[int, ...], dim: int, size: int) -> bool:
+    """True if these mesh dimensions divide both the old dimension and the new one evenly."""
+    count = prod(source.mesh.shape[m] for m in sharding)
+    even = all(isinstance(source.placements[m], Shard) for m in sharding)
+    return even and not source.shape[dim] % count and not size % count
 
 
 def _fit(
@@ -316,20 +316,20 @@ def _fit(
     leading: dict[int, tuple[int, int, int]],
     shape: tuple[int, ...],
 ) -> tuple[Placement, Placement]:
-    """Placements of input and output for one mesh dimension that cuts alone, the least movement first."""
+    """Return the placements for a mesh dimension that shards alone, with the least redistribution."""
     if placement.dim not in leading:
         return REPLICATE, REPLICATE
     dim, old_step, new_step = leading[placement.dim]
-    # Elements per piece along the group, as it is cut.
+    # Elements per shard of the group.
     ranks = source.mesh.shape[mesh_dim]
-    pieces = piece_sizes(source.shape[placement.dim], placement, ranks) * old_step
-    if not (pieces % new_step).any():
-        return placement, evenly(dim, tuple((pieces // new_step).tolist()), shape[dim], ranks)
-    # Cut so that pieces hold whole steps of the new dimension: neighbours exchange a little.
-    wanted = piece_sizes(shape[dim], Shard(dim), ranks) * new_step
+    elements = shard_sizes(source.shape[placement.dim], placement, ranks) * old_step
+    if not (elements % new_step).any():
+        return placement, sized_placement(dim, tuple((elements // new_step).tolist()), shape[dim], ranks)
+    # Reshard so that shards hold complete indices of the new dimension: neighbours exchange a little.
+    wanted = shard_sizes(shape[dim], Shard(dim), ranks) * new_step
     if not (wanted % old_step).any():
         sizes = tuple((wanted // old_step).tolist())
-        return evenly(placement.dim, sizes, source.shape[placement.dim], ranks), Shard(dim)
+        return sized_placement(placement.dim, sizes, source.shape[placement.dim], ranks), Shard(dim)
     return REPLICATE, REPLICATE
 
 

@@ -1,1 +1,1 @@
-"""Tools that rules of several kinds share; a rule of one kind keeps its tools beside it."""
+"""Tools shared by rules of several kinds; tools for one kind are in its own folder."""

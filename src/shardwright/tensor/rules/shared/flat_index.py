@@ -1,4 +1,4 @@
-"""Elements numbered through all dimensions of a tensor, as `take` and `argmax` do: in the whole, and in one region."""
+"""Conversion between flat indices of a global tensor and of one region of it, as `take` and `argmax` use them."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from torch import Tensor
 
 from shardwright.layout import Region
 
-__all__ = ["place_in_region", "place_in_whole"]
+__all__ = ["global_flat_index", "local_flat_index"]
 
 
-def place_in_whole(place: Tensor, region: Region, shape: Sequence[int]) -> Tensor:
-    """Numbers of elements of a region as numbers in the whole tensor of this shape."""
-    found, step = torch.zeros_like(place), 1
+def global_flat_index(index: Tensor, region: Region, shape: Sequence[int]) -> Tensor:
+    """Convert flat indices of a region to flat indices of the global tensor of this shape."""
+    result, step = torch.zeros_like(index), 1
     for dim in reversed(range(len(shape))):
-        found = found + (place % region.size[dim] + region.offset[dim]) * step
-        place = place // region.size[dim]
+        result = result + (index % region.size[dim] + region.offset[dim]) * step
+        index = index // region.size[dim]
         step *= shape[dim]
-    return found
+    return result
 
 
-def place_in_region(place: Tensor, region: Region, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Which numbers in the whole tensor lie in a region, and their numbers there (0 for the others)."""
-    inside, found, step = torch.ones_like(place, dtype=torch.bool), torch.zeros_like(place), 1
+def local_flat_index(index: Tensor, region: Region, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return which global flat indices are in a region, and their flat indices there (0 for the others)."""
+    inside, result, step = torch.ones_like(index, dtype=torch.bool), torch.zeros_like(index), 1
     for dim in reversed(range(len(shape))):
-        at = place % shape[dim] - region.offset[dim]
-        inside = inside & (at >= 0) & (at < region.size[dim])
-        found = found + at * step
-        place = place // shape[dim]
+        local = index % shape[dim] - region.offset[dim]
+        inside = inside & (local >= 0) & (local < region.size[dim])
+        result = result + local * step
+        index = index // shape[dim]
         step *= region.size[dim]
-    return inside, torch.where(inside, found, 0)
+    return inside, torch.where(inside, result, 0)

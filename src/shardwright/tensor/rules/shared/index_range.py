@@ -1,4 +1,4 @@
-"""Indices of a global tensor, checked before ranks that hold a part of it look them up."""
+"""Range checks for global indices, before ranks that hold only a shard look them up."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["check_range"]
 
 
 def check_range(
-    name: str, indices: Tensor, count: int, ignored: int | None = None, *, from_the_end: bool = False
+    name: str, indices: Tensor, count: int, ignored: int | None = None, *, allow_negative: bool = False
 ) -> None:
-    """Refuses indices that no rank holds, as torch does; on other devices than the CPU, torch's way: by assertion.
+    """Raise IndexError for indices out of range, as torch does; on other devices than the CPU, assert asynchronously.
 
-    `from_the_end`: negative ones count from there.
+    `allow_negative`: accept negative indices, which count from the end.
     """
-    capture_call(_check_range, name, indices, -count if from_the_end else 0, count, ignored)
+    capture_call(_check_range, name, indices, -count if allow_negative else 0, count, ignored)
 
 
 def _check_range(name: str, indices: Tensor, first: int, count: int, ignored: int | None) -> None:
@@ -26,5 +26,5 @@ def _check_range(name: str, indices: Tensor, first: int, count: int, ignored: in
     if indices.device.type != "cpu":
         torch._assert_async(fits.all())
     elif not fits.all():
-        wrong = indices[~fits].flatten()[0].item()
-        raise IndexError(f"{name}: index {wrong} is out of range for {count} elements: {first} to {count - 1}")
+        index = indices[~fits].flatten()[0].item()
+        raise IndexError(f"{name}: index {index} is out of range for {count} elements: {first} to {count - 1}")

@@ -1,1 +1,1 @@
-"""What looks at a neighbourhood: convolution, pooling, resizing, patches."""
+"""Operators with a neighbourhood: convolution, pooling, resizing, patches."""

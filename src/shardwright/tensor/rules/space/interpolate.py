@@ -1,7 +1,7 @@
-"""Resizing images, and sampling them at given places: batch and channels are independent of each other.
+"""Resizing and grid sampling of images: batch and channels are independent of each other.
 
-Along a cut dimension of space, an image is enlarged by a whole number where it is, with a row or two of its
-neighbours; other sizes need the dimension whole. Of a grid of places to sample, every part may be cut.
+Along a sharded spatial dimension, an image is enlarged by an integer factor with a halo of one or two rows; other
+sizes need the dimension replicated. The sampling grid may be sharded along any dimension.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 from shardwright.tensor.base.registry import rule
 from shardwright.tensor.base.strategy import Labels, Local, LocalContext, Operand, Strategies, index_strategies
 from shardwright.tensor.redistribute.halo import gather_halo
+from shardwright.tensor.rules.shared.basic_index import first_tensor
 from shardwright.tensor.rules.shared.neighbourhood import (
     Reach,
-    by_halo,
-    each,
     empty_results,
     halo_of,
-    or_nothing,
-    pieces_on,
-    where_cut,
+    per_dim,
+    register_halo,
+    sharded_dims,
+    skip_empty,
+    windows_on,
     with_halo,
 )
-from shardwright.tensor.rules.shared.pick import first_tensor
 
 __all__: list[str] = []
 
@@ -35,7 +35,7 @@ __all__: list[str] = []
 @final
 @dataclass(frozen=True, slots=True)
 class _Enlarged:
-    """Every input becomes `times` outputs, which look at so many neighbours on either side."""
+    """Every input becomes `times` outputs, which depend on `neighbours` inputs on either side."""
 
     size: int
     times: int
@@ -43,19 +43,19 @@ class _Enlarged:
 
     @property
     def result(self) -> int:
-        """Of the output."""
+        """Size of the output."""
         return self.size * self.times
 
     def needed(self, start: int, stop: int) -> tuple[int, int]:
-        """The inputs they come from, and their neighbours."""
+        """Return the inputs of these outputs, and their neighbours."""
         return start // self.times - self.neighbours, (stop - 1) // self.times + 1 + self.neighbours
 
-    def border(self, place: int) -> int:
-        """Outputs stay where their input is."""
-        return place * self.times
+    def first_output(self, index: int) -> int:
+        """Assign outputs to the rank of their input."""
+        return index * self.times
 
 
-# How many neighbours on either side an output looks at, and whether corners may be aligned.
+# Number of neighbours on either side that an output depends on, and whether the mode has align_corners.
 _MODES = {
     "upsample_nearest{}d": (0, False),
     "_upsample_nearest_exact{}d": (0, False),
@@ -64,26 +64,26 @@ _MODES = {
     "upsample_trilinear3d": (1, True),
     "upsample_bicubic2d": (2, True),
 }
-# They blur by the scale. The last came with torch 2.13.
-_BLURRING = [f"_upsample_{how}2d_aa" for how in ("bilinear", "bicubic", "lanczos")]
-_WHOLE = [name for name in _BLURRING if hasattr(torch._C._nn, name)]
+# Antialiasing kernels depend on the scale. lanczos requires torch 2.13.
+_ANTIALIASED = [f"_upsample_{mode}2d_aa" for mode in ("bilinear", "bicubic", "lanczos")]
+_REPLICATED = [name for name in _ANTIALIASED if hasattr(torch._C._nn, name)]
 
 
 def _resized(
     name: str, spatial: int, neighbours: int, corners: bool, halo: bool, input: Operand, *args: Any, **named: Any
 ) -> Strategies:
     labels: Labels = [0, 1, *[None] * spatial]
-    linear = input.dtype.is_floating_point or not neighbours  # a blend of whole numbers is rounded
+    linear = input.dtype.is_floating_point or not neighbours  # integer results are rounded
     at = index_strategies([input], [labels], [labels], terms=[[0]] if linear else None, reduction=None)
     if not halo:
-        return Strategies(at, run=or_nothing)
-    sizes, scales, aligned = _numbers(spatial, corners, *args, **named)
+        return Strategies(at, run=skip_empty)
+    sizes, scales, aligned = _resize_arguments(spatial, corners, *args, **named)
     reaches = {} if aligned else _enlarged(input, sizes, scales, neighbours)
     options = (False,) if corners else ()
     return Strategies(with_halo(at, input, reaches, 0, 1), run=partial(_local, name, reaches, options, scales))
 
 
-def _numbers(
+def _resize_arguments(
     spatial: int,
     corners: bool,
     output_size: Any,
@@ -92,38 +92,38 @@ def _numbers(
     scale_factors: Any = None,
     **scales: Any,
 ) -> tuple[Any, tuple[float | None, ...], bool]:
-    """Sizes of the result (or None), scales, and whether corners are aligned, however the call spells them."""
+    """Return output sizes (or None), scales and align_corners, for every calling convention."""
     given = list(rest)
     if corners and given:
         align_corners = given.pop(0)
-    by_number = [*given, *scales.values()]
-    if len(by_number) == 1 and isinstance(by_number[0], list | tuple):
-        scale_factors = by_number[0]
-    elif by_number and scale_factors is None:
-        scale_factors = by_number
-    found = each(scale_factors, spatial) if scale_factors else (None,) * spatial
-    return output_size, (*found, *[None] * (spatial - len(found))), align_corners
+    positional = [*given, *scales.values()]
+    if len(positional) == 1 and isinstance(positional[0], list | tuple):
+        scale_factors = positional[0]
+    elif positional and scale_factors is None:
+        scale_factors = positional
+    factors = per_dim(scale_factors, spatial) if scale_factors else (None,) * spatial
+    return output_size, (*factors, *[None] * (spatial - len(factors))), align_corners
 
 
 def _enlarged(input: Operand, sizes: Any, scales: tuple[float | None, ...], neighbours: int) -> dict[int, Reach]:
-    """The dimensions that become a whole number of times as large."""
-    found: dict[int, Reach] = {}
+    """Return the dimensions that grow by an integer factor."""
+    reaches: dict[int, Reach] = {}
     if None in scales if sizes is None else len(sizes) != len(scales):
-        return found  # torch says what is wrong with it
+        return reaches  # torch raises the error
     for d, (size, scale) in enumerate(zip(input.shape[2:], scales, strict=True)):
-        result = int(size * scale) if sizes is None and scale is not None else sizes[d]  # as torch counts
+        result = int(size * scale) if sizes is None and scale is not None else sizes[d]  # as torch rounds
         if size and result % size == 0 and result and scale in (None, result / size):
-            found[2 + d] = _Enlarged(size, result // size, neighbours)
-    return found
+            reaches[2 + d] = _Enlarged(size, result // size, neighbours)
+    return reaches
 
 
 def _local(name: str, reaches: dict[int, Reach], options: Any, scales: Any, context: LocalContext) -> Local | None:
-    """torch's own call on the window, of which what comes from neighbours alone is dropped."""
+    """Return a local call on the window that drops the outputs of neighbours."""
     source, rank = context.ins[0], context.rank
-    if not where_cut(source, reaches):
-        return or_nothing(context)
+    if not sharded_dims(source, reaches):
+        return skip_empty(context)
     halo = halo_of(source, context.outs[0], reaches)
-    pieces = pieces_on(source, context.outs[0], reaches, rank)
+    windows = windows_on(source, context.outs[0], reaches, rank)
     is_empty = 0 in context.outs[0].local_shape(rank)
     resize = getattr(torch.ops.aten, name).default
 
@@ -133,12 +133,12 @@ def _local(name: str, reaches: dict[int, Reach], options: Any, scales: Any, cont
             result: Tensor = empty_results(context, x)
             return result
         wanted = list(context.outs[0].shape[2:])
-        for dim in pieces:
+        for dim in windows:
             wanted[dim - 2] = x.shape[dim] * (context.outs[0].shape[dim] // source.shape[dim])
         result = resize(x, wanted, *options, *scales)
-        for dim, piece in pieces.items():
+        for dim, window in windows.items():
             times = context.outs[0].shape[dim] // source.shape[dim]
-            result = result.narrow(dim, piece.out[0] - piece.window[0] * times, piece.out[1] - piece.out[0])
+            result = result.narrow(dim, window.out[0] - window.window[0] * times, window.out[1] - window.out[0])
         return result.contiguous()
 
     return local
@@ -150,18 +150,18 @@ for _pattern, (_neighbours, _corners) in _MODES.items():
         if _name.endswith(f"{_n}d"):
             _resize = partial(_resized, _name, _n, _neighbours, _corners)
             rule(_name)(partial(_resize, False))
-            by_halo(_name, getattr(torch._C._nn, _name), partial(_resize, True), _n)
-for _name in _WHOLE:
+            register_halo(_name, getattr(torch._C._nn, _name), partial(_resize, True), _n)
+for _name in _REPLICATED:
     rule(_name)(partial(_resized, _name, 2, 1, True, False))
 
 
 @rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 def _grid_sampler(input: Operand, grid: Operand, *_: Any, **__: Any) -> Strategies:
-    """Every place of the grid is sampled for itself, of an image that is whole."""
-    places = list(range(2, input.ndim))
-    ins: list[Labels] = [["n", "c", *[None] * len(places)], ["n", *places, None]]
+    """Every point of the grid is sampled independently, from a replicated image."""
+    points = list(range(2, input.ndim))
+    ins: list[Labels] = [["n", "c", *[None] * len(points)], ["n", *points, None]]
     return Strategies(
-        index_strategies([input, grid], ins, [["n", "c", *places]], terms=[[0]], reduction=None), run=or_nothing
+        index_strategies([input, grid], ins, [["n", "c", *points]], terms=[[0]], reduction=None), run=skip_empty
     )
 
 
@@ -174,7 +174,7 @@ def _affine_grid(theta: Operand, size: Any, align_corners: bool) -> Strategies:
     def run(context: LocalContext) -> Local | None:
         images = context.outs[0].local_shape(context.rank)[0]
         if images == 0:
-            return or_nothing(context)
+            return skip_empty(context)
         return lambda _, args, kwargs: torch.affine_grid_generator(
             first_tensor(args, kwargs), [images, *size[1:]], align_corners
         )

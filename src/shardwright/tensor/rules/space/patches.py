@@ -1,4 +1,4 @@
-"""Pixels between channels and space, and patches of images: what stays together is moved together."""
+"""Pixel shuffles and patches of images."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any
 from shardwright.layout import Ragged, Shard
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Labels, Operand, Strategies, Strategy, index_strategies
-from shardwright.tensor.rules.shared.neighbourhood import each, or_nothing
-from shardwright.tensor.rules.shared.pick import cutting
-from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
+from shardwright.tensor.rules.shared.basic_index import sharded_over
+from shardwright.tensor.rules.shared.neighbourhood import per_dim, skip_empty
+from shardwright.tensor.rules.shared.shard_sizes import shard_sizes, sized_placement
 
 __all__: list[str] = []
 
 
 def _images(input: Operand, *_: Any, **__: Any) -> Strategies:
-    """Whatever comes before channels and space is independent."""
+    """Dimensions before channels and space are independent."""
     labels: Labels = [*range(input.ndim - 3), *[None] * 3]
-    return Strategies(index_strategies([input], [labels], [labels], terms=[[0]], reduction=None), run=or_nothing)
+    return Strategies(index_strategies([input], [labels], [labels], terms=[[0]], reduction=None), run=skip_empty)
 
 
 rule("pixel_shuffle", "pixel_unshuffle")(_images)
 
 
-def _is_cut_inside(input: Any) -> bool:
-    """Whether channels or space are cut."""
+def _is_image_sharded(input: Any) -> bool:
+    """True if channels or space are sharded."""
     layout = input._layout
-    return layout.ndim > 2 and any(cutting(layout, d) for d in range(layout.ndim - 3, layout.ndim))
+    return layout.ndim > 2 and any(sharded_over(layout, d) for d in range(layout.ndim - 3, layout.ndim))
 
 
 @composite("pixel_shuffle")
 def _pixel_shuffle(input: Any, upscale_factor: int) -> Any:
-    """By views, which leave cut dimensions where they are; the result is no view, as torch's is none."""
+    """Compose from views, which keep sharded dimensions; clone, because torch's result is not a view."""
     r = upscale_factor
-    if not _is_cut_inside(input) or 0 in input.shape or r < 1 or input.shape[-3] % (r * r):
+    if not _is_image_sharded(input) or 0 in input.shape or r < 1 or input.shape[-3] % (r * r):
         return NotImplemented
     split = input.unflatten(-3, (input.shape[-3] // (r * r), r, r))
     lead = list(range(input.ndim - 3))
@@ -45,7 +45,7 @@ def _pixel_shuffle(input: Any, upscale_factor: int) -> Any:
 @composite("pixel_unshuffle")
 def _pixel_unshuffle(input: Any, downscale_factor: int) -> Any:
     r = downscale_factor
-    if not _is_cut_inside(input) or 0 in input.shape or r < 1 or input.shape[-1] % r or input.shape[-2] % r:
+    if not _is_image_sharded(input) or 0 in input.shape or r < 1 or input.shape[-1] % r or input.shape[-2] % r:
         return NotImplemented
     split = input.unflatten(-1, (input.shape[-1] // r, r)).unflatten(-3, (input.shape[-2] // r, r))
     lead = list(range(input.ndim - 3))
@@ -57,13 +57,13 @@ def _pixel_unshuffle(input: Any, downscale_factor: int) -> Any:
 def _channel_shuffle(input: Operand, groups: int) -> Strategies:
     del groups
     labels: Labels = [None if d == 1 else d for d in range(input.ndim)]
-    return Strategies(index_strategies([input], [labels], [labels], terms=[[0]], reduction=None), run=or_nothing)
+    return Strategies(index_strategies([input], [labels], [labels], terms=[[0]], reduction=None), run=skip_empty)
 
 
 def _channelwise(input: Operand, lead: int, out_ndim: int, fewer: int, more: int) -> Strategies:
     """Batch and channels are independent; `fewer` rows of the input's channel dimension become `more` of the output's.
 
-    So channels stay cut where a piece holds whole channels.
+    Channels stay sharded if every shard holds complete channels.
     """
     batch = list(range(lead))
     at = index_strategies(
@@ -76,23 +76,23 @@ def _channelwise(input: Operand, lead: int, out_ndim: int, fewer: int, more: int
 
     def extended(mesh_dim: int) -> list[Strategy]:
         placement, ranks = input.layout.placements[mesh_dim], input.layout.mesh.shape[mesh_dim]
-        if not isinstance(placement, Shard | Ragged) or cutting(input.layout, lead) != (mesh_dim,):
+        if not isinstance(placement, Shard | Ragged) or sharded_over(input.layout, lead) != (mesh_dim,):
             return at(mesh_dim)
-        pieces = piece_sizes(input.shape[lead], placement, ranks)
-        if (pieces % fewer).any():
+        shards = shard_sizes(input.shape[lead], placement, ranks)
+        if (shards % fewer).any():
             return at(mesh_dim)
-        sizes = tuple((pieces // fewer * more).tolist())
-        return [*at(mesh_dim), Strategy((placement,), (evenly(lead, sizes, sum(sizes), ranks),))]
+        sizes = tuple((shards // fewer * more).tolist())
+        return [*at(mesh_dim), Strategy((placement,), (sized_placement(lead, sizes, sum(sizes), ranks),))]
 
-    return Strategies(extended, run=or_nothing)
+    return Strategies(extended, run=skip_empty)
 
 
 @rule("im2col")
 def _im2col(input: Operand, kernel_size: Any, *_: Any, **__: Any) -> Strategies:
-    return _channelwise(input, input.ndim - 3, input.ndim - 1, 1, prod(each(kernel_size, 2)))
+    return _channelwise(input, input.ndim - 3, input.ndim - 1, 1, prod(per_dim(kernel_size, 2)))
 
 
 @rule("col2im")
 def _col2im(input: Operand, output_size: Any, kernel_size: Any, *_: Any, **__: Any) -> Strategies:
     del output_size
-    return _channelwise(input, input.ndim - 2, input.ndim + 1, prod(each(kernel_size, 2)), 1)
+    return _channelwise(input, input.ndim - 2, input.ndim + 1, prod(per_dim(kernel_size, 2)), 1)

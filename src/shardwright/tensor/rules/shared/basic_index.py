@@ -1,7 +1,7 @@
-"""Slices and single places of a tensor, taken from shards where they are: every rank keeps its overlap, as a view.
+"""Basic indexing (integers and slices) of shards without communication: every rank keeps a view of its overlap.
 
-A slice of a cut dimension is cut unevenly (`Ragged`), and nothing moves. A single place of a cut dimension lives on
-one rank: the others hold zeros, and the result is a sum of which all addends but one are zero.
+A slice of a sharded dimension is sharded unevenly (`Ragged`). A single index of a sharded dimension is held by one
+rank: the others hold zeros, and the result is a partial sum.
 """
 
 from __future__ import annotations
@@ -16,26 +16,35 @@ from shardwright.layout import Layout, Partial, Placement, Ragged, Region, Shard
 from shardwright.tensor.base.gradient_types import REPLICATE, SUM
 from shardwright.tensor.base.strategy import Local, LocalContext, MeshStrategy, Operand
 from shardwright.tensor.dispatch.arguments import tensors_in
-from shardwright.tensor.rules.shared.piece_sizes import evenly, piece_sizes
+from shardwright.tensor.rules.shared.shard_sizes import shard_sizes, sized_placement
 
-__all__ = ["Item", "cutting", "first_tensor", "moves", "pick", "pick_each", "resolved"]
+__all__ = [
+    "Item",
+    "first_tensor",
+    "indexing_strategy",
+    "needs_redistribution",
+    "normalize_index",
+    "sharded_over",
+    "slices_strategy",
+]
 
-Item: TypeAlias = int | slice | None  # resolved: a place from the start, a slice of three numbers, a new dimension
+# An item of a normalized index: a non-negative index, a slice(start, stop, step), or None for a new dimension.
+Item: TypeAlias = int | slice | None
 
 
 def first_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """The first tensor of a call, which may have been given by its name."""
+    """Return the first tensor of a call, which may have been passed by keyword."""
     return args[0] if args else next(tensors_in(kwargs.values()))
 
 
-def resolved(index: Any, shape: Sequence[int]) -> tuple[Item, ...]:
-    """A basic index (numbers, slices, None, Ellipsis) with an item for every dimension, and no negative numbers."""
+def normalize_index(index: Any, shape: Sequence[int]) -> tuple[Item, ...]:
+    """Expand a basic index (int, slice, None, Ellipsis) to one item per dimension, without negative indices."""
     given = index if isinstance(index, tuple) else (index,)
     used = sum(item is not None and item is not Ellipsis for item in given)
     rest = (slice(None),) * (len(shape) - used)
     if Ellipsis in given:
-        place = given.index(Ellipsis)
-        given = (*given[:place], *rest, *(item for item in given[place + 1 :] if item is not Ellipsis))
+        position = given.index(Ellipsis)
+        given = (*given[:position], *rest, *(item for item in given[position + 1 :] if item is not Ellipsis))
     else:
         given = (*given, *rest)
     items: list[Item] = []
@@ -49,22 +58,22 @@ def resolved(index: Any, shape: Sequence[int]) -> tuple[Item, ...]:
     return tuple(items)
 
 
-def cutting(layout: Layout, dim: int) -> tuple[int, ...]:
-    """The mesh dimensions of more than one rank that cut a tensor dimension, first cut first."""
+def sharded_over(layout: Layout, dim: int) -> tuple[int, ...]:
+    """Return the mesh dimensions of more than one rank that shard a tensor dimension, outermost first."""
     return tuple(mesh_dim for mesh_dim in layout.cut_by(dim) if layout.mesh.shape[mesh_dim] > 1)
 
 
-def moves(layout: Layout, items: Sequence[Item]) -> bool:
-    """Whether anything must move: several mesh dimensions cut a dimension of which not all is picked."""
-    return any(len(cutting(layout, dim)) > 1 for dim in _touched(layout.shape, [items]))
+def needs_redistribution(layout: Layout, items: Sequence[Item]) -> bool:
+    """True if several mesh dimensions shard a dimension that the index does not take completely."""
+    return any(len(sharded_over(layout, dim)) > 1 for dim in _partly_taken(layout.shape, [items]))
 
 
-def pick(input: Operand, items: Sequence[Item]) -> MeshStrategy:
-    """One pick of a tensor."""
-    ins, outs, copied = _placed(input, items, _touched(input.shape, [items]))
+def indexing_strategy(input: Operand, items: Sequence[Item]) -> MeshStrategy:
+    """Return the strategy of `x[items]`."""
+    ins, outs, copied = _layouts(input, items, _partly_taken(input.shape, [items]))
 
     def run(context: LocalContext) -> Local:
-        index, summed = _locally(context.ins[0], context.ins[0].region(context.rank), items)
+        index, summed = _local_index(context.ins[0], context.ins[0].region(context.rank), items)
         if not summed:
             return lambda _, args, kwargs: first_tensor(args, kwargs)[index]
         if input.dtype == torch.bool:
@@ -74,14 +83,14 @@ def pick(input: Operand, items: Sequence[Item]) -> MeshStrategy:
     return MeshStrategy((ins,), (outs,), run=run, fresh=False, copied=copied)
 
 
-def pick_each(input: Operand, picks: Sequence[Sequence[Item]]) -> MeshStrategy:
-    """Several picks of one tensor, as a tuple; of slices only."""
-    touched = _touched(input.shape, picks)
-    placed = [_placed(input, items, touched) for items in picks]
+def slices_strategy(input: Operand, slices: Sequence[Sequence[Item]]) -> MeshStrategy:
+    """Return the strategy of several slices of one tensor, returned as a tuple."""
+    partly_taken = _partly_taken(input.shape, slices)
+    layouts = [_layouts(input, items, partly_taken) for items in slices]
 
     def run(context: LocalContext) -> Local:
         region = context.ins[0].region(context.rank)
-        indices = [_locally(context.ins[0], region, items)[0] for items in picks]
+        indices = [_local_index(context.ins[0], region, items)[0] for items in slices]
 
         def local(_: Any, args: Any, kwargs: Any) -> Any:
             source = first_tensor(args, kwargs)
@@ -89,23 +98,23 @@ def pick_each(input: Operand, picks: Sequence[Sequence[Item]]) -> MeshStrategy:
 
         return local
 
-    return MeshStrategy((placed[0][0],), tuple(outs for _, outs, _ in placed), run=run, fresh=False)
+    return MeshStrategy((layouts[0][0],), tuple(outs for _, outs, _ in layouts), run=run, fresh=False)
 
 
-def _touched(shape: Sequence[int], picks: Sequence[Sequence[Item]]) -> set[int]:
-    """The dimensions of which some pick leaves something out."""
-    touched: set[int] = set()
-    for items in picks:
+def _partly_taken(shape: Sequence[int], slices: Sequence[Sequence[Item]]) -> set[int]:
+    """Return the dimensions that some index does not take completely."""
+    partly_taken: set[int] = set()
+    for items in slices:
         for dim, item in enumerate(item for item in items if item is not None):
             if not isinstance(item, slice) or len(range(*item.indices(shape[dim]))) != shape[dim]:
-                touched.add(dim)
-    return touched
+                partly_taken.add(dim)
+    return partly_taken
 
 
-def _placed(input: Operand, items: Sequence[Item], touched: set[int]) -> tuple[Layout, Layout, bool]:
-    """The layout to pick from, that of the pick, and whether the pick cannot be a view."""
+def _layouts(input: Operand, items: Sequence[Item], partly_taken: set[int]) -> tuple[Layout, Layout, bool]:
+    """Return the layout to index, the layout of the result, and whether the result cannot be a view."""
     source, mesh = input.layout, input.layout.mesh
-    at = _picked_dims(items)
+    at = _items_by_dim(items)
     ins, outs = list(source.placements), list(source.placements)
     copied = False
     for mesh_dim in source.order:
@@ -114,11 +123,11 @@ def _placed(input: Operand, items: Sequence[Item], touched: set[int]) -> tuple[L
             continue
         dim, ranks = placement.dim, mesh.shape[mesh_dim]
         item, out_dim = at[dim]
-        cuts = cutting(source, dim) or source.cut_by(dim)
-        if dim not in touched:
+        sharding = sharded_over(source, dim) or source.cut_by(dim)
+        if dim not in partly_taken:
             outs[mesh_dim] = Shard(out_dim) if isinstance(placement, Shard) else Ragged(out_dim, placement.sizes)
-        elif mesh_dim != cuts[0] or (ranks == 1 and isinstance(item, int)):
-            ins[mesh_dim] = outs[mesh_dim] = REPLICATE  # cut several times over: brought together for all but the first
+        elif mesh_dim != sharding[0] or (ranks == 1 and isinstance(item, int)):
+            ins[mesh_dim] = outs[mesh_dim] = REPLICATE  # sharded more than once: keep only the outermost
         elif isinstance(item, int):
             outs[mesh_dim] = Partial("bor") if input.dtype == torch.bool else SUM
             copied = True
@@ -128,8 +137,8 @@ def _placed(input: Operand, items: Sequence[Item], touched: set[int]) -> tuple[L
     return source.replace(placements=ins, order=source.order), Layout(mesh, outs, shape, source.order), copied
 
 
-def _picked_dims(items: Sequence[Item]) -> list[tuple[Item, int]]:
-    """For every dimension of the tensor: what is picked of it, and the dimension of the result that it becomes."""
+def _items_by_dim(items: Sequence[Item]) -> list[tuple[Item, int]]:
+    """For every dimension of the tensor, return its item and its dimension in the result."""
     at: list[tuple[Item, int]] = []
     out_dim = 0
     for item in items:
@@ -140,26 +149,26 @@ def _picked_dims(items: Sequence[Item]) -> list[tuple[Item, int]]:
 
 
 def _overlaps(source: Layout, placement: Shard | Ragged, ranks: int, item: Item, out_dim: int) -> Placement:
-    """How a slice of a cut dimension is cut: into what each piece has of it."""
+    """Return the placement of a slice of a sharded dimension: every shard keeps its overlap."""
     assert isinstance(item, slice)
     extent = source.shape[placement.dim]
     sizes, start = [], 0
-    for size in piece_sizes(extent, placement, ranks).tolist():
+    for size in shard_sizes(extent, placement, ranks).tolist():
         sizes.append(len(range(*_within(item, start, size).indices(size))))
         start += size
-    return evenly(out_dim, tuple(sizes), sum(sizes), ranks)
+    return sized_placement(out_dim, tuple(sizes), sum(sizes), ranks)
 
 
 def _within(item: slice, offset: int, size: int) -> slice:
-    """The part of a slice that lies in a piece, counted from the start of the piece."""
+    """Return the part of a slice that overlaps a shard, relative to the start of the shard."""
     skipped = max(0, -(-(offset - item.start) // item.step))
     first = item.start + skipped * item.step - offset
     last = min(item.stop - offset, size)
     return slice(first, last, item.step) if first < last else slice(0, 0, 1)
 
 
-def _locally(layout: Layout, region: Region, items: Sequence[Item]) -> tuple[tuple[Item, ...], tuple[int, ...]]:
-    """The index of the local tensor, and the dimensions of what it gives that are summed away."""
+def _local_index(layout: Layout, region: Region, items: Sequence[Item]) -> tuple[tuple[Item, ...], tuple[int, ...]]:
+    """Return the index of the local tensor, and the dimensions of its result to sum over."""
     index: list[Item] = []
     summed: list[int] = []
     dim = out_dim = 0
@@ -168,7 +177,7 @@ def _locally(layout: Layout, region: Region, items: Sequence[Item]) -> tuple[tup
             index.append(None)
         else:
             offset, size = region.offset[dim], region.size[dim]
-            if not cutting(layout, dim):
+            if not sharded_over(layout, dim):
                 index.append(item)
             elif isinstance(item, int):
                 index.append(_within(slice(item, item + 1, 1), offset, size))
