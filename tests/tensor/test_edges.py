@@ -108,7 +108,7 @@ def test_a_part_saved_by_one_rank_is_not_taken_for_anothers() -> None:
     if comm.rank() == 0:
         assert torch.load(io.BytesIO(data)).to_local().tolist() == [0, 1, 2, 3]
     else:
-        with pytest.raises(TensorError, match="saved by rank 0, and is not that of rank 1"):
+        with pytest.raises(TensorError, match="saved by rank 0 and does not belong to rank 1"):
             torch.load(io.BytesIO(data))
 
 

@@ -105,4 +105,4 @@ def test_loading_in_another_world_says_what_is_missing() -> None:
     first, *others = outcomes(4, swapped)
     assert isinstance(first, Returned)
     for rank, other in enumerate(others, start=1):
-        assert f"was saved by rank 0, and is not that of rank {rank}" in other.message
+        assert f"was saved by rank 0 and does not belong to rank {rank}" in other.message

@@ -1,1 +1,1 @@
-"""The public surface: DTensor, its factories, conversion to and from plain tensors, and torch's hooks."""
+"""The public API: DTensor, its factories, conversion to and from plain tensors, and hooks into torch."""

@@ -1,4 +1,4 @@
-"""A redistribution under way: a DTensor that waits for its values when it is first used."""
+"""`AsyncDTensor`: the result of an asynchronous redistribution, which waits when it is first used."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from shardwright.tensor.redistribute import PendingRedistribution
 
 __all__ = ["AsyncDTensor"]
 
-# What is known before the values are. Torch asks for __torch_function__ while it decides whom to call: no time to wait.
-_KNOWN = frozenset("__class__ __dict__ __torch_function__ _layout _moving sharding placements device_mesh wait".split())
+# Attributes that do not need the values. torch reads __torch_function__ before dispatching, when waiting is too early.
+_KNOWN = frozenset(
+    "__class__ __dict__ __torch_function__ _layout _pending sharding placements device_mesh wait".split()
+)
 
 
 class AsyncDTensor(DTensor):
-    """A DTensor whose values are still being received. Any use of it waits, and it is an ordinary one from then on."""
+    """A DTensor whose values are still being received. Any use waits, and makes it an ordinary DTensor."""
 
-    _moving: PendingRedistribution
+    _pending: PendingRedistribution
 
     def wait(self) -> DTensor:
-        """The tensor, once its values are there."""
-        moving = self.__dict__.pop("_moving")
-        self.__class__ = DTensor  # type: ignore[assignment]  # from here on it is one
+        """Wait for the values and return the tensor."""
+        pending = self.__dict__.pop("_pending")
+        self.__class__ = DTensor  # type: ignore[assignment]  # an ordinary DTensor from now on
         with no_torch_function(), torch.no_grad():
-            torch.Tensor.set_(self, moving.wait())  # the memory, not DTensor's own set_, which takes a DTensor
+            torch.Tensor.set_(self, pending.wait())  # not DTensor.set_, which takes a DTensor
         return self
 
     def __getattribute__(self, name: str) -> Any:
-        if name not in _KNOWN and "_moving" in object.__getattribute__(self, "__dict__"):
+        if name not in _KNOWN and "_pending" in object.__getattribute__(self, "__dict__"):
             self.wait()
-        return object.__getattribute__(self, name)  # not super(): its class may just have changed
+        return object.__getattribute__(self, name)  # not super(): the class may have just changed
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,4 +45,4 @@ class AsyncDTensor(DTensor):
         return DTensor.__torch_function__(func, types, args, kwargs)
 
 
-DTensorBase.pending = AsyncDTensor  # `redistribute` lies below DTensor
+DTensorBase.pending = AsyncDTensor  # for `redistribute`, which is in a lower layer

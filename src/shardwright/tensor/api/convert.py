@@ -1,4 +1,4 @@
-"""What the methods of DTensor do between layouts and plain tensors: `to_local`, `redistribute`, and unpickling."""
+"""The implementations of `DTensor.to_local`, `DTensor.redistribute` and unpickling."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def redistribute(
     mesh = source.mesh if device_mesh is None else comm.bind(device_mesh)
     if placements is None:
         if mesh.ndim != source.mesh.ndim:
-            raise TensorError(f"redistribute to {mesh!r}: give placements, one for each of its {mesh.ndim} dimensions")
+            raise TensorError(f"redistribute to {mesh!r}: pass placements, one for each of its {mesh.ndim} dimensions")
         placements, order = source.placements, order or source.order
     target = Layout(mesh, placements, source.shape, order)
     before = tensor.dtype
@@ -59,7 +59,7 @@ def redistribute(
     differentiable = tensor.requires_grad and torch.is_grad_enabled()
     if async_op and target is not source and not differentiable and cast_before_sending(source, before, forward):
         cast: Any = tensor.to(forward)
-        return _start_moving(cast, source, target)
+        return _start_redistribution(cast, source, target)
     with no_torch_function(), trace.requested(), comm.moving_tensor(tensor.__dict__.get("_number", 0)):
         if forward == backward == before:
             moved = redistribute_local(tensor, source, target)
@@ -68,33 +68,33 @@ def redistribute(
         return tag(tensor.view_as(tensor) if moved is tensor else moved, target)
 
 
-def _start_moving(tensor: DTensorBase, source: Layout, target: Layout) -> Any:
-    """The tensor under `target`, whose values are on their way."""
+def _start_redistribution(tensor: DTensorBase, source: Layout, target: Layout) -> Any:
+    """Return an AsyncDTensor under `target` whose values are still being received."""
     with no_torch_function(), torch.no_grad():
         steps = plan(source, target, tensor.element_size())
         if trace.current() is not None:
             with trace.requested():
                 trace.record_redistribution(source, target, 0, backward=False)
-        moving = start(steps, tensor.clone())  # a copy: the tensor may be written to before all of it is sent
+        pending = start(steps, tensor.clone())  # a copy: the tensor may be written to before it is sent
         result = tag(torch.empty(0, dtype=tensor.dtype, device=tensor.device), target)
     result.__class__ = DTensorBase.pending
-    result._moving = moving
+    result._pending = pending
     return result
 
 
 def rebuild(local: Tensor, layout: dict[str, Any], saved_by: int, requires_grad: bool, is_parameter: bool) -> Any:
-    """A DTensor from what pickle holds of it: its local tensor, its abstract layout, and whose part it is."""
+    """Rebuild a DTensor from its pickled local tensor and layout, and the rank that saved it."""
     known = Layout.from_json(layout)
     rank = comm.rank()
     if rank not in known.mesh or known.mesh.size > comm.world().size:
         raise TensorError(
             f"a DTensor {known} was saved on {known.mesh!r}; this is rank {rank} of {comm.world().size}: load it on "
-            "as many ranks, or save it with shardwright.checkpoint, which reshards"
+            "the same number of ranks, or save it with shardwright.checkpoint, which reshards"
         )
     if saved_by not in known.replicas(rank):
         raise TensorError(
-            f"this part of a DTensor {known} was saved by rank {saved_by}, and is not that of rank {rank}: let every "
-            "rank save and load its own, or use shardwright.checkpoint"
+            f"this shard of a DTensor {known} was saved by rank {saved_by} and does not belong to rank {rank}: use one "
+            "file per rank, or shardwright.checkpoint"
         )
     verify_local(local, known)
     result = tag(alias(local.detach()).detach(), known)

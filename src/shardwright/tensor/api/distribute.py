@@ -1,4 +1,4 @@
-"""`distribute_tensor`: a plain tensor, spread over a mesh."""
+"""`distribute_tensor`: shard or replicate a plain tensor over a mesh."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ def distribute_tensor(
     order: Sequence[int | str] | None = None,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """A whole tensor, spread over a mesh: every rank keeps its part.
+    """Return the global tensor as a DTensor, of which every rank keeps its shard.
 
-    The values are those of the mesh's rank number `src_data_rank` (in the mesh's order), sent to the others.
-    `src_data_rank=None` trusts each rank's own copy, and moves nothing. Without `placements`, it is replicated; without
-    a mesh, it is spread over that of the enclosing `with mesh:`, or over all ranks. A DTensor that already has this
-    layout is returned as it is.
+    The values are those of rank number `src_data_rank` in the mesh's order, sent to the others. `src_data_rank=None`
+    trusts each rank's own copy and sends nothing. The default is to replicate over the mesh of the enclosing
+    `with mesh:`, or over all ranks. A DTensor that already has this layout is returned unchanged.
 
     >>> import torch, shardwright as sw
     >>> mesh = sw.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
@@ -44,13 +43,13 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         if _layout(device_mesh, placements, tensor.shape, order) is tensor.sharding:
             return tensor
-        raise TensorError(f"distribute_tensor: the tensor is a DTensor already, {tensor.sharding}: use redistribute")
+        raise TensorError(f"distribute_tensor: the tensor is already a DTensor, {tensor.sharding}: use redistribute")
     if not isinstance(tensor, Tensor):
-        raise ArgumentTypeError(f"distribute_tensor: {type(tensor).__name__} is not a tensor")
+        raise ArgumentTypeError(f"distribute_tensor: expected a tensor, got {type(tensor).__name__}")
     if not tensor.is_leaf:
         raise TensorError(
-            "distribute_tensor: the tensor is the result of a computation, whose gradient this would lose; "
-            "use DTensor.from_local, or detach it"
+            "distribute_tensor: the tensor is not a leaf, and its gradient would be lost: use DTensor.from_local, or "
+            "detach it"
         )
     layout = _layout(device_mesh, placements, tensor.shape, order)
     _refuse_partial(layout, "distribute_tensor")
@@ -61,8 +60,7 @@ def distribute_tensor(
             whole = _from_source(whole, layout.mesh, src_data_rank)
         inside = comm.rank() in layout.mesh
         local = whole[local_region(layout).slices()] if inside else empty_outside_mesh(whole, layout)
-        # Never the caller's own memory: what is written to one must not show in the other. Nor a piece of the whole's,
-        # which would stay alive with it.
+        # Neither share the caller's memory, where a write would show in both, nor keep the global tensor alive.
         if local.numel() < whole.numel() or _memory(local) == _memory(tensor):
             local = local.clone(memory_format=torch.contiguous_format)
     result: DTensor = tag(local.detach(), layout)
@@ -70,7 +68,7 @@ def distribute_tensor(
     if isinstance(tensor, nn.Parameter):
         result = nn.Parameter(result, requires_grad=tensor.requires_grad)  # type: ignore[assignment]  # it stays a DTensor
     if sent:
-        # In the world's record, which outlives `comm.forget`: ranks that forget at different times number alike.
+        # In the world's ledger, which outlives `comm.forget`: all ranks number tensors the same.
         result._number = comm.world().ledger.number_tensor(layout.mesh)
     return result
 
@@ -96,8 +94,8 @@ def _layout(device_mesh: Any, placements: Any, shape: Sequence[int], order: Any)
 def _refuse_partial(layout: Layout, what: str) -> None:
     if layout.is_partial:
         raise TensorError(
-            f"{what}: {layout} is partial: a whole value is no sum of addends. Use DTensor.from_local for addends, "
-            "or redistribute afterwards"
+            f"{what}: {layout} is partial, but a global value is not a partial one: use DTensor.from_local for partial "
+            "values, or redistribute afterwards"
         )
 
 

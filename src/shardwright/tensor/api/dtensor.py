@@ -1,4 +1,4 @@
-"""`DTensor`: a tensor over a mesh of ranks. It is its local tensor, wearing a layout."""
+"""`DTensor`: a tensor distributed over a mesh of ranks. The object is its local tensor, tagged with a layout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _enabled = torch._C._is_torch_function_enabled
 
 
 def _attribute(name: str) -> Any:
-    """Torch's own descriptor of a tensor attribute, which answers for the local tensor."""
+    """Return torch's descriptor of a tensor attribute, which gives the value of the local tensor."""
     return getattr(Tensor, name)
 
 
@@ -47,10 +47,10 @@ _get_shape, _get_dtype, _get_device = (_attribute(name).__get__ for name in ("sh
 
 
 class DTensor(DTensorBase):
-    """A tensor spread over a mesh of ranks, computed with by ordinary torch code.
+    """A tensor distributed over a mesh of ranks, for use in ordinary torch code.
 
-    Make one with `distribute_tensor`, `DTensor.from_local` or a factory (`sw.zeros`, `sw.randn`, …). Everything a
-    tensor answers, it answers for the global one: `shape`, `stride`, indexing, arithmetic, gradients.
+    Create one with `distribute_tensor`, `DTensor.from_local` or a factory (`sw.zeros`, `sw.randn`, …). Attributes and
+    operators refer to the global tensor: `shape`, `stride`, indexing, arithmetic, gradients.
 
     >>> import torch, shardwright as sw
     >>> mesh = sw.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
@@ -71,14 +71,14 @@ class DTensor(DTensorBase):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Nothing: its tensors are tagged, not made, so torch asks it nothing below autograd.
+        """Call the function: torch never dispatches here, because DTensors are tagged plain tensors.
 
-        It is here for torch.compile, which guards a tensor without it by its local size, and one with it not at all.
+        Its presence keeps torch.compile from guarding on the local size of a DTensor.
         """
         with torch._C._DisableTorchDispatch():
             return func(*args, **(kwargs or {}))
 
-    # --- making one, and getting back -------------------------------------------------------------------------------
+    # --- conversion -------------------------------------------------------------------------------------------------
 
     @staticmethod
     def from_local(
@@ -96,15 +96,15 @@ class DTensor(DTensorBase):
         Without `shape`, and with a `Shard` among the placements, the ranks along the sharding mesh dimensions gather
         their local sizes (one small message). Sizes that are not those of `torch.chunk` give a `Ragged` placement;
         sizes that fit no layout raise `LocalTensorError` on all of them, and so do dtypes or `requires_grad` that
-        differ. Replicates are not compared, and addends of a `Partial` neither: they cost no message.
+        differ. Replicas and partial values are not compared and need no message.
 
         `run_check=False` sends nothing: all shards are taken to have this rank's size. `run_check=True` compares all
         ranks of the mesh, strides and the values of replicas included. With `shape`, only `run_check=True` sends
-        anything; without it each rank checks its own local tensor. `stride` is accepted because PyTorch has it:
-        strides follow from the local tensor. `grad_placements` says how the gradient that reaches `local_tensor` is
-        to be placed: `[Partial()]` for a replicate gives each rank an addend of it.
+        anything; without it each rank checks its own local tensor. `stride` is accepted for compatibility
+        with PyTorch: strides follow from the local tensor. `grad_placements` are the placements of the gradient that
+        reaches `local_tensor`: `[Partial()]` for a replicated tensor gives each rank a partial gradient.
 
-        A rank outside the mesh gets an empty local tensor, whatever it gives.
+        A rank outside the mesh gets an empty local tensor, whatever it passes.
 
         >>> import torch, shardwright as sw
         >>> mesh = sw.init_device_mesh("cpu", (1,))
@@ -122,10 +122,10 @@ class DTensor(DTensorBase):
         )
 
     def to_local(self, *, grad_placements: Sequence[object] | None = None) -> Tensor:
-        """This rank's part, as a plain tensor, differentiably.
+        """Return this rank's local tensor as a plain tensor, differentiably.
 
-        The gradient that comes back is taken to be laid out as this tensor's is. Where a replicate is used
-        differently on every rank, say `grad_placements=[Partial()]`: its gradient is then summed over the ranks.
+        The incoming gradient is assumed to have the layout of this tensor's gradient. If every rank uses a replicated
+        tensor differently, pass `grad_placements=[Partial()]`: the gradient is then summed over the ranks.
 
         >>> import torch, shardwright as sw
         >>> sw.ones(2, mesh=sw.init_device_mesh("cpu", (1,))).to_local()
@@ -134,7 +134,7 @@ class DTensor(DTensorBase):
         return to_local(self, grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[object] | None = None) -> Tensor:
-        """The whole value on every rank, as a plain tensor, differentiably.
+        """Return the global tensor on every rank, as a plain tensor, differentiably.
 
         >>> import torch, shardwright as sw
         >>> sw.zeros(3, mesh=sw.init_device_mesh("cpu", (1,)), placements=[sw.Shard(0)]).full_tensor()
@@ -153,10 +153,10 @@ class DTensor(DTensorBase):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """Return the same tensor under another layout, differentiably; on another mesh, where one is given.
+        """Return the same tensor under another layout, differentiably, on another mesh if one is given.
 
-        Between meshes it is collective over the ranks of both. `async_op=True` starts the movement and returns at
-        once; the result waits when it is first used. Where a gradient is to be recorded, it does not overlap.
+        Collective over the ranks of both meshes. `async_op=True` starts the redistribution and returns at once; the
+        result waits when it is first used. If a gradient is recorded, the redistribution does not overlap.
 
         With `forward_dtype` the value is cast before it is sent, and the result has that dtype; with `backward_dtype`
         the gradient is cast before it is sent back. The gradient that arrives has the dtype of this tensor. A cast
@@ -169,25 +169,25 @@ class DTensor(DTensorBase):
         """
         return redistribute(self, device_mesh, placements, order, async_op, forward_dtype, backward_dtype)
 
-    # --- what torch.distributed.checkpoint asks a tensor, by these names --------------------------------------------
+    # --- the protocol of torch.distributed.checkpoint ---------------------------------------------------------------
 
     def __create_chunk_list__(self) -> list[Any]:
-        """The chunks that this rank holds; see `checkpoint.chunk_list`."""
+        """Return the chunks that this rank holds; see `checkpoint.chunk_list`."""
         return provided().chunk_list(self)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """The local memory of a chunk; see `checkpoint.local_tensor_for`."""
+        """Return the local memory of a chunk; see `checkpoint.local_tensor_for`."""
         return provided().local_tensor_for(self, index)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """What this rank has to write of `object`, which is this tensor; see `checkpoint.write_items`."""
+        """Return the write items of this rank for `object`, which is this tensor; see `checkpoint.write_items`."""
         return provided().write_items(object, fqn)
 
-    # --- what it is -------------------------------------------------------------------------------------------------
+    # --- metadata ---------------------------------------------------------------------------------------------------
 
     @property
     def sharding(self) -> Layout:
-        """Who holds which region: its Layout. (`Tensor.layout` keeps torch's meaning.)"""
+        """The Layout: which rank holds which region. (`Tensor.layout` keeps torch's meaning.)"""
         return self._layout
 
     @property
@@ -197,7 +197,7 @@ class DTensor(DTensorBase):
 
     @property
     def device_mesh(self) -> comm.DeviceMesh:
-        """The mesh it is spread over, as the DeviceMesh that was given."""
+        """The mesh, as the DeviceMesh that was given."""
         return comm.device_mesh_of(self._layout.mesh, self.device.type)
 
     @property
@@ -274,7 +274,7 @@ class DTensor(DTensorBase):
     def nelement(self) -> int:
         return self.numel()
 
-    # torch asks nobody before these: they are overridden here.
+    # torch does not dispatch these to __torch_function__.
     set_ = storage_ops.set_
     detach_ = storage_ops.detach_
     as_subclass = refusals.as_subclass  # type: ignore[assignment]  # it only refuses
@@ -283,7 +283,7 @@ class DTensor(DTensorBase):
     is_same_size = storage_ops.is_same_size
     is_set_to = storage_ops.is_set_to
 
-    # Memory is given away only if this rank holds the whole tensor; the other methods that do so are set below.
+    # Memory is exposed only if this rank holds the global tensor; the other methods that do so are set below.
     __cuda_array_interface__ = property(storage_ops.cuda_array_interface)
     __dlpack_c_exchange_api__ = storage_ops.NoExchange()
 
@@ -308,16 +308,16 @@ class DTensor(DTensorBase):
         return iter(self.unbind(0))
 
     def __bool__(self) -> bool:
-        return bool(self._known_here())
+        return bool(self._local_item())
 
     def __float__(self) -> float:
         return float(self.item())
 
     def __int__(self) -> int:
-        return int(self._known_here())
+        return int(self._local_item())
 
     def __index__(self) -> int:
-        return self._known_here().__index__()
+        return self._local_item().__index__()
 
     def __complex__(self) -> complex:
         return complex(self.item())
@@ -337,22 +337,22 @@ class DTensor(DTensorBase):
             grad = f", grad_fn={type(self.grad_fn).__name__}" if self.grad_fn is not None else grad
         return f"{kind}({self._layout}, {dtype}{grad}, local on rank {rank}: {local})"
 
-    # --- its value, whole -------------------------------------------------------------------------------------------
+    # --- the global value -------------------------------------------------------------------------------------------
 
     def item(self) -> Any:
         """Return the one element, the same on every rank of the mesh; nan on a rank outside it.
 
-        A bool cannot be nan: outside the mesh it raises `TensorError`, and so do `bool(x)` and `int(x)`, because a
-        branch that one rank takes alone makes its program another one.
+        A bool cannot be nan: outside the mesh it raises `TensorError`, and so do `bool(x)` and `int(x)`, because
+        ranks that branch differently run different programs.
         """
         if not _enabled():
             return disabled(Tensor.item, (), (self,), {})
         whole = self.full_tensor()
         if comm.rank() in self._layout.mesh or self.numel() != 1:
             return whole.item()
-        return self._known_here() if whole.dtype is torch.bool else float("nan")
+        return self._local_item() if whole.dtype is torch.bool else float("nan")
 
-    def _known_here(self) -> Any:
+    def _local_item(self) -> Any:
         """Return the one element, or raise on a rank outside the mesh."""
         if _enabled() and comm.rank() not in self._layout.mesh:
             raise TensorError(
@@ -363,17 +363,17 @@ class DTensor(DTensorBase):
         return self.item()
 
     def tolist(self) -> Any:
-        """The whole value as nested lists, on every rank."""
+        """Return the global tensor as nested lists, on every rank."""
         return self.full_tensor().tolist() if _enabled() else disabled(Tensor.tolist, (), (self,), {})
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The whole value as a numpy array, on every rank."""
+        """Return the global tensor as a numpy array, on every rank."""
         if not _enabled():
             return disabled(Tensor.numpy, (), (self,), {"force": force})
         return self.full_tensor().numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """The whole value as a numpy array, on every rank."""
+        """Return the global tensor as a numpy array, on every rank."""
         whole: Any = self.full_tensor() if _enabled() else self
         array = whole.__array__() if dtype is None else whole.__array__(dtype)
         return array.copy() if copy else array
@@ -384,7 +384,7 @@ class DTensor(DTensorBase):
     def grad(self) -> DTensor | None:
         gradient = disabled(_get_grad, (), (self,), {})
         if gradient is not None and type(gradient) is not DTensor:
-            # Autograd has just put it there: it is tagged where it is, because its identity matters.
+            # Set by autograd as a plain tensor: tag it in place, because its identity matters.
             gradient.__class__ = DTensor
             gradient._layout = engine.gradient_layout(self._layout)
         return gradient
@@ -393,7 +393,7 @@ class DTensor(DTensorBase):
     def grad(self, gradient: Tensor | None) -> None:
         if gradient is not None:
             if not isinstance(gradient, DTensor):
-                raise MixedTensorsError(f".grad of a DTensor {self._layout} is a DTensor, not a plain tensor")
+                raise MixedTensorsError(f".grad of a DTensor {self._layout} must be a DTensor, got a plain tensor")
             layout = engine.gradient_layout(self._layout)
             if gradient._layout is not layout:
                 raise TensorError(f".grad {gradient._layout} does not fit {self._layout}: redistribute it to {layout}")
@@ -405,7 +405,7 @@ class DTensor(DTensorBase):
 
     @property
     def data(self) -> DTensor:
-        self._untracked = True  # what is written there is not counted by autograd as a change of this tensor
+        self._untracked = True  # writes to it do not raise this tensor's version counter
         forget_entered()
         data: DTensor = tag(data_of(self), self._layout)
         copy_strides(data, self)
@@ -414,17 +414,17 @@ class DTensor(DTensorBase):
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, DTensor):
-            raise MixedTensorsError(f".data of a DTensor {self._layout} is a DTensor, not a plain tensor")
+            raise MixedTensorsError(f".data of a DTensor {self._layout} must be a DTensor, got a plain tensor")
         with no_torch_function():
             alias_of = value.detach()
             if torch._has_compatible_shallow_copy_type(self, alias_of):
                 disabled(_set_data, (), (self, alias_of), {})
-            else:  # from meta to a device, or between devices: the object stays, as `to_empty` and `to` need for ties
+            else:  # from meta or another device: the object stays, as `to_empty` and `to` need for ties
                 alias_of.requires_grad_(self.requires_grad)
                 torch._C._swap_tensor_impl(self, alias_of)
         self._layout = value._layout
         copy_strides(self, value)
-        del alias_of  # it holds the memory as well
+        del alias_of  # it shares the memory
         count_writes_through(self, value)
         forget_entered()
 
@@ -435,11 +435,11 @@ class DTensor(DTensorBase):
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        """Accumulates gradients in the leaves, as torch's does; the engine runs natively on local tensors."""
+        """Accumulate gradients in the leaves, as in torch; autograd runs natively on local tensors."""
         engine.backward(self, gradient, retain_graph, create_graph, inputs)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Calls `hook` with the gradient, as a DTensor; what it returns replaces the gradient."""
+        """Register a hook that is called with the gradient as a DTensor; its result, if any, replaces the gradient."""
         return engine.register_hook(self, hook)
 
     # --- copies -----------------------------------------------------------------------------------------------------
@@ -461,7 +461,7 @@ class DTensor(DTensorBase):
             raise RuntimeError("only DTensors created by the user (graph leaves) support the deepcopy protocol")
         with no_torch_function():
             local = self.detach()
-            # Tensors that share memory share the copy of it, too; a parameter's copy is torch's clone.
+            # As in torch: copies of tensors that share memory share it too, but a parameter is cloned.
             copied = local.clone(memory_format=torch.preserve_format) if is_parameter else copy.deepcopy(local, memo)
             memo[id(self)] = result = tag(copied, self._layout)
             result.requires_grad_(self.requires_grad)
@@ -489,7 +489,7 @@ for _name in storage_ops.EXPOSING:
 
 
 def _traced(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """What stands in for `__torch_function__` while a trace is open: every call is seen, none is short-cut."""
+    """`__torch_function__` while a trace is open: without the fast path, so that every call is recorded."""
     return intercept(func, types, args, kwargs or {})
 
 

@@ -1,4 +1,4 @@
-"""New DTensors: every rank makes its own part, and no rank the whole."""
+"""Factories: every rank creates only its local part."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["FactoryOptions", "empty", "full", "normal", "ones", "rand", "randint
 
 
 class FactoryOptions(TypedDict, total=False):
-    """How a DTensor is to be made: what every factory takes by keyword.
+    """The keyword arguments of the factories.
 
-    `mesh` (or `device_mesh`, as torch calls it) is all ranks in a row unless given, `placements` replicate unless
-    given; `dtype`, `device` and `requires_grad` are torch's. The device is the mesh's unless given. `layout` is
-    torch's too, and `torch.strided` the only one there is. Within `with mesh:`, that mesh is meant unless one is given.
+    `mesh` (or `device_mesh`, torch's name) defaults to that of the enclosing `with mesh:`, else to all ranks in one
+    dimension; `placements` to replicated; `device` to the mesh's. `dtype` and `requires_grad` are torch's, and so is
+    `layout`, which can only be `torch.strided`.
 
     >>> import shardwright as sw
     >>> rows: sw.tensor.FactoryOptions = {"device_mesh": sw.init_device_mesh("cpu", (1,)), "placements": [sw.Shard(0)]}
@@ -66,7 +66,7 @@ def _make(fill: Callable[..., Tensor], size: Sequence[Any], how: FactoryOptions)
 
 
 def zeros(*size: Any, **how: Unpack[FactoryOptions]) -> DTensor:
-    """A DTensor of zeros; see `FactoryOptions` for the keywords.
+    """Return a DTensor of zeros; see `FactoryOptions` for the keywords.
 
     >>> import shardwright as sw
     >>> sw.zeros(2, 3, mesh=sw.init_device_mesh("cpu", (1,)), placements=[sw.Shard(0)]).sum().item()
@@ -76,7 +76,7 @@ def zeros(*size: Any, **how: Unpack[FactoryOptions]) -> DTensor:
 
 
 def ones(*size: Any, **how: Unpack[FactoryOptions]) -> DTensor:
-    """A DTensor of ones; under `Partial`, of addends that are one.
+    """Return a DTensor of ones; under `Partial`, every partial value is one.
 
     >>> import shardwright as sw
     >>> sw.ones(2, 3, mesh=sw.init_device_mesh("cpu", (1,))).sum().item()
@@ -86,7 +86,7 @@ def ones(*size: Any, **how: Unpack[FactoryOptions]) -> DTensor:
 
 
 def empty(*size: Any, **how: Unpack[FactoryOptions]) -> DTensor:
-    """A DTensor whose values are not set.
+    """Return an uninitialized DTensor.
 
     >>> import shardwright as sw
     >>> sw.empty(2, 3, mesh=sw.init_device_mesh("cpu", (1,))).shape
@@ -96,7 +96,7 @@ def empty(*size: Any, **how: Unpack[FactoryOptions]) -> DTensor:
 
 
 def full(size: Sequence[int], fill_value: Any, **how: Unpack[FactoryOptions]) -> DTensor:
-    """A DTensor of one value; under `Partial`, of addends that have it.
+    """Return a DTensor filled with `fill_value`; under `Partial`, every partial value is.
 
     >>> import shardwright as sw
     >>> sw.full((2, 3), 0.5, mesh=sw.init_device_mesh("cpu", (1,))).sum().item()
@@ -110,11 +110,11 @@ def full(size: Sequence[int], fill_value: Any, **how: Unpack[FactoryOptions]) ->
 
 
 def _draw(name: str, size: Sequence[Any], how: FactoryOptions, fill: Callable[[DTensor], object]) -> DTensor:
-    """A tensor filled with random numbers: whole ones, not addends, which would add up to something else."""
+    """Return a DTensor filled with random numbers; partial layouts raise, since the values would add up to others."""
     made = _make(torch.empty, size, {**how, "requires_grad": False})
     if made.sharding.is_partial:
         raise TensorError(
-            f"{name}: {made.sharding} is partial: random addends do not add up to the numbers asked for. Make it "
+            f"{name}: {made.sharding} is partial, but the sum of random partial values has another distribution: use "
             "Replicate() or Shard(dim), and redistribute afterwards"
         )
     fill(made)
@@ -123,7 +123,7 @@ def _draw(name: str, size: Sequence[Any], how: FactoryOptions, fill: Callable[[D
 
 
 def rand(*size: Any, **how: Unpack[FactoryOptions]) -> DTensor:
-    """Uniform numbers of [0, 1): the same for every layout and number of ranks.
+    """Return uniform random numbers in [0, 1), the same for every layout and number of ranks.
 
     >>> import shardwright as sw
     >>> sw.manual_seed(0)
@@ -134,7 +134,7 @@ def rand(*size: Any, **how: Unpack[FactoryOptions]) -> DTensor:
 
 
 def randn(*size: Any, **how: Unpack[FactoryOptions]) -> DTensor:
-    """Normal numbers of mean 0 and standard deviation 1: the same for every layout and number of ranks.
+    """Return standard normal random numbers, the same for every layout and number of ranks.
 
     >>> import shardwright as sw
     >>> sw.manual_seed(0)
@@ -145,7 +145,7 @@ def randn(*size: Any, **how: Unpack[FactoryOptions]) -> DTensor:
 
 
 def normal(mean: float, std: float, size: Sequence[int], **how: Unpack[FactoryOptions]) -> DTensor:
-    """Normal numbers of this mean and standard deviation: the same for every layout and number of ranks.
+    """Return normal random numbers of this mean and standard deviation, the same for every layout and number of ranks.
 
     >>> import shardwright as sw
     >>> sw.normal(2.0, 0.0, (3,), mesh=sw.init_device_mesh("cpu", (1,))).to_local()
@@ -155,7 +155,7 @@ def normal(mean: float, std: float, size: Sequence[int], **how: Unpack[FactoryOp
 
 
 def randint(low: int, high: int, size: Sequence[int], **how: Unpack[FactoryOptions]) -> DTensor:
-    """Integers of [low, high), int64 unless told otherwise: the same for every layout and number of ranks.
+    """Return random integers in [low, high), int64 by default, the same for every layout and number of ranks.
 
     >>> import shardwright as sw
     >>> sw.randint(5, 6, (3,), mesh=sw.init_device_mesh("cpu", (1,))).to_local()
@@ -166,7 +166,7 @@ def randint(low: int, high: int, size: Sequence[int], **how: Unpack[FactoryOptio
 
 
 def randperm(n: int, **how: Unpack[FactoryOptions]) -> DTensor:
-    """The numbers 0 to n - 1 in random order: the same for every layout and number of ranks.
+    """Return a random permutation of 0 to n - 1, the same for every layout and number of ranks.
 
     >>> import shardwright as sw
     >>> sorted(sw.randperm(3, mesh=sw.init_device_mesh("cpu", (1,)), placements=[sw.Shard(0)]).tolist())

@@ -1,8 +1,8 @@
-"""`DTensor.from_local`: local tensors made one DTensor, and what the ranks tell each other about them first.
+"""`DTensor.from_local`: make one DTensor of the local tensors of all ranks, and check that they fit together.
 
-Without a global shape, the local sizes along sharded dimensions decide it, and only the ranks together know them: they
-are gathered, in one small message over the control channel of the mesh dimensions that shard. That message also says
-dtype and `requires_grad`, which cost nothing more and must be the same on every rank.
+Without a global shape, it follows from the local sizes along sharded dimensions, which are gathered in one small
+message over the control channel of the sharding mesh dimensions. That message also carries dtype and `requires_grad`,
+which must be the same on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["bound_mesh", "for_gradient", "from_local", "layout_of_shards", "one_
 
 
 def bound_mesh(device_mesh: Any) -> Mesh:
-    """Return the mesh that was given; if it is None, that of `with mesh:`, or all ranks in one dimension."""
+    """Return the given mesh; by default that of `with mesh:`, or all ranks in one dimension."""
     return comm.current_mesh() if device_mesh is None else comm.bind(device_mesh)
 
 
@@ -55,9 +55,9 @@ def from_local(
 ) -> Any:
     """See `DTensor.from_local`."""
     if isinstance(local_tensor, DTensorBase) or not isinstance(local_tensor, Tensor):
-        raise ArgumentTypeError(f"from_local: {type(local_tensor).__name__} is not a plain tensor")
+        raise ArgumentTypeError(f"from_local: expected a plain tensor, got {type(local_tensor).__name__}")
     if stride is not None and shape is None:
-        raise TensorError("from_local: stride without shape says nothing: give both")
+        raise TensorError("from_local: stride needs shape: pass both")
     mesh = bound_mesh(device_mesh)
     given: list[Placement] = [REPLICATE] * mesh.ndim if placements is None else [as_placement(p) for p in placements]
     if len(given) != mesh.ndim:
@@ -79,7 +79,7 @@ def for_gradient(layout: Layout, grad_placements: Sequence[object]) -> Layout:
     """Return the layout whose gradient has these placements: a replicate with a partial gradient has entered."""
     given = [as_placement(placement) for placement in grad_placements]
     if len(given) != layout.mesh.ndim:
-        raise TensorError(f"grad_placements {given} for {layout}: give one per mesh dimension")
+        raise TensorError(f"grad_placements {given} for {layout}: pass one per mesh dimension")
     placements: list[Placement] = []
     for placement, gradient in zip(layout.placements, given, strict=True):
         if isinstance(gradient, Shard) and gradient.dim < 0:
@@ -106,19 +106,19 @@ def verify_local(local: Tensor, layout: Layout) -> None:
 
 def layout_of_shards(shapes: Mapping[int, Sequence[int]], mesh: Mesh, placements: list[Placement]) -> Layout:
     """Return the layout in which each rank of the mesh has a local tensor of the shape given for it."""
-    found = {rank: _Description(list(shape), [], "", requires_grad=False) for rank, shape in shapes.items()}
-    return _deduced(found, mesh, placements)
+    described = {rank: _Description(list(shape), [], "", requires_grad=False) for rank, shape in shapes.items()}
+    return _deduced(described, mesh, placements)
 
 
 @dataclass(frozen=True, slots=True)
 class _Description:
-    """What one rank tells the others of its local tensor."""
+    """The properties of a rank's local tensor that are sent to the others."""
 
     shape: list[int]
     stride: list[int]
     dtype: str
     requires_grad: bool
-    digest: str = ""  # of its values, where they are compared
+    digest: str = ""  # of the values, if they are compared
 
 
 def _layout(
@@ -132,20 +132,20 @@ def _layout(
         return layout
     refuse_capture(
         "DTensor.from_local gathers the local sizes of all ranks here, which a captured program would not repeat: "
-        "give shape=, or run_check=False where all shards have one size"
+        "pass shape=, or run_check=False if all shards have the same size"
     )
-    found = _gather(local, mesh, placements, everything=bool(run_check))
-    _refuse_differences(found, strides=bool(run_check))
-    layout = _deduced(found, mesh, placements) if shape is None else Layout(mesh, placements, shape)
-    for rank, each in found.items():
+    described = _gather(local, mesh, placements, everything=bool(run_check))
+    _refuse_differences(described, strides=bool(run_check))
+    layout = _deduced(described, mesh, placements) if shape is None else Layout(mesh, placements, shape)
+    for rank, each in described.items():
         if tuple(each.shape) != layout.local_shape(rank):
             raise LocalTensorError(_misfit(rank, tuple(each.shape), layout))
-    _refuse_unlike_replicas(found, layout)
+    _refuse_unlike_replicas(described, layout)
     return layout
 
 
 def _equal_shards(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> list[int]:
-    """Return the global shape of local tensors of this shape, if all shards are of one size."""
+    """Return the global shape for local tensors of this shape, if all shards have the same size."""
     whole = list(shape)
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Shard | Ragged | StridedShard):
@@ -156,12 +156,12 @@ def _equal_shards(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placeme
 
 def _dimension(placement: Shard | Ragged | StridedShard, ndim: int) -> int:
     if not -ndim <= placement.dim < ndim:
-        raise LocalTensorError(f"from_local: {placement} on a local tensor of {ndim} dimensions: it is out of range")
+        raise LocalTensorError(f"from_local: {placement} is out of range for a local tensor of {ndim} dimensions")
     return placement.dim % ndim
 
 
 def _gather(local: Tensor, mesh: Mesh, placements: Sequence[Placement], *, everything: bool) -> dict[int, _Description]:
-    """Return what the ranks say of their local tensors: all of the mesh, or those along the dimensions that shard."""
+    """Gather the descriptions of local tensors: of all ranks, or of those along the sharding mesh dimensions."""
     dims = tuple(m for m, p in enumerate(placements) if everything or isinstance(p, Shard | Ragged | StridedShard))
     group = comm.group_along(mesh, dims[0]) if len(dims) == 1 else comm.subgroup(sorted(line(mesh, dims, comm.rank())))
     replicated = everything and any(p.is_replicate() and mesh.shape[m] > 1 for m, p in enumerate(placements))
@@ -181,35 +181,35 @@ def _digest(local: Tensor) -> str:
     return hashlib.blake2b(plain.view(torch.uint8).numpy().data, digest_size=16).hexdigest()
 
 
-def _refuse_differences(found: Mapping[int, _Description], *, strides: bool) -> None:
-    """Raise, on all ranks alike, if something differs that must be the same on every rank."""
+def _refuse_differences(described: Mapping[int, _Description], *, strides: bool) -> None:
+    """Raise, on all ranks, if something differs that must be the same on every rank."""
     facts: dict[str, list[Any]] = {
-        "numbers of dimensions": [len(each.shape) for each in found.values()],
-        "dtypes": [each.dtype for each in found.values()],
-        "values of requires_grad": [each.requires_grad for each in found.values()],
+        "numbers of dimensions": [len(each.shape) for each in described.values()],
+        "dtypes": [each.dtype for each in described.values()],
+        "values of requires_grad": [each.requires_grad for each in described.values()],
     }
     for what, values in facts.items():
         if len(set(values)) > 1:
             raise LocalTensorError(
-                f"from_local: the local tensors of ranks {tuple(found)} have different {what}: "
-                f"{', '.join(map(str, values))}. They are parts of one tensor: make them alike"
+                f"from_local: the local tensors of ranks {tuple(described)} have different {what}: "
+                f"{', '.join(map(str, values))}. Make them the same: they are parts of one tensor"
             )
-    if strides and not _strides_agree(list(found.values())):
-        listed = "; ".join(f"rank {rank}: {tuple(each.stride)}" for rank, each in found.items())
+    if strides and not _strides_agree(list(described.values())):
+        listed = "; ".join(f"rank {rank}: {tuple(each.stride)}" for rank, each in described.items())
         raise LocalTensorError(
-            f"from_local: the local tensors have different strides ({listed}): the ranks would disagree on which "
-            "views need a copy. Call contiguous() on each first"
+            f"from_local: the local tensors have different strides ({listed}), so ranks would disagree about which "
+            "views need a copy: call contiguous() on each first"
         )
 
 
-def _strides_agree(found: Sequence[_Description]) -> bool:
-    """Return whether one order of dimensions in memory, dense or not, fits the local tensors of all ranks.
+def _strides_agree(described: Sequence[_Description]) -> bool:
+    """Return whether all local tensors have their dimensions in the same memory order, all dense or none.
 
-    Dimensions of size 0 and 1 can have any stride. Sizes differ between ranks, and strides with them.
+    Dimensions of size 0 and 1 can have any stride. Sizes, and so strides, may differ between ranks.
     """
     before: set[tuple[int, int]] = set()
     kinds: set[tuple[bool, ...]] = set()
-    for each in found:
+    for each in described:
         long = [dim for dim, size in enumerate(each.shape) if size > 1]
         if len(long) < len(each.shape) and 0 in each.shape:
             continue
@@ -222,10 +222,10 @@ def _strides_agree(found: Sequence[_Description]) -> bool:
     return len(kinds) <= 1 and not any((b, a) in before for a, b in before)
 
 
-def _deduced(found: Mapping[int, _Description], mesh: Mesh, placements: list[Placement]) -> Layout:
-    """Return the layout that gives every rank what it has: even shards if they are, else given sizes (`Ragged`)."""
-    first = mesh.coordinate(min(found))
-    shape = list(found[min(found)].shape)
+def _deduced(described: Mapping[int, _Description], mesh: Mesh, placements: list[Placement]) -> Layout:
+    """Return the layout that fits the local shapes: even shards if possible, else given sizes (`Ragged`)."""
+    first = mesh.coordinate(min(described))
+    shape = list(described[min(described)].shape)
     cuts: dict[int, list[int]] = {}
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Shard | Ragged | StridedShard):
@@ -234,36 +234,36 @@ def _deduced(found: Mapping[int, _Description], mesh: Mesh, placements: list[Pla
     for dim, (outermost, *inner) in cuts.items():
         sizes = []
         for index in range(mesh.shape[outermost]):
-            where = [slice(None) if m in inner else index if m == outermost else first[m] for m in range(mesh.ndim)]
-            sizes.append(sum(found[rank].shape[dim] for rank in mesh.array[tuple(where)].reshape(-1).tolist()))
+            within = [slice(None) if m in inner else index if m == outermost else first[m] for m in range(mesh.ndim)]
+            sizes.append(sum(described[rank].shape[dim] for rank in mesh.array[tuple(within)].reshape(-1).tolist()))
         shape[dim] = sum(sizes)
         if isinstance(placements[outermost], Shard):
             ragged[outermost] = Ragged(dim, sizes)
     layout = Layout(mesh, placements, shape)
-    if any(tuple(each.shape) != layout.local_shape(rank) for rank, each in found.items()):
-        uneven = _mixed(layout, ragged, found)
+    if any(tuple(each.shape) != layout.local_shape(rank) for rank, each in described.items()):
+        uneven = _mixed(layout, ragged, described)
         if uneven is not None:
             return uneven
-        listed = "; ".join(f"rank {rank}: {tuple(each.shape)}" for rank, each in found.items())
+        listed = "; ".join(f"rank {rank}: {tuple(each.shape)}" for rank, each in described.items())
         raise LocalTensorError(
             f"from_local: local tensors of these shapes are not shards of one tensor placed as "
-            f"({', '.join(map(str, placements))}): {listed}. Pad or trim them, or give the shape and placements "
-            "they are parts of"
+            f"({', '.join(map(str, placements))}): {listed}. Pad or trim them, or pass the global shape and other "
+            "placements"
         )
     return layout
 
 
-def _mixed(even: Layout, ragged: Sequence[Placement], found: Mapping[int, _Description]) -> Layout | None:
-    """Return the layout with given sizes on the mesh dimensions that need them; None if that does not fit either."""
+def _mixed(even: Layout, ragged: Sequence[Placement], described: Mapping[int, _Description]) -> Layout | None:
+    """Return the layout with `Ragged` only on the mesh dimensions that need it; None if that does not fit either."""
     now = list(even.placements)
     for mesh_dim, placement in enumerate(ragged):
         if not isinstance(placement, Ragged) or isinstance(now[mesh_dim], Ragged):
             continue
         dim = placement.dim
-        if any(each.shape[dim] != even.local_shape(rank)[dim] for rank, each in found.items()):
+        if any(each.shape[dim] != even.local_shape(rank)[dim] for rank, each in described.items()):
             now[mesh_dim] = placement
     layout = Layout(even.mesh, now, even.shape)
-    fits = all(tuple(each.shape) == layout.local_shape(rank) for rank, each in found.items())
+    fits = all(tuple(each.shape) == layout.local_shape(rank) for rank, each in described.items())
     return layout if fits else None
 
 
@@ -274,10 +274,10 @@ def _misfit(rank: int, shape: tuple[int, ...], layout: Layout) -> str:
     )
 
 
-def _refuse_unlike_replicas(found: Mapping[int, _Description], layout: Layout) -> None:
-    for rank, each in found.items():
+def _refuse_unlike_replicas(described: Mapping[int, _Description], layout: Layout) -> None:
+    for rank, each in described.items():
         original = min(layout.replicas(rank))
-        if found.get(original, each).digest != each.digest:
+        if described.get(original, each).digest != each.digest:
             raise LocalTensorError(
                 f"from_local: ranks {original} and {rank} hold replicas of one part of {layout}, but their values "
                 "differ. Use distribute_tensor, which sends one rank's values to all, or make them the same"

@@ -1,7 +1,7 @@
-"""`distribute_module`: a module's parameters and buffers made DTensors, those that are tied still tied.
+"""`distribute_module`: make a module's parameters and buffers DTensors, keeping tied ones tied.
 
-A tied tensor is one object registered in several places (the embedding and the output layer of a language model). Each
-place is distributed as its module's turn comes, so a tie has to be found before and put back afterwards.
+A tied tensor is one object registered under several names (the embedding and the output layer of a language model).
+Each is distributed with its own submodule, so ties are found before and restored afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["distribute_module"]
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A place where a module registers a parameter or buffer."""
+    """A name under which a module registers a parameter or buffer."""
 
     name: str
     table: dict[str, Any]  # the module's `_parameters` or `_buffers`
@@ -50,14 +50,14 @@ def distribute_module(
 ) -> nn.Module:
     """Make the module's parameters and buffers DTensors, in place, and return it.
 
-    `partition_fn(name, submodule, mesh)` distributes what it wants, submodule by submodule; what it leaves plain is
-    replicated. Tensors that are tied (registered in several places) are tied afterwards as well: it is enough that
-    `partition_fn` distributes one of the places; if it gives two of them different placements, `TensorError` names
-    both and the module is left as it was. `input_fn(module, inputs, mesh)` and `output_fn(module, outputs, mesh)` run
-    before and after forward. As in PyTorch they may leave out `module`, with a `FutureWarning`. Without a mesh, it is
-    that of the enclosing `with mesh:`, or all ranks in one dimension.
+    `partition_fn(name, submodule, mesh)` is called for every submodule to distribute its tensors; those it leaves
+    plain are replicated. Tied tensors (registered under several names) stay tied: `partition_fn` need only distribute
+    one of them; if it gives two of them different placements, `TensorError` names both and the module is left
+    unchanged. `input_fn(module, inputs, mesh)` and `output_fn(module, outputs, mesh)` run before and after forward. As
+    in PyTorch they may leave out `module`, with a `FutureWarning`. The mesh defaults to that of the enclosing
+    `with mesh:`, or all ranks in one dimension.
 
-    Raise `TensorError` if the module was given to `distribute_module` before: its functions would run twice.
+    Raise `TensorError` if `distribute_module` was already called on the module: its functions would run twice.
 
     >>> import torch, shardwright as sw
     >>> mesh = sw.init_device_mesh("cpu", (1,))
@@ -67,7 +67,7 @@ def distribute_module(
     """
     if getattr(module, _DISTRIBUTED, False):
         raise TensorError(
-            f"distribute_module was called on this {type(module).__name__} before: distribute a module once, and "
+            f"distribute_module was already called on this {type(module).__name__}: distribute a module once, and "
             "change its parameters later with redistribute"
         )
     on_input, on_output = _of_module(input_fn, "input_fn"), _of_module(output_fn, "output_fn")
@@ -78,18 +78,18 @@ def distribute_module(
         if partition_fn is not None:
             partition_fn(name, submodule, mesh)
     try:
-        for places in tied:
-            _tie(places)
+        for slots in tied:
+            _tie(slots)
     except TensorError:
         for slot, tensor in before:
             slot.put(tensor)
         raise
-    for places in _places(module):  # in all their places, so that what is tied is sent once and stays tied
-        _, tensor = places[0]
+    for slots in _registered(module):  # all slots of a tensor at once, so that a tied one is sent once and stays tied
+        _, tensor = slots[0]
         if not isinstance(tensor, DTensor):
-            _put(places, distribute_tensor(tensor, mesh))
+            _put(slots, distribute_tensor(tensor, mesh))
     if tied:
-        module.register_load_state_dict_pre_hook(_note_ties)  # type: ignore[no-untyped-call]  # torch's own
+        module.register_load_state_dict_pre_hook(_record_ties)  # type: ignore[no-untyped-call]  # torch's own
         module.register_load_state_dict_post_hook(_restore_ties)  # type: ignore[no-untyped-call]  # likewise
     if on_input is not None:
         module.register_forward_pre_hook(lambda mod, inputs: on_input(mod, inputs, mesh))
@@ -99,11 +99,13 @@ def distribute_module(
     return module
 
 
-_DISTRIBUTED = "_distribute_module_applied"  # PyTorch's name of the mark: its distribute_module refuses ours, too
+_DISTRIBUTED = (
+    "_distribute_module_applied"  # PyTorch's attribute, so that its distribute_module rejects our modules too
+)
 
 
 def _mesh(device_mesh: Any) -> Any:
-    """Return the mesh that `partition_fn` is given: a DeviceMesh wherever there is one."""
+    """Return the mesh to pass to `partition_fn`: a DeviceMesh if there is one."""
     if device_mesh is not None:
         return device_mesh
     entered = comm.entered_mesh()
@@ -111,18 +113,18 @@ def _mesh(device_mesh: Any) -> Any:
 
 
 def _of_module(function: Callable[..., Any] | None, name: str) -> Callable[[nn.Module, Any, Any], Any] | None:
-    """Return the function as one of (module, values, mesh), with a warning where it takes no module."""
+    """Return the function with signature (module, values, mesh), warning if it does not take the module."""
     if function is None:
         return None
     try:
         parameters = signature(function)
-    except ValueError:  # some builtins have none
+    except ValueError:  # some builtins have no signature
         return function
     counts = [count for count in (3, 2) if _takes(parameters, count)]
     if not counts:
         raise ArgumentTypeError(
-            f"distribute_module: {name}{parameters} does not take three arguments: it is called as {name}(module, "
-            f"{name.removesuffix('_fn')}s, mesh)"
+            f"distribute_module: {name} must take three arguments, {name}(module, {name.removesuffix('_fn')}s, mesh), "
+            f"got {name}{parameters}"
         )
     if counts[0] == 3:
         return function
@@ -149,28 +151,28 @@ def _slots(module: nn.Module) -> Iterator[_Slot]:
                 yield _Slot(f"{prefix}.{key}" if prefix else key, table, key)
 
 
-_Places: TypeAlias = list[tuple[_Slot, Tensor]]  # where one tensor, or tensors on one memory, are registered
+_Slots: TypeAlias = list[tuple[_Slot, Tensor]]  # the slots of one tensor, or of tensors on one memory
 
 
-def _places(module: nn.Module) -> list[_Places]:
-    """Return the registered tensors, with all places of each.
+def _registered(module: nn.Module) -> list[_Slots]:
+    """Return the registered tensors, with all slots of each.
 
-    Parameters that are objects of their own on the same memory (`head.weight = nn.Parameter(embedding.weight.data)`)
-    go together as well: what is written to one shows in the other.
+    Distinct parameters on the same memory (`head.weight = nn.Parameter(embedding.weight.data)`) are grouped as well:
+    a write to one shows in the other.
     """
-    found: dict[Any, _Places] = {}
+    slots: dict[Any, _Slots] = {}
     for slot in _slots(module):
         if slot.tensor is not None:
-            found.setdefault(_identity(slot.tensor), []).append((slot, slot.tensor))
-    return list(found.values())
+            slots.setdefault(_identity(slot.tensor), []).append((slot, slot.tensor))
+    return list(slots.values())
 
 
-def _tied(module: nn.Module) -> list[_Places]:
-    return [places for places in _places(module) if len(places) > 1]
+def _tied(module: nn.Module) -> list[_Slots]:
+    return [slots for slots in _registered(module) if len(slots) > 1]
 
 
 def _identity(tensor: Tensor) -> Any:
-    """Return a key that two tensors share if they are one object, or the same view of the same memory."""
+    """Return a key that is equal for one object, or for the same view of the same memory."""
     with no_torch_function():
         if tensor.layout is not torch.strided:
             return id(tensor)
@@ -178,33 +180,33 @@ def _identity(tensor: Tensor) -> Any:
         return memory, tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), tensor.dtype
 
 
-def _tie(places: _Places) -> None:
-    """Put one DTensor in all places of a tie, if any of them has been distributed."""
+def _tie(slots: _Slots) -> None:
+    """Put one DTensor in all slots of a tied tensor, if any of them has been distributed."""
     chosen: _Slot | None = None
-    for slot, before in places:
+    for slot, before in slots:
         if slot.tensor is before or not isinstance(slot.tensor, DTensor):
             continue
         if chosen is None:
             chosen = slot
         _refuse_different(chosen, slot, "distribute_module")
     if chosen is not None:
-        _put([(s, t) for s, t in places if s.tensor is t or isinstance(s.tensor, DTensor)], chosen.tensor)
+        _put([(s, t) for s, t in slots if s.tensor is t or isinstance(s.tensor, DTensor)], chosen.tensor)
 
 
 def _refuse_different(first: _Slot, second: _Slot, what: str) -> None:
     layouts = [getattr(slot.tensor, "_layout", None) for slot in (first, second)]
     if layouts[0] is not layouts[1]:
         raise TensorError(
-            f"{what}: {first.name} and {second.name} are tied (one tensor in two places), but were given different "
+            f"{what}: {first.name} and {second.name} are tied (one tensor under two names), but have different "
             f"placements: {layouts[0] or 'a plain tensor'} and {layouts[1] or 'a plain tensor'}. Give both the same "
-            "placements, distribute one of them only, or untie them first"
+            "placements, distribute only one of them, or untie them first"
         )
 
 
-def _put(places: _Places, value: Tensor) -> None:
-    """Register `value` in these places; where another object was on the same memory, another object on `value`'s."""
+def _put(slots: _Slots, value: Tensor) -> None:
+    """Register `value` in these slots; distinct objects on one memory become distinct objects on `value`'s."""
     objects: dict[int, Tensor] = {}
-    for slot, before in places:
+    for slot, before in slots:
         if id(before) not in objects:
             shared: Tensor = value
             if objects:
@@ -215,25 +217,25 @@ def _put(places: _Places, value: Tensor) -> None:
         slot.put(objects[id(before)])
 
 
-# --- load_state_dict(assign=True) registers a new tensor in each place ----------------------------------------------
+# --- load_state_dict(assign=True) registers a new tensor in each slot -----------------------------------------------
 
-_noted: WeakKeyDictionary[nn.Module, list[_Places]] = WeakKeyDictionary()
+_ties: WeakKeyDictionary[nn.Module, list[_Slots]] = WeakKeyDictionary()
 
 
-def _note_ties(module: nn.Module, *_: Any) -> None:
-    """Note which tensors are tied before a state dict is loaded."""
-    by_object: dict[int, _Places] = {}
+def _record_ties(module: nn.Module, *_: Any) -> None:
+    """Record which tensors are tied before a state dict is loaded."""
+    by_object: dict[int, _Slots] = {}
     for slot in _slots(module):
         if slot.tensor is not None:
             by_object.setdefault(id(slot.tensor), []).append((slot, slot.tensor))
-    _noted[module] = [places for places in by_object.values() if len(places) > 1]
+    _ties[module] = [slots for slots in by_object.values() if len(slots) > 1]
 
 
 def _restore_ties(module: nn.Module, _: Any) -> None:
-    """Tie again what loading has untied: as where values are copied, the last place that was loaded decides."""
-    for places in _noted.pop(module, []):
-        loaded = [slot for slot, before in places if slot.tensor is not before]
+    """Restore ties that loading has broken; the slot loaded last wins, as it does if values are copied."""
+    for slots in _ties.pop(module, []):
+        loaded = [slot for slot, before in slots if slot.tensor is not before]
         for slot in loaded:
             _refuse_different(loaded[0], slot, "load_state_dict")
-        for slot, _tensor in places if loaded else ():
+        for slot, _tensor in slots if loaded else ():
             slot.put(loaded[-1].tensor)

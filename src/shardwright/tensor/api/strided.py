@@ -1,4 +1,4 @@
-"""`Strided`, the class of DTensors whose shards do not tell the strides of the global tensor."""
+"""`Strided`, the class of DTensors whose global strides do not follow from their shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Strided"]
 
 
 class Strided(DTensor):
-    """A DTensor with its global strides noted. What is computed from it follows them, as torch's results do."""
+    """A DTensor with its global strides recorded. Results of element-wise operators keep them, as in torch."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -27,24 +27,24 @@ class Strided(DTensor):
             return meta_of(args[0]).is_contiguous(*args[1:], **kwargs)
         result = DTensor.__torch_function__(func, types, args, kwargs)
         if type(result) is DTensor:
-            given = list(tensors_in((*args, *kwargs.values())))
-            if any("_strides" in tensor.__dict__ for tensor in given) and not any(result is one for one in given):
-                _follow(result, func, args, kwargs, given)
+            inputs = list(tensors_in((*args, *kwargs.values())))
+            if any("_strides" in tensor.__dict__ for tensor in inputs) and not any(result is each for each in inputs):
+                _keep_strides(result, func, args, kwargs, inputs)
         return result
 
 
-def _follow(result: DTensor, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> None:
-    """Note the strides of a new tensor: element-wise operators keep those of their inputs."""
-    if not all(isinstance(tensor, DTensorBase) for tensor in given):
+def _keep_strides(result: DTensor, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
+    """Record the strides of a new tensor: element-wise operators keep those of their inputs."""
+    if not all(isinstance(tensor, DTensorBase) for tensor in inputs):
         return
     try:
-        found = call_on_meta(func, *map_tensors(args, kwargs, meta_of))  # type: ignore[arg-type]  # likewise
+        results = call_on_meta(func, *map_tensors(args, kwargs, meta_of))  # type: ignore[arg-type]  # likewise
     except (NotImplementedError, RuntimeError):
-        return  # an operator that torch has no meta kernel for: it does not keep strides
-    if len(found) == 1 and tuple(found[0].shape) == tuple(result.shape) and not found[0].is_contiguous():
-        record_result_strides(result, (found[0].stride(),), given)
+        return  # no meta kernel: the operator does not keep strides
+    if len(results) == 1 and tuple(results[0].shape) == tuple(result.shape) and not results[0].is_contiguous():
+        record_result_strides(result, (results[0].stride(),), inputs)
 
 
 for _function in functions_of(Strided):
     leave_eager(_function)
-DTensorBase.strided = Strided  # `record_strides` lies below DTensor
+DTensorBase.strided = Strided  # for `record_strides`, which is in a lower layer

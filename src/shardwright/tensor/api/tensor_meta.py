@@ -1,4 +1,4 @@
-"""`TensorMeta`: what is known of a tensor without its values."""
+"""`TensorMeta`: shape, stride and dtype of a tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TensorMeta(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor | DTensor) -> TensorMeta:
-        """That of a tensor, plain or distributed.
+        """Return the metadata of a tensor, plain or distributed.
 
         >>> import torch, shardwright as sw
         >>> sw.TensorMeta.of(torch.zeros(2)).stride

@@ -1,10 +1,10 @@
-"""Register DTensor with torch, which keeps lists of the tensor types it knows; done when `distribute` is imported.
+"""Register DTensor with torch, which keeps lists of known tensor types; done when `distribute` is imported.
 
-- `foreach` optimizers and gradient clipping take lists of tensors only of types they know. Without this they go
-  through parameters one by one, with a collective for each norm.
-- `torch.load` with `weights_only=True` calls only functions it was told are safe; `rebuild` is one.
-- `torch.compile` leaves out what it is told to: operators of DTensors stay eager, plain code around them is compiled.
-- Recurrent modules on CUDA move their weights into one buffer for cuDNN, by address. DTensors stay where they are.
+- `foreach` optimizers and gradient clipping take lists of known tensor types only. Otherwise they process parameters
+  one by one, with a collective for each norm.
+- `torch.load` with `weights_only=True` calls only functions registered as safe; `rebuild` is one.
+- `torch.compile` skips functions registered with it: operators of DTensors stay eager, plain code is compiled.
+- Recurrent modules on CUDA copy their weights into one buffer for cuDNN; DTensors are left as they are.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = ["functions_of", "leave_eager", "register_with_torch"]
 
 
 def register_with_torch(kind: type[DTensorBase], rebuild: Callable[..., Any]) -> None:
-    """Tell torch of DTensor and of what rebuilds one from a file, and replace methods of torch. Call it once."""
-    for known in (optimized, clipped):
-        if kind not in known:
-            known.append(kind)
+    """Register DTensor and its unpickling function with torch, and replace methods of torch. Call it once."""
+    for supported_types in (optimized, clipped):
+        if kind not in supported_types:
+            supported_types.append(kind)
     serialization.add_safe_globals([rebuild])
     for function in functions_of(kind):
         leave_eager(function)
@@ -43,7 +43,7 @@ def register_with_torch(kind: type[DTensorBase], rebuild: Callable[..., Any]) ->
 
 
 def _keep_recurrent_weights() -> None:
-    """Have `flatten_parameters` of recurrent modules leave DTensors where they are. Doing it twice changes nothing."""
+    """Make `flatten_parameters` of recurrent modules skip DTensors. Idempotent."""
     original: Any = nn.RNNBase.flatten_parameters
     if is_replaced(original):
         return
@@ -57,16 +57,16 @@ def _keep_recurrent_weights() -> None:
 
 
 def functions_of(kind: type) -> Iterator[FunctionType]:
-    """The methods of a class that are written in Python, getters and setters of its properties among them."""
+    """Yield the Python functions of a class: its methods, and the getters and setters of its properties."""
     for value in vars(kind).values():
-        found = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
-        yield from (function for function in found if isinstance(function, FunctionType))
+        functions = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
+        yield from (function for function in functions if isinstance(function, FunctionType))
 
 
 def leave_eager(function: Any) -> None:
-    """Has torch.compile call this function as it is, and look into nothing that runs below it.
+    """Make torch.compile run this function, and everything it calls, eagerly.
 
-    `torch.compiler.disable` would do the same by a wrapper, which costs every eager call half a microsecond.
+    `torch.compiler.disable` does the same with a wrapper, which costs every eager call half a microsecond.
     """
     function._torchdynamo_disable = True  # what torch.compiler.disable sets
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

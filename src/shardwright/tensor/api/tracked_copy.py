@@ -1,8 +1,8 @@
-"""`TrackedCopy`, the class of copies that look like views: using one that is out of date is refused.
+"""`TrackedCopy`, the class of copies that stand in for views: using a stale one raises.
 
-A pick is a copy. Reading it after its original was written to raises, because torch's view would show what was written.
-Writing to it writes to the original as well, where that can be done exactly, and raises before anything is written
-elsewhere. Changing its dimensions or memory in place raises: the original could not follow.
+Indexing a sharded dimension gives a copy. Reading it after its base was written to raises, because torch's view would
+show the new values. Writing to it also writes to the base if that is possible exactly, and raises before writing
+anything if not. Changing its shape or memory in place raises, because the base could not follow.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["TrackedCopy"]
 _READING = """to_local full_tensor redistribute item tolist numpy backward register_hook __array__ __bool__ __float__
 __int__ __index__ __complex__ __contains__ __iter__ __format__ __repr__ __copy__ __deepcopy__ __reduce_ex__""".split()
 _REPLACING = ("set_", "resize_", "resize_as_", "detach_")
-_OF_THE_OBJECT = frozenset(("__get__", "__set__"))  # attributes: shapes and gradients, which are this object's own
-_OF_ITS_DIMENSIONS = RESHAPES | {"detach", "as_strided"}  # in place: torch changes the view, not its values
+_OF_THE_OBJECT = frozenset(("__get__", "__set__"))  # attributes such as shape and grad belong to the copy itself
+_CHANGE_THE_VIEW = RESHAPES | {"detach", "as_strided"}  # in place: torch changes the view, not its values
 
 
 class TrackedCopy(Strided):
-    """A copy that looks like a view: `x[i]` along a sharded dimension."""
+    """A copy that stands in for a view: `x[i]` along a sharded dimension."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,7 +43,7 @@ class TrackedCopy(Strided):
             for tensor in tensors_in((*args, *kwargs.values())):
                 refuse_stale(name, tensor)
             if args and type(args[0]) is TrackedCopy and (inplace or name == "__setitem__"):
-                if name in _OF_ITS_DIMENSIONS:
+                if name in _CHANGE_THE_VIEW:
                     _refuse_change(name + "_", args[0])
                 with trace.operation(name):
                     return write_through(func, *args, **kwargs)
@@ -64,7 +64,7 @@ class TrackedCopy(Strided):
 def _refuse_change(name: str, tensor: DTensorBase) -> NoReturn:
     raise InPlaceError(
         f"{name} of {tensor._layout}, which looks like a view but is a copy, because {tensor._copied_by} of a sharded "
-        "dimension needed communication: its original could not follow. Use the out-of-place operator, or clone() it"
+        "dimension needed communication: its base could not follow. Use the out-of-place operator, or clone() it first"
     )
 
 
@@ -91,4 +91,4 @@ for _name in _REPLACING:
     setattr(TrackedCopy, _name, _refusing(_name))
 for _function in functions_of(TrackedCopy):
     leave_eager(_function)
-DTensorBase.copies = TrackedCopy  # `mark_copied` lies below DTensor
+DTensorBase.copies = TrackedCopy  # for `mark_copied`, which is in a lower layer

@@ -22,7 +22,7 @@ def identity_element(dtype: torch.dtype, op: str) -> bool | int | float:
     (-inf, -128, True)
     >>> identity_element(torch.complex64, "max")
     Traceback (most recent call last):
-    shardwright.errors.ArgumentTypeError: torch.complex64 has no identity element for 'max': ...
+    shardwright.errors.ArgumentTypeError: torch.complex64 has no identity element for 'max', so ...
     """
     if op in ("sum", "avg", "bor", "bxor"):
         value: bool | int | float = 0
