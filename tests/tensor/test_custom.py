@@ -1,4 +1,4 @@
-"""Rules for operators of users: registered, proved, used, taken back; errors say what is wrong with them."""
+"""User-defined rules: registering, proving, using and removing them, and the errors of wrong ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwright.testing import prove, run_ranks
 
 def define(name: str) -> Any:
     """An operator `a @ b * scale` with a gradient of its own; defined once in each process."""
-    defined = vars(torch)["ops"].swtests  # not torch.ops: cloudpickle would take it along
+    defined = vars(torch)["ops"].swtests  # not torch.ops, which cloudpickle would pickle
     if hasattr(defined, name):
         return getattr(defined, name)
 
@@ -50,21 +50,21 @@ def on_one_rank(*placements: sw.Placement, shape: tuple[int, ...] = (4, 3)) -> s
     return sw.ones(*shape, mesh=sw.init_device_mesh("cpu", (1,)), placements=placements or [sw.Shard(0)])
 
 
-def test_a_users_rule_is_proved_in_one_call(product: Any) -> None:
+def test_prove_accepts_a_correct_custom_rule(product: Any) -> None:
     proof = prove(product, torch.randn(5, 4), torch.randn(4, 2), 0.5)
     assert not proof.wrong, proof
     assert len(proof.proved) >= 5
 
 
 @pytest.mark.parametrize("op", [lambda: torch.ops.swtests.product, lambda: torch.ops.swtests.product.default])
-def test_every_spelling_of_an_operator_has_the_rule(product: Any, op: Any) -> None:
+def test_all_overloads_of_a_custom_operator_use_its_rule(product: Any, op: Any) -> None:
     assert canonical_name(op()) == canonical_name(product) == ("swtests::product", False)
     with sw.trace() as seen:
         assert op()(on_one_rank(), on_one_rank(sw.Replicate(), shape=(3, 2)), 2.0).placements == (sw.Shard(0),)
     assert not seen.operations[0].fell_back
 
 
-def train_by_rule(with_rule: bool) -> None:
+def gradients_with_and_without_rule(with_rule: bool) -> None:
     op, mesh = define("trained"), sw.init_device_mesh("cpu", (comm.world().size,))
     torch.manual_seed(1)  # the same on every rank
     a, b = torch.randn(5, 4, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
@@ -92,11 +92,11 @@ def train_by_rule(with_rule: bool) -> None:
 
 
 @pytest.mark.parametrize("with_rule", [True, False])
-def test_custom_operators_and_their_gradients_on_ranks(with_rule: bool) -> None:
-    run_ranks(3, train_by_rule, with_rule)
+def test_custom_operators_and_gradients_equal_the_local_ones(with_rule: bool) -> None:
+    run_ranks(3, gradients_with_and_without_rule, with_rule)
 
 
-def test_a_name_of_ones_own_is_not_that_of_torchs() -> None:
+def test_custom_operator_does_not_shadow_torchs_operator_of_the_same_name() -> None:
     @torch.library.custom_op("swtests::relu", mutates_args=())
     def relu(x: Tensor) -> Tensor:
         return x - 1
@@ -108,13 +108,13 @@ def test_a_name_of_ones_own_is_not_that_of_torchs() -> None:
         assert torch.relu(x).tolist()[0] == [1.0, 1.0, 1.0]
 
 
-def test_a_registration_ends_and_plans_end_with_it() -> None:
+def test_removing_a_rule_restores_the_previous_one_and_drops_cached_plans() -> None:
     op, x, w = define("ending"), on_one_rank(), on_one_rank(sw.Replicate(), shape=(3, 2))
     assert op(x, w, 1.0).placements == (sw.Replicate(),)
     with sw.register_rule(op, "mk,kn->mn"):
         for _ in range(2):
             assert op(x, w, 1.0).placements == (sw.Shard(0),)
-        with pytest.raises(RuleError, match="swtests::ending has a rule already: give replace=True"):
+        with pytest.raises(RuleError, match="swtests::ending already has a rule: pass replace=True"):
             sw.register_rule(op, "mk,kn->mn")
         with sw.register_rule(op, lambda a, b, scale: None, replace=True):
             assert op(x, w, 1.0).placements == (sw.Replicate(),)
@@ -122,13 +122,13 @@ def test_a_registration_ends_and_plans_end_with_it() -> None:
     assert op(x, w, 1.0).placements == (sw.Replicate(),)
     outer = sw.register_rule(op, "mk,kn->mn")
     inner = sw.register_rule(op, "mk,kn->mn", replace=True)
-    outer.remove()  # it has been replaced: nothing happens
+    outer.remove()  # already replaced: no effect
     assert op(x, w, 1.0).placements == (sw.Shard(0),)
     inner.remove()
     outer.remove()
 
 
-def test_a_rule_of_torchs_own_is_replaced_and_comes_back() -> None:
+def test_builtin_rule_can_be_replaced_and_restored() -> None:
     x = on_one_rank()
     assert (x + x).placements == (sw.Shard(0),)
     with sw.register_rule(torch.add, lambda *_, **__: None, replace=True):
@@ -136,7 +136,7 @@ def test_a_rule_of_torchs_own_is_replaced_and_comes_back() -> None:
     assert (x + x).placements == (sw.Shard(0),)
 
 
-def test_a_rule_as_a_function_of_the_operators_signature() -> None:
+def test_rule_as_a_function_of_the_operators_signature() -> None:
     op = define("decorated")
 
     @sw.register_rule(op)
@@ -159,37 +159,38 @@ def columns(mesh_dim: int) -> list[Strategy]:
 @pytest.mark.parametrize(
     ("rule", "why"),
     [
-        (either(Strategy((sw.Shard(0),), (sw.Shard(0),))), r"the rule has 1 inputs \(R\), the call 2"),
-        (either(Strategy((sw.Shard(0), sw.Replicate()), ())), r"the rule has 0 outputs \(\), the call 1"),
-        (either(Strategy(("S(0)", "R"), (sw.Shard(0),))), "for its inputs: each is a Placement"),
-        (lambda a, b, scale: "mk,kn->mn", "the rule returned a str: return Strategies, MeshStrategy, or None"),
+        (either(Strategy((sw.Shard(0),), (sw.Shard(0),))), r"the rule has 1 inputs \(R\), but the call has 2"),
+        (either(Strategy((sw.Shard(0), sw.Replicate()), ())), r"the rule has 0 outputs \(\), but the call has 1"),
+        (either(Strategy(("S(0)", "R"), (sw.Shard(0),))), "inputs must all be of type Placement, got"),
+        (lambda a, b, scale: "mk,kn->mn", "the rule must return Strategies, MeshStrategy or None, got str"),
         (lambda a, b, scale: MeshStrategy((a.layout,), (a.layout,)), "the rule has 1 inputs"),
-        ("m,n->mn", r"'m,n->mn': 'm' stands for a tensor of 2 dimensions, \(4, 3\)"),
-        ("mk->mk", "'mk->mk' has 1 inputs, the call 2 tensors"),
-        (pointwise([[3]]), r"pointwise\(\[\[3\]\]\): linear=\[\[3\]\] has 3: it names inputs by place, 0 to 1"),
+        ("m,n->mn", r"'m,n->mn': 'm' does not fit a tensor of 2 dimensions, \(4, 3\)"),
+        ("mk->mk", "'mk->mk' has 1 inputs, but the call has 2 tensors"),
+        (pointwise([[3]]), r"pointwise\(\[\[3\]\]\): linear=\[\[3\]\] has 3, but indices of inputs are 0 to 1"),
         (
             lambda a, b, scale: Strategies(lambda mesh_dim: []),
             "the rule <lambda> has no strategies on mesh dimension 0: list at least",
         ),
-        (lambda a, b, scale: Strategies(columns, shapes=()), r"gives 0 shapes, \(\), and the call has 1 outputs"),
-        (lambda a, b, scale: Strategies(columns, shapes=((4,),)), r"S\(1\) for output 0, of shape \(4,\): cut a dim"),
+        (lambda a, b, scale: Strategies(columns, shapes=()), r"gives 0 shapes, \(\), but the call has 1 outputs"),
+        (
+            lambda a, b, scale: Strategies(columns, shapes=((4,),)),
+            r"S\(1\) for output 0, of shape \(4,\), which does not",
+        ),
     ],
 )
-def test_answers_that_make_no_sense_are_refused(rule: Any, why: str) -> None:
-    op = define("senseless")
-    with sw.register_rule(op, rule), pytest.raises(RuleError, match=f"swtests::senseless: .*{why}"):
+def test_malformed_answers_of_a_rule_raise(rule: Any, why: str) -> None:
+    op = define("malformed")
+    with sw.register_rule(op, rule), pytest.raises(RuleError, match=f"swtests::malformed: .*{why}"):
         op(on_one_rank(), on_one_rank(shape=(3, 2)), 1.0)
 
 
-def test_strategies_that_shard_a_dimension_the_inputs_lack_are_left_out() -> None:
+def test_strategies_for_missing_dimensions_are_skipped() -> None:
     op = define_twice("twice_of_any", fake=True)
     rows, number = Strategy((sw.Shard(0),), (sw.Shard(0),)), on_one_rank(sw.Replicate(), shape=())
     with sw.register_rule(op, either(rows, Strategy((sw.Shard(1),), (sw.Shard(1),)))):
         assert op(number).placements == (sw.Replicate(),)
         assert op(on_one_rank(shape=(4,))).placements == (sw.Shard(0),)
-    why = (
-        r"swtests::twice_of_any: the rule <lambda> has no strategy for inputs of the shapes \(\).* \(S\(0\) -> S\(0\)\)"
-    )
+    why = r"swtests::twice_of_any: the rule <lambda> has no strategy for inputs of shapes \(\).* \(S\(0\) -> S\(0\)\)"
     with sw.register_rule(op, lambda x: Strategies(lambda mesh_dim: [rows])):
         assert op(on_one_rank(shape=(4,))).placements == (sw.Shard(0),)
         with pytest.raises(RuleError, match=why):
@@ -197,36 +198,36 @@ def test_strategies_that_shard_a_dimension_the_inputs_lack_are_left_out() -> Non
 
 
 @pytest.mark.parametrize("notation", ["mk,kn", "mm->m", "mk->mn", "m2->m", "mk,kn->mnn"])
-def test_what_is_no_index_notation_is_refused(notation: str) -> None:
-    with pytest.raises(RuleError, match="is no index notation"):
+def test_invalid_index_notation_raises(notation: str) -> None:
+    with pytest.raises(RuleError, match="is not an index notation"):
         indexed(notation)
 
 
-def test_other_registrations_that_are_refused() -> None:
+def test_invalid_registrations_raise() -> None:
     @torch.library.custom_op("swtests::writes", mutates_args=("x",))
     def writes(x: Tensor) -> None:
         x.zero_()
 
     with pytest.raises(RuleError, match="swtests::writes writes to its arguments"):
         sw.register_rule(writes, pointwise())
-    with pytest.raises(RuleError, match="is no operator of torch"):
+    with pytest.raises(RuleError, match="is not an operator of torch"):
         sw.register_rule(define, pointwise())
-    with pytest.raises(RuleError, match="3 is no rule"):
+    with pytest.raises(RuleError, match="function of the operator's signature, got 3"):
         sw.register_rule(define("numbered"), 3)
     with pytest.raises(RuleError, match="at least one strategy"):
         either()
-    with pytest.raises(RuleError, match=r"linear=\[\[2\]\] has 2: it names inputs by place, 0 to 1"):
+    with pytest.raises(RuleError, match=r"linear=\[\[2\]\] has 2, but indices of inputs are 0 to 1"):
         indexed("m,m->m", linear=[[2]])
-    with pytest.raises(RuleError, match=r"'mk->m': reduces='foo' is none of sum, avg, max, .*, or None"):
+    with pytest.raises(RuleError, match=r"'mk->m': reduces must be None or one of sum, avg, max, .*, got 'foo'"):
         indexed("mk->m", reduces="foo")
-    with pytest.raises(RuleError, match="'mk->m': whole='kz' has 'z': give letters of its inputs"):
+    with pytest.raises(RuleError, match="'mk->m': whole must be letters of the inputs, got 'z' in 'kz'"):
         indexed("mk->m", whole="kz")
 
 
 @pytest.mark.parametrize("linear", [[[0], [-1]], [], [[]], [[0, 0]]])
 @pytest.mark.parametrize("helper", [pointwise, lambda linear: indexed("m,m->m", linear=linear)])
-def test_terms_that_are_no_sum_of_products_are_refused(helper: Any, linear: Any) -> None:
-    with pytest.raises(RuleError, match=r"linear=.* (names inputs by place|list terms of inputs)"):
+def test_linear_terms_must_be_a_sum_of_products(helper: Any, linear: Any) -> None:
+    with pytest.raises(RuleError, match=r"linear.* (but indices of inputs are|must be a sum of products)"):
         helper(linear)
 
 
@@ -257,19 +258,19 @@ def mesh_strategy(x: Operand) -> MeshStrategy:
     return MeshStrategy((x.layout,), (x.layout.replace(placements=[sw.Replicate()]),))
 
 
-def refused_everywhere(fake: bool, rule: Any, layout: str, claimed: str) -> str:
+def wrong_sizes_raise(fake: bool, rule: Any, layout: str, claimed: str) -> str:
     op = define_twice(f"twice_{fake}", fake)
     x = sw.ones(8, 6, mesh=sw.init_device_mesh("cpu", (4,)), placements=[sw.Shard(0)])
     with sw.register_rule(op, rule):
-        for _ in range(2):  # a plan that is known by now is none the better
-            with pytest.raises(RuleError) as found:
+        for _ in range(2):  # a cached plan is checked as well
+            with pytest.raises(RuleError) as error:
                 op(x)
-        said = str(found.value)
-        assert f"swtests::twice_{fake}: the rule " in said
-        assert f"claims {layout} for output 0 of inputs [8, 6] (0: S(0))" in said
-        assert f"would have shape {claimed}, and it has (2, 6): mend it, and prove it with" in said
+        message = str(error.value)
+        assert f"swtests::twice_{fake}: the rule " in message
+        assert f"claims {layout} for output 0 of inputs [8, 6] (0: S(0))" in message
+        assert f"would have shape {claimed}, but has (2, 6): fix it, and prove it with" in message
         assert prove(op, torch.ones(8, 6)).wrong
-    return said
+    return message
 
 
 @pytest.mark.parametrize("fake", [True, False])
@@ -282,24 +283,24 @@ def refused_everywhere(fake: bool, rule: Any, layout: str, claimed: str) -> str:
         (mesh_strategy, "[8, 6] (0: R)", "(8, 6)"),
     ],
 )
-def test_a_result_that_is_not_what_the_rule_claims_is_refused(fake: bool, rule: Any, layout: str, claimed: str) -> None:
-    said = run_ranks(4, refused_everywhere, fake, rule, layout, claimed)
-    assert len(set(said)) == (1 if fake else 4)  # with a kernel for meta tensors, every rank says the same
-    assert f"the rule {rule.__name__ if callable(rule) else f'indexed({rule!r})'} claims" in said[0]
+def test_results_of_other_sizes_than_the_rule_claims_raise(fake: bool, rule: Any, layout: str, claimed: str) -> None:
+    messages = run_ranks(4, wrong_sizes_raise, fake, rule, layout, claimed)
+    assert len(set(messages)) == (1 if fake else 4)  # with a meta kernel, every rank raises the same error
+    assert f"the rule {rule.__name__ if callable(rule) else f'indexed({rule!r})'} claims" in messages[0]
 
 
-def wrong_on_the_second() -> str:
+def wrong_on_rank_1() -> str:
     op = define_twice("twice_of_one_row", fake=True)
     x = sw.ones(1, 6, mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
-    with sw.register_rule(op, false_replicate), pytest.raises(RuleError) as found:
+    with sw.register_rule(op, false_replicate), pytest.raises(RuleError) as error:
         op(x)
-    return str(found.value)
+    return str(error.value)
 
 
-def test_a_claim_that_is_wrong_on_one_rank_is_refused_on_all_of_them() -> None:
-    first, second = run_ranks(2, wrong_on_the_second)
+def test_sizes_wrong_on_one_rank_raise_on_all() -> None:
+    first, second = run_ranks(2, wrong_on_rank_1)
     assert first == second
-    assert "On rank 1 its local tensor would have shape (1, 6), and it has (0, 6)" in first
+    assert "On rank 1 its local tensor would have shape (1, 6), but has (0, 6)" in first
 
 
 def captured(fake: bool) -> None:
@@ -312,38 +313,38 @@ def captured(fake: bool) -> None:
 
 
 @pytest.mark.parametrize("fake", [True, False])
-def test_an_operator_with_a_rule_can_be_captured(fake: bool) -> None:
+def test_custom_operators_can_be_compiled(fake: bool) -> None:
     run_ranks(2, captured, fake)
 
 
-def test_results_are_counted() -> None:
+def test_wrong_number_of_results_raises() -> None:
     name = "swtests::halves"
     torch.library.define(name, "(Tensor x) -> Tensor[]")
     torch.library.impl(name, "CPU", lambda x: [x / 2, x / 2])
     with (
         sw.register_rule(torch.ops.swtests.halves, "mn->mn"),
-        pytest.raises(RuleError, match=r"swtests::halves: the rule .* claims 1 outputs .*, and there are 2 on rank 0"),
+        pytest.raises(RuleError, match=r"swtests::halves: the rule .* claims 1 outputs .*, but rank 0 has 2: "),
     ):
         torch.ops.swtests.halves(on_one_rank())
 
 
-def test_a_right_rule_costs_a_plan_one_look_at_other_ranks() -> None:
-    looked = []
+def test_sizes_of_other_ranks_are_checked_once_per_plan() -> None:
+    checked_shapes = []
 
-    @torch.library.custom_op("swtests::looked_at", mutates_args=())
-    def looked_at(x: Tensor) -> Tensor:
+    @torch.library.custom_op("swtests::counted", mutates_args=())
+    def counted(x: Tensor) -> Tensor:
         return x.clone()
 
-    @looked_at.register_fake
+    @counted.register_fake
     def _(x: Tensor) -> Tensor:
-        looked.append(x.shape)
+        checked_shapes.append(x.shape)
         return torch.empty_like(x)
 
     x = on_one_rank()
-    with sw.register_rule(looked_at, pointwise()):
+    with sw.register_rule(counted, pointwise()):
         for _ in range(3):
-            assert looked_at(x).placements == (sw.Shard(0),)
-    assert looked == [(4, 3)]
+            assert counted(x).placements == (sw.Shard(0),)
+    assert checked_shapes == [(4, 3)]
 
 
 @pytest.mark.parametrize(
@@ -357,20 +358,20 @@ def test_a_right_rule_costs_a_plan_one_look_at_other_ranks() -> None:
         (torch.addcmul, (torch.randn(4, 5), torch.randn(5), torch.randn(4, 1)), pointwise([[0], [1, 2]])),
     ],
 )
-def test_the_helpers_make_true_rules(func: Any, args: Any, rule: Any) -> None:
+def test_rule_helpers_give_correct_rules(func: Any, args: Any, rule: Any) -> None:
     proof = prove(func, *args, rule=rule)
     assert proof.proved
     assert not proof.wrong, proof
 
 
-def test_a_wrong_rule_of_a_user_is_found() -> None:
-    op = define("careless")
+def test_prove_finds_a_wrong_custom_rule() -> None:
+    op = define("wrong")
     with sw.register_rule(op, indexed("mk,kn->mn", linear=[[0], [1]])):
         assert prove(op, torch.randn(5, 4), torch.randn(4, 2), 0.5).wrong
 
 
-def test_strategies_of_which_no_two_go_together_are_refused() -> None:
-    op = define("apart")
+def test_strategies_without_a_valid_combination_raise() -> None:
+    op = define("incompatible")
     rows = sw.Ragged(0, (4,))
     mesh = sw.init_device_mesh("cpu", (1, 1))
     a, b = sw.ones(4, 3, mesh=mesh), sw.ones(3, 2, mesh=mesh)

@@ -1,4 +1,4 @@
-"""Functions of local tensors on DTensors: values, gradients, sizes, and what is refused."""
+"""`local_map`: values, gradients, sizes of results, and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def randn(*shape: int) -> Tensor:
 
 
 def product() -> None:
-    """Uneven rows, a replicate beside them, a partial sum over a cut inner dimension."""
+    """Uneven rows, a replicated operand, a partial sum over a sharded inner dimension."""
     mesh = mesh_of_all()
     a, b = randn(7, 5).requires_grad_(), randn(5, 3).requires_grad_()
     expected = torch.mm(a, b)
@@ -53,7 +53,7 @@ def product() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_values_and_gradients_are_those_of_the_whole(ranks: int) -> None:
+def test_values_and_gradients_equal_those_of_global_tensors(ranks: int) -> None:
     run_ranks(ranks, product)
 
 
@@ -70,26 +70,26 @@ def two_dimensional() -> None:
     torch.testing.assert_close(w.grad.full_tensor(), b.grad)
 
 
-def test_a_mesh_of_two_dimensions() -> None:
+def test_two_dimensional_mesh() -> None:
     run_ranks(4, two_dimensional)
 
 
-def each_ranks_share() -> None:
-    """A replicate of which every rank takes its own part: its gradient is the sum of theirs."""
+def gradients_of_replicated_inputs() -> None:
+    """Every rank uses its own part of a replicated input: the gradient is the sum over the ranks."""
     mesh, rank = mesh_of_all(), comm.rank()
     x = sw.distribute_tensor(randn(4, 2), mesh, WHOLE).requires_grad_()
     y = sw.local_map(lambda local: local[rank * 2 : rank * 2 + 2] * (rank + 1), ROWS, (WHOLE,))(x)
     y.sum().backward()
     assert x.grad.tolist() == [[1.0, 1.0], [1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
-    # Said otherwise: the function has made its gradient whole itself.
+    # Overridden by in_grad_placements: the function completes its gradient itself.
     z = sw.local_map(lambda local: local * 2, SUM, (WHOLE,), in_grad_placements=(WHOLE,))(x)
     x.grad = None
     z.sum().backward()
     assert x.grad.tolist() == [[2.0, 2.0]] * 4
 
 
-def test_gradients_of_replicates() -> None:
-    run_ranks(2, each_ranks_share)
+def test_gradients_of_replicated_inputs() -> None:
+    run_ranks(2, gradients_of_replicated_inputs)
 
 
 def nested() -> None:
@@ -102,17 +102,17 @@ def nested() -> None:
 
     placements = (ROWS, WHOLE, None, None)
     mapped = sw.local_map(function, (ROWS, ROWS, None, None), placements, redistribute_inputs=True)
-    found = mapped({"x": x, "w": x}, 2.0, plain=torch.ones(2))
-    torch.testing.assert_close(found["y"].full_tensor(), x.full_tensor() * 2 + 1)
-    assert found["same"].placements == x.placements
-    assert found["same"] is not x
-    assert found["name"] == "z"
-    assert type(found["plain"]) is Tensor
+    result = mapped({"x": x, "w": x}, 2.0, plain=torch.ones(2))
+    torch.testing.assert_close(result["y"].full_tensor(), x.full_tensor() * 2 + 1)
+    assert result["same"].placements == x.placements
+    assert result["same"] is not x
+    assert result["name"] == "z"
+    assert type(result["plain"]) is Tensor
     assert sw.local_map(lambda: torch.ones(2), ROWS, mesh=mesh)().shape == (2 * comm.world().size,)
     assert sw.local_map(torch.neg, ROWS)(x).placements == x.placements
 
 
-def test_arguments_and_results_nest() -> None:
+def test_nested_arguments_and_results() -> None:
     run_ranks(2, nested)
 
 
@@ -131,7 +131,7 @@ def keywords_in_any_order() -> None:
         return by_name(**given)
 
     class Unsigned:
-        """A function that does not tell its parameters, as those that are written in C."""
+        """A callable without a signature, like functions written in C."""
 
         __signature__ = "none"
         __call__ = staticmethod(anything)
@@ -148,12 +148,12 @@ def keywords_in_any_order() -> None:
                 torch.testing.assert_close(b.grad.full_tensor(), torch.full_like(b.full_tensor(), 10.0))
 
 
-def test_placements_go_by_parameters_however_the_call_is_spelled() -> None:
+def test_placements_follow_the_parameters_for_positional_and_keyword_arguments() -> None:
     run_ranks(2, keywords_in_any_order)
 
 
 class Taking:
-    """An object whose text says nothing of what it holds."""
+    """An object whose repr does not show its state."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -178,33 +178,33 @@ def sizes_by_arguments() -> None:
     with comm.count() as traffic:
         assert by_name(x, one=1).shape == (ranks, 2)
     assert not traffic.calls
-    # What is not cut needs nobody else to know its size.
+    # Unsharded results need no communication about their size.
     sizes = iter([1, 2])
-    uncut = sw.local_map(lambda local: local[0, : next(sizes)], SUM, (ROWS,))
-    assert [tuple(uncut(x).shape) for _ in range(2)] == [(1,), (2,)]
+    unsharded = sw.local_map(lambda local: local[0, : next(sizes)], SUM, (ROWS,))
+    assert [tuple(unsharded(x).shape) for _ in range(2)] == [(1,), (2,)]
 
 
-def test_sizes_follow_from_what_is_passed() -> None:
+def test_sizes_are_gathered_once_per_combination_of_arguments() -> None:
     run_ranks(2, sizes_by_arguments)
 
 
-def results_that_come_and_go() -> None:
+def changing_results() -> None:
     x = sw.distribute_tensor(randn(6, 2), mesh_of_all(), ROWS)
     answers = iter([(True, False), (True, True), (False,)])
 
     def function(local: Tensor) -> list[Tensor | None]:
-        return [local if there else None for there in next(answers)]
+        return [local if present else None for present in next(answers)]
 
     mapped = sw.local_map(function, ROWS, (ROWS,))
     assert mapped(x)[0].placements == x.placements
-    with pytest.raises(LocalTensorError, match=r"are \(3, 2\), \(3, 2\) on rank \d, and were \(3, 2\), none"):
+    with pytest.raises(LocalTensorError, match=r"are \(3, 2\), \(3, 2\) on rank \d, but were \(3, 2\), none"):
         mapped(x)
-    with pytest.raises(LocalTensorError, match=r"are none on rank \d, and were \(3, 2\), none"):
+    with pytest.raises(LocalTensorError, match=r"are none on rank \d, but were \(3, 2\), none"):
         mapped(x)
 
 
-def test_results_that_change_their_number_or_kind_are_refused() -> None:
-    run_ranks(2, results_that_come_and_go)
+def test_results_that_change_in_number_or_type_raise() -> None:
+    run_ranks(2, changing_results)
 
 
 def captured() -> None:
@@ -216,25 +216,27 @@ def captured() -> None:
         assert torch.equal(compiled(x, w).full_tensor(), mapped(x, w).relu().full_tensor())
 
 
-def test_it_can_be_captured() -> None:
+def test_local_map_can_be_compiled() -> None:
     run_ranks(2, captured)
 
 
-def refusals() -> None:
+def invalid_calls() -> None:
     mesh = mesh_of_all()
     x = sw.distribute_tensor(randn(6, 2), mesh, ROWS)
-    with pytest.raises(TensorError, match=r"neg: argument 0 is \[6, 2\] \(0: S\(0\)\), in_placements want .*R.*redist"):
+    with pytest.raises(
+        TensorError, match=r"neg: argument 0 is \[6, 2\] \(0: S\(0\)\), but in_placements require .*R.*redist"
+    ):
         sw.local_map(torch.neg, WHOLE, (WHOLE,))(x)
     assert sw.local_map(torch.neg, WHOLE, (WHOLE,), redistribute_inputs=True)(x).placements == (sw.Replicate(),)
     with pytest.raises(TensorError, match="neg: in_placements has 2 entries for 1 arguments"):
         sw.local_map(torch.neg, ROWS, (ROWS, ROWS))(x)
-    with pytest.raises(TensorError, match=r"add: argument 1 is a DTensor .* in_placements have none for it"):
+    with pytest.raises(TensorError, match=r"add: argument 1 is a DTensor .* in_placements has None for it"):
         sw.local_map(torch.add, ROWS, (ROWS, None))(x, x)
     with pytest.raises(TensorError, match="out_placements has 2 entries for 1 results"):
         sw.local_map(torch.neg, (ROWS, ROWS), (ROWS,))(x)
-    with pytest.raises(TensorError, match=r"result 0 has placements .* give one per mesh dimension"):
+    with pytest.raises(TensorError, match=r"result 0 has placements .* pass one per mesh dimension"):
         sw.local_map(torch.neg, [sw.Shard(0), sw.Shard(1)], (ROWS,))(x)
-    with pytest.raises(TensorError, match="no DTensor among the arguments"):
+    with pytest.raises(TensorError, match="no argument is a DTensor"):
         sw.local_map(torch.neg, ROWS)(torch.ones(2))
     with pytest.raises(TensorError, match="result 0 is a DTensor"):
         sw.local_map(lambda local: x, ROWS, (ROWS,))(x)
@@ -244,13 +246,13 @@ def refusals() -> None:
     sizes = iter([3, 2])
     shrinking = sw.local_map(lambda local: local[: next(sizes)], ROWS, (ROWS,))
     shrinking(x)
-    why = r"are \(2, 2\) on rank \d, and were \(3, 2\) .* from the arguments alone.* Pass what else .* as an argument"
+    why = r"are \(2, 2\) on rank \d, but were \(3, 2\) .* on the arguments alone.* Pass what else .* as an argument"
     with pytest.raises(LocalTensorError, match=why):
         shrinking(x)
 
 
-def test_what_does_not_fit_is_refused_with_the_fix() -> None:
-    run_ranks(2, refusals)
+def test_invalid_calls_raise_with_the_remedy() -> None:
+    run_ranks(2, invalid_calls)
 
 
 def failing_on_one() -> tuple[str, float]:
@@ -258,22 +260,22 @@ def failing_on_one() -> tuple[str, float]:
 
     def thirds(x: Tensor) -> Tensor:
         if comm.rank() == 1:
-            raise ValueError(f"{tuple(x.shape)} is no multiple of 3")
+            raise ValueError(f"{tuple(x.shape)} is not divisible by 3")
         return x * 3
 
     start = time.monotonic()
-    with pytest.raises((ValueError, sw.errors.ShardwrightError)) as found:
+    with pytest.raises((ValueError, sw.errors.ShardwrightError)) as error:
         sw.local_map(thirds, ROWS, [ROWS])(sw.ones(8, 2, mesh=mesh, placements=ROWS))
-    return str(found.value), time.monotonic() - start
+    return str(error.value), time.monotonic() - start
 
 
-def test_what_one_rank_raises_is_raised_on_all_of_them() -> None:
-    for said, seconds in run_ranks(4, failing_on_one):
-        assert "(2, 2) is no multiple of 3" in said
+def test_error_on_one_rank_raises_on_all() -> None:
+    for message, seconds in run_ranks(4, failing_on_one):
+        assert "(2, 2) is not divisible by 3" in message
         assert seconds < 20
 
 
-def test_pytorchs_name_of_the_mesh_is_taken() -> None:
+def test_device_mesh_is_accepted_as_the_name_of_the_mesh() -> None:
     mesh = mesh_of_all()
     ones = sw.local_map(torch.ones, WHOLE, device_mesh=mesh)
     assert ones(2, 3).device_mesh is mesh
@@ -367,7 +369,7 @@ def test_arguments_of_the_wrong_type_raise_where_local_map_is_called() -> None:
 def test_a_tensor_result_without_out_placements_raises() -> None:
     x = sw.ones(4, mesh=mesh_of_all(), placements=ROWS)
     assert sw.local_map(lambda x: x.numel(), in_placements=(ROWS,))(x) == 4
-    with pytest.raises(TensorError, match="neg: result 0 is a tensor, but local_map was given no out_placements"):
+    with pytest.raises(TensorError, match="neg: result 0 is a tensor, but local_map was called without out_placements"):
         sw.local_map(torch.neg)(x)
 
 

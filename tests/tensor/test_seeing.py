@@ -1,4 +1,4 @@
-"""What moves can be seen before and while it does, forbidden, and compared between ranks."""
+"""Tracing and explaining communication, the communication policy, and `verify_ranks`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def operands(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, sw.distribute_tensor(torch.ones(8, 8), mesh, [sw.Shard(0)]).requires_grad_()
 
 
-def test_a_trace_holds_operators_movements_and_collectives_with_bytes_and_lines() -> None:
+def test_trace_records_operators_redistributions_and_collectives_with_bytes_and_source_lines() -> None:
     def work() -> None:
         x, w = operands(4)
         with sw.trace() as seen, comm.count() as traffic:
@@ -49,7 +49,7 @@ def test_a_trace_holds_operators_movements_and_collectives_with_bytes_and_lines(
     run_ranks(4, work)
 
 
-def test_nothing_is_recorded_when_no_trace_is_open() -> None:
+def test_nothing_is_recorded_without_an_open_trace() -> None:
     x, w = operands(1)
     with sw.trace() as seen:
         pass
@@ -57,21 +57,21 @@ def test_nothing_is_recorded_when_no_trace_is_open() -> None:
     assert seen.events == []
 
 
-def test_explaining_moves_nothing_and_foresees_every_byte() -> None:
+def test_explain_predicts_every_byte_without_communicating() -> None:
     def work() -> None:
         x, w = operands(4)
-        with comm.count() as quiet:
-            foreseen = sw.explain(step, x, w, quiet=True)
+        with comm.count() as traffic:
+            predicted = sw.explain(step, x, w, quiet=True)
         with sw.trace() as real:
             step(x, w)
-        assert quiet.calls.total() == 0
-        assert [m.received for m in foreseen.redistributions] == [m.received for m in real.redistributions]
-        assert foreseen.received == real.received
+        assert traffic.calls.total() == 0
+        assert [m.received for m in predicted.redistributions] == [m.received for m in real.redistributions]
+        assert predicted.received == real.received
 
     run_ranks(4, work)
 
 
-def test_explaining_a_module_leaves_it_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_leaves_a_module_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     mesh = sw.init_device_mesh("cpu", (1,))
     layer = sw.distribute_module(torch.nn.Linear(4, 2), mesh)
     before = layer.weight
@@ -81,14 +81,14 @@ def test_explaining_a_module_leaves_it_as_it_was(capsys: pytest.CaptureFixture[s
     assert "linear" in capsys.readouterr().out
 
 
-def test_the_policy_warns_or_refuses_what_nobody_asked_for() -> None:
+def test_communication_policy_warns_about_or_rejects_implicit_redistribution() -> None:
     def work() -> None:
         x, w = operands(2)
         partial = sw.ones(4, mesh=x.device_mesh, placements=[sw.Partial()])
         with sw.communication("explicit"):
-            x + x  # moves nothing
-            partial.redistribute(placements=[sw.Replicate()])  # asked for
-            assert partial.sum().item() == 8.0  # so is a value
+            x + x  # needs no communication
+            partial.redistribute(placements=[sw.Replicate()])  # explicit
+            assert partial.sum().item() == 8.0  # so is item()
             with pytest.raises(CommunicationError, match=r"relu needs \[4\] \(dp: P\(sum\)\) as \[4\] \(dp: R\)"):
                 partial.relu()
             with pytest.raises(CommunicationError, match="matmul needs"):
@@ -102,17 +102,17 @@ def test_the_policy_warns_or_refuses_what_nobody_asked_for() -> None:
     run_ranks(2, work)
 
 
-def test_an_unknown_policy_is_refused() -> None:
+def test_unknown_policy_raises() -> None:
     with pytest.raises(CommunicationError, match="'sometimes' is unknown"), sw.communication("sometimes"):
         pass
 
 
-def test_ranks_that_run_different_programs_are_named_with_operator_and_line() -> None:
+def test_verify_ranks_names_the_ranks_whose_programs_differ_with_operator_and_line() -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
         x = sw.ones(6, mesh=mesh, placements=[sw.Partial()])
         with sw.verify_ranks():
-            x.relu()  # all alike
+            x.relu()  # the same on all ranks
             if comm.rank() == 1:
                 x.tanh()
             else:
@@ -124,7 +124,7 @@ def test_ranks_that_run_different_programs_are_named_with_operator_and_line() ->
         assert "rank 0: redistribute at test_seeing.py:" in outcome.message
 
 
-def test_a_picture_of_a_dtensor_never_communicates() -> None:
+def test_visualize_does_not_communicate() -> None:
     def work() -> str:
         mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         x = sw.ones(4, 6, mesh=mesh, placements=[sw.Shard(0)])
@@ -140,13 +140,13 @@ def test_a_picture_of_a_dtensor_never_communicates() -> None:
     assert "rank 1" in first
 
 
-def test_only_what_has_a_layout_can_be_drawn() -> None:
-    with pytest.raises(ArgumentTypeError, match="Tensor is neither"):
+def test_visualize_rejects_plain_tensors() -> None:
+    with pytest.raises(ArgumentTypeError, match="expected a DTensor or a Layout, got Tensor"):
         sw.visualize(torch.ones(2))
 
 
-def test_after_a_collective_has_timed_out_the_ranks_that_are_elsewhere_are_named() -> None:
-    """Without `verify_ranks`: one rank waits for a movement that the others never make."""
+def test_collective_timeout_names_the_ranks_that_did_not_join() -> None:
+    """Without `verify_ranks`: one rank waits for a redistribution that the others never start."""
 
     def work() -> None:
         impatient = torch.distributed.new_group([0, 1, 2], timeout=timedelta(seconds=1))

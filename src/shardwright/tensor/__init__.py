@@ -1,4 +1,4 @@
-"""The distributed tensor: op → rule → redistribution → collective."""
+"""DTensor: operators, rules, redistribution, gradients, random numbers."""
 
 from shardwright.tensor import rules
 from shardwright.tensor.api import async_dtensor, tracked_copy

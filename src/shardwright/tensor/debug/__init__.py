@@ -1,1 +1,1 @@
-"""What communicates, shown: explanations of a call, pictures of a layout."""
+"""Debugging tools: explain the communication of a call, draw a layout."""

@@ -1,4 +1,4 @@
-"""What a function would move, before anything moves."""
+"""`explain`: show the communication of a function without running it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["explain"]
 
 
 def explain(fn: Callable[..., Any], *args: Any, quiet: bool = False, **kwargs: Any) -> Trace:
-    """Prints what `fn(*args, **kwargs)` would move: operators, movements, bytes, source lines. Nothing moves.
+    """Print the operators, redistributions, bytes and source lines of `fn(*args, **kwargs)`, without communicating.
 
-    It runs the function on tensors without values (torch's meta device): its arguments, nested in lists, tuples and
-    dicts or held by modules, are replaced for the call. A function that looks at values cannot be explained.
-    `quiet=True` gives the trace without printing it.
+    The function runs on meta tensors, which have no values: its arguments, nested in lists, tuples and dicts or held
+    by modules, are replaced for the call. A function that reads values cannot be explained. `quiet=True` returns the
+    trace without printing it.
 
     >>> import torch, shardwright as sw
     >>> x = sw.ones(4, 4, mesh=sw.init_device_mesh("cpu", (1,)), placements=[sw.Shard(0)])
@@ -30,10 +30,10 @@ def explain(fn: Callable[..., Any], *args: Any, quiet: bool = False, **kwargs: A
     """
     with trace() as seen:
         if isinstance(fn, torch.nn.Module):
-            tensors = {name: _without_values(value) for name, value in _named_tensors(fn)}
-            torch.func.functional_call(fn, tensors, tuple(_replace(a) for a in args), _replace(kwargs))
+            tensors = {name: _to_meta(value) for name, value in _named_tensors(fn)}
+            torch.func.functional_call(fn, tensors, tuple(_replace_tensors(a) for a in args), _replace_tensors(kwargs))
         else:
-            fn(*(_replace(value) for value in args), **_replace(kwargs))
+            fn(*(_replace_tensors(value) for value in args), **_replace_tensors(kwargs))
     if not quiet:
         Console().print(seen.table())
     return seen
@@ -43,17 +43,17 @@ def _named_tensors(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def _replace(value: Any) -> Any:
+def _replace_tensors(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return _without_values(value)
+        return _to_meta(value)
     if isinstance(value, dict):
-        return {key: _replace(item) for key, item in value.items()}
+        return {key: _replace_tensors(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_replace(item) for item in value)
+        return type(value)(_replace_tensors(item) for item in value)
     return value
 
 
-def _without_values(tensor: Tensor) -> Tensor:
+def _to_meta(tensor: Tensor) -> Tensor:
     with no_torch_function():
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         if isinstance(tensor, DTensorBase):

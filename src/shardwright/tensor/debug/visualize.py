@@ -1,4 +1,4 @@
-"""A tensor's layout in the terminal, a colour per rank."""
+"""`visualize`: print the layout of a tensor, with a colour per rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["visualize"]
 
 
 def visualize(tensor: DTensor | Layout, title: str | None = None, *, console: Any = None) -> None:
-    """Draws which ranks hold which region of a DTensor, or of a Layout. It never communicates.
+    """Print which ranks hold which region of a DTensor or a Layout, without communicating.
 
     >>> import shardwright as sw
     >>> sw.visualize(sw.Layout(sw.Mesh((2,), ("tp",)), [sw.Shard(0)], (4, 6)))
@@ -29,5 +29,5 @@ def visualize(tensor: DTensor | Layout, title: str | None = None, *, console: An
     """
     layout = tensor.sharding if isinstance(tensor, DTensor) else tensor
     if not isinstance(layout, Layout):
-        raise ArgumentTypeError(f"visualize: {type(tensor).__name__} is neither a DTensor nor a Layout")
+        raise ArgumentTypeError(f"visualize: expected a DTensor or a Layout, got {type(tensor).__name__}")
     (console or Console(highlight=False)).print(picture(layout, title))

@@ -1,4 +1,4 @@
-"""What a user's rule claims, held to it: answers that make no sense are refused, and so are results of other sizes."""
+"""Check the rules of users: malformed answers raise, and so do local results whose sizes the rule did not predict."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shardwright.tensor.base.tagging import alias
 from shardwright.tensor.dispatch.arguments import map_tensors
 from shardwright.tensor.rules.elementwise.pointwise import operands_in
 
-__all__ = ["checked", "spelled"]
+__all__ = ["checked", "describe"]
 
 Shape: TypeAlias = tuple[int, ...]
 
 
 def checked(name: str, rule: Rule, results: int | None) -> Rule:
-    """The rule, with answers that make no sense refused before they are used, and results held to what it claims."""
+    """Return the rule with its answers validated, and the sizes of local results checked against its layouts."""
     who = f"{name}: the rule {getattr(rule, '__name__', type(rule).__name__)}"
 
     @wraps(rule)
@@ -40,15 +40,15 @@ def checked(name: str, rule: Rule, results: int | None) -> Rule:
             return None
         if isinstance(given, MeshStrategy):
             _check_arity(name, given.ins, given.outs, Layout, len(operands), results)
-            return replace(given, run=_held_to_claim(who, given.run))
+            return replace(given, run=_with_size_checks(who, given.run))
         if not isinstance(given, Strategies):
             raise RuleError(
-                f"{name}: the rule returned a {type(given).__name__}: return Strategies, MeshStrategy, or None"
+                f"{name}: the rule must return Strategies, MeshStrategy or None, got {type(given).__name__}"
             )
         shapes, outputs = given.shapes, results
         if shapes is not None:
             if outputs not in (None, len(shapes)):
-                raise RuleError(f"{who} gives {len(shapes)} shapes, {shapes}, and the call has {outputs} outputs")
+                raise RuleError(f"{who} gives {len(shapes)} shapes, {shapes}, but the call has {outputs} outputs")
             outputs = len(shapes)
         at = given.at
 
@@ -56,16 +56,16 @@ def checked(name: str, rule: Rule, results: int | None) -> Rule:
             strategies = [Strategy(*strategy) for strategy in at(mesh_dim)]
             if not strategies:
                 raise RuleError(
-                    f"{who} has no strategies on mesh dimension {mesh_dim}: list at least one, such as all replicates, "
-                    "or return None where it has no answer"
+                    f"{who} has no strategies on mesh dimension {mesh_dim}: list at least one, such as all replicated, "
+                    "or return None if there is none"
                 )
             for strategy in strategies:
                 _check_arity(name, strategy.ins, strategy.outs, Placement, len(operands), outputs)
             return _fitting(who, strategies, [operand.shape for operand in operands], shapes)
 
         if operands:
-            checked_at(0)  # before anything is computed from them
-        return replace(given, at=checked_at, run=_held_to_claim(who, given.run))
+            checked_at(0)  # raise before anything is computed
+        return replace(given, at=checked_at, run=_with_size_checks(who, given.run))
 
     return answer
 
@@ -73,68 +73,67 @@ def checked(name: str, rule: Rule, results: int | None) -> Rule:
 def _fitting(
     who: str, strategies: list[Strategy], ins: Sequence[Shape], outs: Sequence[Shape] | None
 ) -> list[Strategy]:
-    """The strategies that cut no dimension which an input lacks. One that cuts what an output lacks is wrong."""
-    found = [strategy for strategy in strategies if not any(map(_lacks, strategy.ins, ins))]
-    if not found:
+    """Return the strategies that fit the inputs; raise if one of them shards a dimension an output does not have."""
+    fitting = [strategy for strategy in strategies if not any(map(_lacks, strategy.ins, ins))]
+    if not fitting:
         raise RuleError(
-            f"{who} has no strategy for inputs of the shapes {', '.join(map(str, ins))}: each cuts a dimension "
-            f"that they lack ({'; '.join(map(spelled, strategies))}). Add the strategy of replicates, or return None "
-            "for such inputs"
+            f"{who} has no strategy for inputs of shapes {', '.join(map(str, ins))}: each shards a dimension that they "
+            f"do not have ({'; '.join(map(describe, strategies))}). Add the replicated strategy, or return None"
         )
     if outs is None:
-        return found
-    for strategy in found:
-        for place, (placement, shape) in enumerate(zip(strategy.outs, outs, strict=True)):
+        return fitting
+    for strategy in fitting:
+        for index, (placement, shape) in enumerate(zip(strategy.outs, outs, strict=True)):
             if _lacks(placement, shape):
                 raise RuleError(
-                    f"{who}: the strategy {spelled(strategy)} has {placement} for output {place}, of shape {shape}: "
-                    "cut a dimension that it has"
+                    f"{who}: the strategy {describe(strategy)} has {placement} for output {index}, of shape {shape}, "
+                    "which does not have that dimension"
                 )
-    return found
+    return fitting
 
 
 def _lacks(placement: Placement, shape: Shape) -> bool:
-    """Whether a placement cuts a dimension that a tensor of this shape has not."""
+    """Return whether the placement shards a dimension this shape does not have."""
     return isinstance(placement, Shard | Ragged) and not -len(shape) <= placement.dim < len(shape)
 
 
-def spelled(strategy: Strategy) -> str:
-    """A strategy, in words."""
+def describe(strategy: Strategy) -> str:
+    """Return a strategy as text, such as `S(0), R -> S(0)`."""
     return f"{', '.join(map(str, strategy.ins))} -> {', '.join(map(str, strategy.outs))}"
 
 
-def _held_to_claim(who: str, run: Run | None) -> Run:
-    """The local call, on plain tensors, with the sizes of its results held to the layouts that the rule claims.
+def _with_size_checks(who: str, run: Run | None) -> Run:
+    """Return the local call with the sizes of its results checked against the rule's layouts.
 
-    Plain tensors, for what an operator of a user saves for its backward is what it was given.
+    It gets plain tensors, because a custom operator may save its inputs for the backward.
     """
 
-    def held(context: LocalContext) -> Local:
+    def checked_run(context: LocalContext) -> Local:
         inner = run(context) if run is not None else None
-        asked = inner is not None  # what a call of the rule's own does on other ranks is not known here
-        here = _local_shapes(context.outs, context.rank)
+        all_checked = inner is not None  # a local call of the rule's own may differ on other ranks
+        expected = _local_shapes(context.outs, context.rank)
 
         def local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-            nonlocal asked
+            nonlocal all_checked
             args, kwargs = map_tensors(args, kwargs, alias)
-            if not asked:
+            if not all_checked:
                 _check_all_ranks(who, context, func, args, kwargs)
-                asked = True
+                all_checked = True
             result = func(*args, **kwargs) if inner is None else inner(func, args, kwargs)
-            if here is not None:
-                _check_sizes(who, context, context.rank, here, _shapes_in(result))
+            if expected is not None:
+                _check_sizes(who, context, context.rank, expected, _shapes_in(result))
             return result
 
         return local
 
-    return held
+    return checked_run
 
 
 def _check_all_ranks(who: str, context: LocalContext, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Refuses a claim that is wrong on any rank, alike on all of them, where the operator can run on meta tensors."""
+    """Raise on all ranks if the sizes are wrong on any of them; skipped if the operator has no meta kernel."""
     flat, spec = pytree.tree_flatten((args, kwargs))
-    places = [place for place, value in enumerate(flat) if isinstance(value, Tensor)]
-    if len(places) != len(context.ins):
+    indices = [index for index, value in enumerate(flat) if isinstance(value, Tensor)]
+    if len(indices) != len(context.ins):
         return
     sizes: dict[tuple[Any, Any], int] = {}
     for rank in context.ins[0].mesh.ranks:
@@ -144,40 +143,40 @@ def _check_all_ranks(who: str, context: LocalContext, func: Any, args: Any, kwar
             continue
         try:
             with torch.no_grad(), not_captured():
-                for place, shape in zip(places, ins, strict=True):
-                    flat[place] = torch.empty(shape, dtype=flat[place].dtype, device="meta")
+                for index, shape in zip(indices, ins, strict=True):
+                    flat[index] = torch.empty(shape, dtype=flat[index].dtype, device="meta")
                 meta_args, meta_kwargs = pytree.tree_unflatten(flat, spec)
-                found = _shapes_in(func(*meta_args, **meta_kwargs))
-        except Exception:  # noqa: BLE001  # it has no kernel for meta tensors, or none for these: nothing is known
+                actual = _shapes_in(func(*meta_args, **meta_kwargs))
+        except Exception:  # noqa: BLE001  # no meta kernel, or none for these arguments
             continue
-        _check_sizes(who, context, rank, outs, found)
+        _check_sizes(who, context, rank, outs, actual)
 
 
-def _check_sizes(who: str, context: LocalContext, rank: int, claimed: Sequence[Shape], found: Sequence[Shape]) -> None:
-    if claimed == found:
+def _check_sizes(who: str, context: LocalContext, rank: int, claimed: Sequence[Shape], actual: Sequence[Shape]) -> None:
+    if claimed == actual:
         return
     ins = "; ".join(map(str, context.ins))
-    remedy = "mend it, and prove it with shardwright.testing.prove"
-    if len(claimed) != len(found):
+    remedy = "fix it, and prove it with shardwright.testing.prove"
+    if len(claimed) != len(actual):
         raise RuleError(
-            f"{who} claims {len(claimed)} outputs for inputs {ins}, and there are {len(found)} on rank {rank}: {remedy}"
+            f"{who} claims {len(claimed)} outputs for inputs {ins}, but rank {rank} has {len(actual)}: {remedy}"
         )
-    place = next(place for place, (claim, shape) in enumerate(zip(claimed, found, strict=True)) if claim != shape)
+    index = next(index for index, (claim, shape) in enumerate(zip(claimed, actual, strict=True)) if claim != shape)
     raise RuleError(
-        f"{who} claims {context.outs[place]} for output {place} of inputs {ins}. On rank {rank} its local tensor "
-        f"would have shape {claimed[place]}, and it has {found[place]}: {remedy}"
+        f"{who} claims {context.outs[index]} for output {index} of inputs {ins}. On rank {rank} its local tensor "
+        f"would have shape {claimed[index]}, but has {actual[index]}: {remedy}"
     )
 
 
 def _local_shapes(layouts: Sequence[Layout], rank: int) -> tuple[Shape, ...] | None:
-    """What a rank holds of each; None where it is not on their mesh."""
+    """Return the local shapes of a rank; None if it is not on their mesh."""
     if not all(rank in layout.mesh for layout in layouts):
         return None
     return tuple(layout.local_shape(rank) for layout in layouts)
 
 
 def _shapes_in(result: Any) -> tuple[Shape, ...]:
-    """The shapes of the tensors in a result, in the order in which they are given their layouts."""
+    """Return the shapes of the tensors in a result, in the order of their layouts."""
     if isinstance(result, Tensor):
         return (tuple(result.shape),)
     if isinstance(result, list | tuple):
@@ -190,7 +189,7 @@ def _check_arity(
 ) -> None:
     for what, given, wanted in (("inputs", ins, inputs), ("outputs", outs, results)):
         if not all(isinstance(item, kind) for item in given):
-            raise RuleError(f"{name}: {tuple(given)} for its {what}: each is a {kind.__name__}")
+            raise RuleError(f"{name}: the rule's {what} must all be of type {kind.__name__}, got {tuple(given)}")
         if wanted is not None and len(given) != wanted:
             listed = ", ".join(map(str, given))
-            raise RuleError(f"{name}: the rule has {len(given)} {what} ({listed}), the call {wanted}")
+            raise RuleError(f"{name}: the rule has {len(given)} {what} ({listed}), but the call has {wanted}")

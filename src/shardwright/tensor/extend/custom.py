@@ -1,4 +1,4 @@
-"""Rules for operators of users, registered: by a notation, or a function of the operator's own signature."""
+"""`register_rule`: register a rule for an operator, as a notation or a function of the operator's signature."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Registration", "register_rule"]
 
 @final
 class Registration:
-    """A registered rule. `remove()` takes it back, and so does leaving it as a context.
+    """A registered rule. `remove()` unregisters it, and so does leaving it as a context manager.
 
     >>> import torch, shardwright as sw
     >>> with sw.register_rule(torch.erf, sw.rules.pointwise(), replace=True) as registered:
@@ -35,7 +35,7 @@ class Registration:
         _forget()
 
     def remove(self) -> None:
-        """Puts back what was there before; nothing, if the rule has been replaced or removed meanwhile."""
+        """Restore the previous rule, if any. Does nothing if this one has been replaced or removed meanwhile."""
         if OPERATORS.get(self.name) is not self._mine:
             return
         if self._before is None:
@@ -61,20 +61,19 @@ def _forget() -> None:
 def register_rule(
     op: Any, rule: Rule | str | None = None, *, replace: bool = False, numbers_by_type: bool = False
 ) -> Any:
-    """Says how an operator runs on DTensors: which placements of its inputs give which of its outputs.
+    """Register how an operator runs on DTensors: which placements of its inputs give which placements of its outputs.
 
     `op` is an operator of `torch.library` (what `custom_op` returns, `torch.ops.ns.name`, one of its overloads), or a
-    torch function or method. `rule` is for one mesh dimension; a mesh of several is the product:
+    torch function or method. `rule` applies to each mesh dimension:
 
-    - an index notation, `"mk,kn->mn"`: see `shardwright.rules.indexed`, which has more to say;
+    - an index notation, `"mk,kn->mn"`: see `shardwright.rules.indexed`, which has more options;
     - `shardwright.rules.pointwise(...)` or `either(...)`;
     - a function with the operator's own signature, called with `Operand`s in place of tensors, that returns
-      `Strategies`, `MeshStrategy`, or None where it has no answer: the operator then runs on whole tensors, as it does
-      without a rule.
+      `Strategies`, `MeshStrategy`, or None: the operator then runs on replicated tensors, as it does without a rule.
 
-    Without `rule`, it is a decorator for such a function. What it returns otherwise can take the rule back.
-    `numbers_by_type` says that plain numbers do not change the rule's answer. Local results whose sizes are not those
-    that the rule claims are refused with a `RuleError`; wrong values are not seen. Prove what you register, once, with
+    Without `rule`, it is a decorator for such a function; otherwise it returns a `Registration`, which can remove the
+    rule. `numbers_by_type` means that plain numbers do not change the rule's answer, only their types. Local results of
+    other sizes than the rule claims raise `RuleError`; wrong values are not detected. Prove a rule once with
     `shardwright.testing.prove(op, *args)`.
 
     >>> import torch, shardwright as sw
@@ -98,29 +97,29 @@ def register_rule(
         return decorate
     name = _name_of(op)
     if name in OPERATORS and not replace:
-        raise RuleError(f"{name} has a rule already: give replace=True to put yours in its place")
+        raise RuleError(f"{name} already has a rule: pass replace=True to replace it")
     if isinstance(rule, str):
         rule = indexed(rule)
     if not callable(rule):
         raise RuleError(
-            f"{name}: {rule!r} is no rule: give an index notation, or a function of the operator's signature"
+            f"{name}: rule must be an index notation or a function of the operator's signature, got {rule!r}"
         )
     return Registration(name, checked(name, rule, _number_of_results(op)), numbers_by_type)
 
 
 def _name_of(op: Any) -> str:
-    """The canonical name of what torch asks DTensors about; refused where it would ask nobody."""
+    """Return the canonical name of the operator; raise if torch would not dispatch it to DTensors."""
     op = getattr(op, "_opoverload", op)
     if isinstance(op, OpOverload | OpOverloadPacket):
         name = canonical_name(op)[0]
         if any(overload._schema.is_mutable for overload in _overloads(op)) and "::" in name:
-            raise RuleError(f"{name} writes to its arguments: let it return new tensors, or wrap it in sw.local_map")
+            raise RuleError(f"{name} writes to its arguments: return new tensors instead, or wrap it in sw.local_map")
         return name
     kinds = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
     if isinstance(op, kinds) or (isinstance(op, FunctionType) and (op.__module__ or "").startswith("torch")):
         return canonical_name(op)[0]
     raise RuleError(
-        f"{op!r} is no operator of torch: make it one with torch.library.custom_op, or wrap it in sw.local_map"
+        f"{op!r} is not an operator of torch: make it one with torch.library.custom_op, or wrap it in sw.local_map"
     )
 
 
@@ -131,7 +130,7 @@ def _overloads(op: OpOverload[..., Any] | OpOverloadPacket[..., Any]) -> list[Op
 
 
 def _number_of_results(op: Any) -> int | None:
-    """How many tensors an operator returns, where its schema says so."""
+    """Return the number of tensors an operator returns, or None if its schema does not say."""
     op = getattr(op, "_opoverload", op)
     overloads = _overloads(op) if isinstance(op, OpOverload | OpOverloadPacket) else []
     if len(overloads) != 1:

@@ -1,4 +1,4 @@
-"""Functions of local tensors as functions of DTensors: what goes in and comes out is said, not guessed."""
+"""`local_map`: call a function of local tensors with DTensors, with explicit placements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["local_map"]
 
 Placements: TypeAlias = Sequence[object] | None
 
-# Kinds of arguments that their text tells all about; in a key they go with their type, for 1 and True are equal.
+# Types whose repr identifies the value. Keys contain the type as well, because 1 == True.
 BY_VALUE = frozenset(
     (int, float, complex, bool, str, bytes, slice, range, type(None), type(...), torch.dtype, torch.device, torch.Size)
 )
@@ -120,11 +120,11 @@ def _mapped(
         wanted = ins.for_arguments(name, args, flat)
         sources = [value._layout if isinstance(value, DTensorBase) else None for value in flat]
         targets = [
-            None if source is None else _target(name, place, source, want, ins.entries is None, redistribute)
-            for place, (source, want) in enumerate(zip(sources, wanted, strict=True))
+            None if source is None else _target(name, index, source, want, ins.entries is None, redistribute)
+            for index, (source, want) in enumerate(zip(sources, wanted, strict=True))
         ]
         if comm.rank() not in over:
-            return map_outside(name, function, flat, spec, targets, over, partial(_said, name, over, outs))
+            return map_outside(name, function, flat, spec, targets, over, partial(_out_placements, name, over, outs))
         gradients = in_gradients.for_arguments(name, args, flat)
         entering = [
             None if target is None else _entering(target, given, targets, outs)
@@ -136,14 +136,14 @@ def _mapped(
                 for value, target in zip(flat, entering, strict=True)
             ]
         local_args, local_kwargs = pytree.tree_unflatten(local, spec)
-        is_cut = any(placement.is_shard() for out in outs.known() for placement in out)
-        key = _key(flat, spec, targets) if is_cut else None  # what is not cut says its size itself
-        if over.size == 1 or key in known.layouts or not is_cut:
-            found = function(*local_args, **local_kwargs)
-        else:  # the ranks will be asked for sizes: where one has none to tell, the others must not wait for it
+        is_sharded = any(placement.is_shard() for out in outs.known() for placement in out)
+        key = _key(flat, spec, targets) if is_sharded else None  # unsharded results have their global size
+        if over.size == 1 or key in known.layouts or not is_sharded:
+            returned = function(*local_args, **local_kwargs)
+        else:  # sizes are gathered next: if the function fails on one rank, the others must not wait for it
             group = comm.subgroup(sorted(over.ranks))
-            found = comm.agree(lambda: function(*local_args, **local_kwargs), what=name, group=group)
-        results, out_spec = pytree.tree_flatten(found)
+            returned = comm.agree(lambda: function(*local_args, **local_kwargs), what=name, group=group)
+        results, out_spec = pytree.tree_flatten(returned)
         layouts = _layouts(name, results, over, outs, known, key)
         tagged = [
             value if layout is None else tag(alias(value) if _is_given(value, local) else value, layout)
@@ -210,10 +210,10 @@ class _PlacementLists:
                 f"{name}: {self.what} has {len(entries)} entries for {len(leaves)} {leaf}s: give one for each, None "
                 f"for plain values. {_ORDER}"
             )
-        for place, (value, entry) in enumerate(zip(leaves, entries, strict=True)):
+        for index, (value, entry) in enumerate(zip(leaves, entries, strict=True)):
             if entry is not None and not isinstance(value, Tensor | ResultMeta):
                 raise TensorError(
-                    f"{name}: {self.what} has placements for {leaf} {place}, which is not a tensor but "
+                    f"{name}: {self.what} has placements for {leaf} {index}, which is not a tensor but "
                     f"{type(value).__name__}: give None for it. {_ORDER}"
                 )
         return list(entries)
@@ -224,9 +224,9 @@ _ORDER = "The arguments are local_map(func, out_placements, in_placements), in t
 
 @final
 class _Known:
-    """The layouts of results, by what they follow from.
+    """The layouts of results, by the key of the call.
 
-    An object of our own: a bare dict would be taken for the program's state by `sw.compile`, which may not change.
+    Not a bare dict, which `sw.compile` would take for state of the program, which must not change.
     """
 
     def __init__(self) -> None:
@@ -234,22 +234,22 @@ class _Known:
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, int]:
-    """The places of a function's parameters by name; none where it has no signature, as many of torch's have not."""
+    """Return the positions of a function's parameters by name; empty if it has no signature."""
     try:
-        return {name: place for place, name in enumerate(signature(function).parameters)}
+        return {name: index for index, name in enumerate(signature(function).parameters)}
     except (TypeError, ValueError):
         return {}
 
 
 def _in_order(kwargs: dict[str, Any], parameters: dict[str, int]) -> dict[str, Any]:
-    """Keyword arguments as the function lists them, then others by name."""
+    """Return keyword arguments in the order of the function's parameters, then others by name."""
     if len(kwargs) < 2:
         return kwargs
     return dict(sorted(kwargs.items(), key=lambda item: (parameters.get(item[0], len(parameters)), item[0])))
 
 
 def _is_given(value: Any, local: Sequence[Any]) -> bool:
-    """Whether a result is an object that somebody else may hold: only fresh ones are tagged."""
+    """Return whether a result may be referenced elsewhere, so that an alias must be tagged instead."""
     return value.grad_fn is None or any(value is other for other in local)
 
 
@@ -258,28 +258,30 @@ def _mesh_of(name: str, values: Sequence[Any], given: Any) -> Mesh:
     if given is not None:
         meshes = {comm.bind(given): None, **meshes}
     if not meshes:
-        raise TensorError(
-            f"{name}: there is no DTensor among the arguments: say which mesh the results are on, device_mesh=…"
-        )
+        raise TensorError(f"{name}: no argument is a DTensor: pass the mesh of the results as device_mesh")
     if len(meshes) > 1:
         first, second = list(meshes)[:2]
-        raise MeshMismatchError(f"{name}: tensors on different meshes, {first!r} and {second!r}: bring them to one")
+        raise MeshMismatchError(
+            f"{name}: tensors are on different meshes, {first!r} and {second!r}: redistribute them to one"
+        )
     return next(iter(meshes))
 
 
 def _target(
-    name: str, place: int, source: Layout, wanted: tuple[Placement, ...] | None, as_they_lie: bool, redistribute: bool
+    name: str, index: int, source: Layout, wanted: tuple[Placement, ...] | None, any_layout: bool, redistribute: bool
 ) -> Layout:
-    """How an input is to lie; refused where it lies otherwise and nobody asked for it to be moved."""
-    if as_they_lie:
+    """Return the layout in which an input is passed; raise if it has another one and may not be redistributed."""
+    if any_layout:
         return source
     if wanted is None:
-        raise TensorError(f"{name}: argument {place} is a DTensor {source}, in_placements have none for it: give them")
+        raise TensorError(
+            f"{name}: argument {index} is a DTensor {source}, but in_placements has None for it: pass its placements"
+        )
     target = Layout(source.mesh, wanted, source.shape, source.order)
     if target is not source and not redistribute:
         raise TensorError(
-            f"{name}: argument {place} is {source}, in_placements want {target}: redistribute it before the call, or "
-            "give redistribute_inputs=True"
+            f"{name}: argument {index} is {source}, but in_placements require {target}: redistribute it before the "
+            "call, or pass redistribute_inputs=True"
         )
     return target
 
@@ -287,7 +289,7 @@ def _target(
 def _entering(
     target: Layout, given: tuple[Placement, ...] | None, targets: Sequence[Layout | None], outs: _PlacementLists
 ) -> Layout:
-    """The layout with what its gradient is: replicates beside anything that is not enter."""
+    """Return the layout with `Entered` in place of `Replicate` where another input or an output is not replicated."""
     if given is not None:
         return for_gradient(target, given)
     placements = list(target.placements)
@@ -314,45 +316,46 @@ def _layouts(
     known: _Known,
     key: tuple[Any, ...] | None,
 ) -> list[Layout | None]:
-    """The results' layouts: what the ranks were asked before, with the same inputs, is known."""
-    placements = _said(name, mesh, outs, results)
+    """Return the layouts of the results; sizes are gathered from the ranks unless the key is known."""
+    placements = _out_placements(name, mesh, outs, results)
     layouts = None if key is None else known.layouts.get(key)
     if layouts is None:
         with capturing(False):
-            layouts = [_asked(value, mesh, said) for value, said in zip(results, placements, strict=True)]
+            layouts = [_gathered(value, mesh, entry) for value, entry in zip(results, placements, strict=True)]
         if key is not None:
             known.layouts[key] = layouts
         return layouts
-    found = [
-        tuple(value.shape) if isinstance(value, Tensor) and said is not None else None
-        for value, said in zip(results, placements, strict=True)
+    shapes = [
+        tuple(value.shape) if isinstance(value, Tensor) and entry is not None else None
+        for value, entry in zip(results, placements, strict=True)
     ]
     before = [None if layout is None else layout.local_shape(comm.rank()) for layout in layouts]
-    if found != before:
+    if shapes != before:
         raise LocalTensorError(
-            f"{name}: the results' local shapes are {_listed(found)} on rank {comm.rank()}, and were {_listed(before)} "
-            "with the same arguments: sizes must follow from the arguments alone, for every rank to know them. Pass "
-            "what else they depend on as an argument (a number or a string), or make another local_map for it"
+            f"{name}: the local shapes of the results are {_listed(shapes)} on rank {comm.rank()}, but were "
+            f"{_listed(before)} with the same arguments: sizes must depend on the arguments alone. Pass what else they "
+            "depend on as an argument (a number or a string), or use another local_map for it"
         )
     return layouts
 
 
-def _said(name: str, mesh: Mesh, outs: _PlacementLists, results: Sequence[Any]) -> list[tuple[Placement, ...] | None]:
-    """Return the placements of each result, None where it stays as it is."""
+def _out_placements(
+    name: str, mesh: Mesh, outs: _PlacementLists, results: Sequence[Any]
+) -> list[tuple[Placement, ...] | None]:
+    """Return the placements of each result, None if it is returned unchanged."""
     placements = outs.for_results(name, results)
-    for place, (value, said) in enumerate(zip(results, placements, strict=True)):
+    for index, (value, entry) in enumerate(zip(results, placements, strict=True)):
         if isinstance(value, DTensorBase):
-            raise TensorError(f"{name}: result {place} is a DTensor {value._layout}: return local tensors")
+            raise TensorError(f"{name}: result {index} is a DTensor {value._layout}: return local tensors")
         if not isinstance(value, Tensor | ResultMeta):
             continue
         if outs.entries is None:
             raise TensorError(
-                f"{name}: result {place} is a tensor, but local_map was given no out_placements: say how the results "
-                "are placed"
+                f"{name}: result {index} is a tensor, but local_map was called without out_placements: pass them"
             )
-        if said is not None and len(said) != mesh.ndim:
+        if entry is not None and len(entry) != mesh.ndim:
             raise TensorError(
-                f"{name}: result {place} has placements {list(said)} on {mesh!r}: give one per mesh dimension"
+                f"{name}: result {index} has placements {list(entry)} on {mesh!r}: pass one per mesh dimension"
             )
     return placements
 
@@ -362,9 +365,9 @@ def _listed(shapes: Sequence[tuple[int, ...] | None]) -> str:
 
 
 def _key(values: Sequence[Any], spec: Any, targets: Sequence[Layout | None]) -> tuple[Any, ...] | None:
-    """What the sizes of results follow from; None where something among it is no key that all ranks agree on.
+    """Return a key of the arguments on which the sizes of results depend, the same on all ranks; None if there is none.
 
-    An object of another kind is none: what its text does not tell may change, and an address in it differs by rank.
+    Objects of other types have none: their repr may not show their state, or contain an address.
     """
     key: list[Any] = [comm.rank(), comm.world().size, spec]
     for value, target in zip(values, targets, strict=True):
@@ -374,9 +377,9 @@ def _key(values: Sequence[Any], spec: Any, targets: Sequence[Layout | None]) -> 
     return tuple(key)
 
 
-def _asked(value: Any, mesh: Mesh, placements: tuple[Placement, ...] | None) -> Layout | None:
+def _gathered(value: Any, mesh: Mesh, placements: tuple[Placement, ...] | None) -> Layout | None:
     if placements is None or not isinstance(value, Tensor):
         return None
     with torch.no_grad():
-        found: DTensorBase = from_local(value.detach(), mesh, placements, run_check=None, shape=None, stride=None)
-    return found._layout
+        result: DTensorBase = from_local(value.detach(), mesh, placements, run_check=None, shape=None, stride=None)
+    return result._layout

@@ -1,7 +1,7 @@
-"""`local_map` on a rank outside the mesh: the function is not computed, and the program goes on.
+"""`local_map` on a rank outside the mesh: the results are empty, with the layouts they have on the mesh.
 
-What the results are on the ranks of the mesh is found by calling the function on fake tensors, which have shapes but no
-values, once for each different combination of local shapes.
+To find these, the function is called on fake tensors, which have shapes but no values, once for each combination of
+local shapes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def map_outside(
     mesh: Mesh,
     placements_of: Callable[[Sequence[Any]], Sequence[tuple[Placement, ...] | None]],
 ) -> Any:
-    """Return the results of the mapped function: empty here, laid out as they are on the ranks of the mesh.
+    """Return the results of the mapped function: empty here, with the layouts they have on the mesh.
 
     `values` are the flat arguments, `targets` the layouts in which the function gets those that are DTensors.
     """
@@ -41,13 +41,13 @@ def map_outside(
     placements = placements_of(first)
     inputs = [value for value in values if isinstance(value, Tensor)]
     with no_torch_function():
-        made = iter(empty_results([value for value in first if isinstance(value, ResultMeta)], inputs))
+        empty = iter(empty_results([value for value in first if isinstance(value, ResultMeta)], inputs))
     results: list[Any] = []
-    for place, (value, said) in enumerate(zip(first, placements, strict=True)):
-        result = next(made) if isinstance(value, ResultMeta) else value
-        if isinstance(value, ResultMeta) and said is not None:
-            shapes = {rank: results_there[place].shape for rank, (results_there, _) in called.items()}
-            result = tag(result, layout_of_shards(shapes, mesh, list(said)))
+    for index, (value, entry) in enumerate(zip(first, placements, strict=True)):
+        result = next(empty) if isinstance(value, ResultMeta) else value
+        if isinstance(value, ResultMeta) and entry is not None:
+            shapes = {rank: leaves[index].shape for rank, (leaves, _) in called.items()}
+            result = tag(result, layout_of_shards(shapes, mesh, list(entry)))
         results.append(result)
     return pytree.tree_unflatten(results, structure)
 
@@ -70,8 +70,8 @@ def _on_each_rank(
                 by_shapes[shapes] = _call_on_fakes(function, values, spec, shapes)
             except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
                 raise UnsupportedError(
-                    f"{name}: rank {comm.rank()} is outside the mesh, and what local_map gives cannot be told without "
-                    f"its values ({error}). Call it on the ranks of the mesh only (mesh.get_coordinate() is not None)"
+                    f"{name}: rank {comm.rank()} is outside the mesh, where the results of local_map cannot be found "
+                    f"without values ({error}). Call it only on ranks of the mesh (mesh.get_coordinate() is not None)"
                 ) from error
         called[rank] = by_shapes[shapes]
     return called
@@ -80,14 +80,14 @@ def _on_each_rank(
 def _call_on_fakes(
     function: Callable[..., Any], values: Sequence[Any], spec: pytree.TreeSpec, shapes: Sequence[Any]
 ) -> tuple[list[Any], pytree.TreeSpec]:
-    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, and needed on these ranks only
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, and needed only on these ranks
 
     with no_torch_function(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        given = [
+        fakes = [
             _fake(mode, value, shape) if isinstance(value, Tensor) else value
             for value, shape in zip(values, shapes, strict=True)
         ]
-        args, kwargs = pytree.tree_unflatten(given, spec)
+        args, kwargs = pytree.tree_unflatten(fakes, spec)
         flat, structure = pytree.tree_flatten(function(*args, **kwargs))
     kinds = [
         ResultMeta(tuple(value.shape), value.dtype, value.device, value.requires_grad)
@@ -102,5 +102,5 @@ def _fake(mode: Any, value: Tensor, shape: tuple[int, ...] | None) -> Tensor:
     if not isinstance(value, DTensorBase) or shape is None:
         fake: Tensor = mode.from_tensor(value)
         return fake
-    made = torch.empty(shape, dtype=value.dtype, device=value.device)
-    return made.requires_grad_(value.requires_grad)
+    empty = torch.empty(shape, dtype=value.dtype, device=value.device)
+    return empty.requires_grad_(value.requires_grad)

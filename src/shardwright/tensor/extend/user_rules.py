@@ -1,4 +1,4 @@
-"""How users write rules: element by element, by strategies, or in index notation."""
+"""Rules that users write: pointwise, a list of strategies, or index notation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwright.layout import Partial
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import Rule
 from shardwright.tensor.base.strategy import Labels, Operand, Strategies, Strategy, index_strategies
-from shardwright.tensor.extend.claims import spelled
+from shardwright.tensor.extend.claims import describe
 from shardwright.tensor.rules.elementwise.pointwise import broadcast_labels, operands_in
 
 __all__ = ["either", "indexed", "pointwise"]
@@ -21,26 +21,26 @@ Terms: TypeAlias = Sequence[Sequence[int]]
 
 
 def _check_linear(what: str, linear: Terms | None, inputs: int | None) -> None:
-    """Refuses terms that are no sum of products of inputs; how many there are may not be known yet."""
+    """Raise unless `linear` is a sum of products of inputs; None for `inputs` if their number is not known yet."""
     if linear is None:
         return
     for term in linear:
-        wrong = [place for place in term if place < 0 or (inputs is not None and place >= inputs)]
+        wrong = [index for index in term if index < 0 or (inputs is not None and index >= inputs)]
         if wrong:
-            last = " and on" if inputs is None else f" to {inputs - 1}"
-            raise RuleError(f"{what}: linear={linear} has {wrong[0]}: it names inputs by place, 0{last}")
+            allowed = "0 and up" if inputs is None else f"0 to {inputs - 1}"
+            raise RuleError(f"{what}: linear={linear} has {wrong[0]}, but indices of inputs are {allowed}")
     if not linear or not all(term and len(set(term)) == len(term) for term in linear):
         raise RuleError(
-            f"{what}: linear={linear} is no sum of products: list terms of inputs, each once in a term, as [[0], [1]] "
-            "or [[0, 1]], or None where it is not linear"
+            f"{what}: linear must be a sum of products such as [[0], [1]] or [[0, 1]], each input at most once in a "
+            f"term, or None if the operator is not linear, got {linear}"
         )
 
 
 def pointwise(linear: Terms | None = None) -> Rule:
-    """A rule for an operator that works element by element, on tensors that broadcast.
+    """Return a rule for a pointwise operator on tensors that broadcast.
 
-    `linear` says in what it is linear, as a sum of products of inputs: `[[0], [1]]` for an addition, `[[0, 1]]` for a
-    product. Partial sums then need not be completed before.
+    `linear` describes the inputs in which it is linear, as a sum of products: `[[0], [1]]` for an addition, `[[0, 1]]`
+    for a product. Partial sums then need not be reduced first.
 
     >>> import torch, shardwright as sw
     >>> from shardwright.testing import prove
@@ -62,10 +62,10 @@ def pointwise(linear: Terms | None = None) -> Rule:
 
 
 def either(*strategies: Strategy) -> Rule:
-    """A rule that is a list of strategies, beside that of having everything replicated.
+    """Return a rule that offers these strategies, and the one with everything replicated.
 
-    Strategies that cut a dimension an input lacks are left out for that call. The sizes of the outputs are asked of the
-    operator's kernel for meta tensors: an operator of your own needs one, see torch's `register_fake`.
+    Strategies that shard a dimension an input does not have are left out for that call. The sizes of the outputs come
+    from the operator's kernel for meta tensors: a custom operator needs one, see torch's `register_fake`.
 
     >>> import torch, shardwright as sw
     >>> from shardwright.testing import prove
@@ -73,23 +73,23 @@ def either(*strategies: Strategy) -> Rule:
     >>> assert not prove(torch.fliplr, torch.randn(5, 2), rule=rows).wrong
     """
     if not strategies:
-        raise RuleError("either: give at least one strategy")
-    whole = Strategy((REPLICATE,) * len(strategies[0].ins), (REPLICATE,) * len(strategies[0].outs))
+        raise RuleError("either needs at least one strategy, got none")
+    replicated = Strategy((REPLICATE,) * len(strategies[0].ins), (REPLICATE,) * len(strategies[0].outs))
 
     def answer(*_: Any, **__: Any) -> Strategies:
-        return Strategies(lambda mesh_dim: [whole, *strategies])  # noqa: ARG005  # the same on all of them
+        return Strategies(lambda mesh_dim: [replicated, *strategies])  # noqa: ARG005  # the same on all of them
 
-    answer.__name__ = f"either({'; '.join(map(spelled, strategies))})"
+    answer.__name__ = f"either({'; '.join(map(describe, strategies))})"
     return answer
 
 
 def indexed(notation: str, *, linear: Terms | None = None, reduces: str | None = "sum", whole: str = "") -> Rule:
-    """A rule in index notation: a letter for each dimension of each tensor, `"mk,kn->mn"`, "..." for any number.
+    """Return a rule in index notation, like `"mk,kn->mn"`: a letter per dimension, "..." for any number of them.
 
-    What carries the same letter is cut together. Where a letter of the inputs is missing in an output, that output of
-    cut inputs is partial: a sum, or what `reduces` says (None: such letters are not cut). Letters in `whole` are
-    never cut. `linear` is as in `pointwise`; without it, and with one product of all inputs in mind, give `[[0, 1]]`.
-    Several outputs are separated by commas.
+    Dimensions with the same letter are sharded together. If a letter of the inputs is missing in an output, sharding it
+    makes that output partial: a sum, or the reduction `reduces` (None: such letters are not sharded). Letters in
+    `whole` are never sharded. `linear` is as in `pointwise`: pass `[[0, 1]]` for a product of two inputs. Several
+    outputs are separated by commas.
 
     >>> import torch, shardwright as sw
     >>> from shardwright.testing import prove
@@ -100,33 +100,35 @@ def indexed(notation: str, *, linear: Terms | None = None, reduces: str | None =
     terms, results = left.split(","), right.split(",")
     if not arrow or not set(right) <= {*left, ","} or any(_repeats(term) for term in (*terms, *results)):
         raise RuleError(
-            f"{notation!r} is no index notation: inputs -> outputs, a letter a dimension, each letter of an output in "
-            'an input, none twice in one tensor, as "mk,kn->mn"'
+            f"{notation!r} is not an index notation: write inputs -> outputs, one letter per dimension, each letter of "
+            'an output in an input, none twice in one tensor, as in "mk,kn->mn"'
         )
     _check_linear(repr(notation), linear, len(terms))
     if reduces is not None and reduces not in Partial.reductions:
-        raise RuleError(f"{notation!r}: reduces={reduces!r} is none of {', '.join(Partial.reductions)}, or None")
+        raise RuleError(
+            f"{notation!r}: reduces must be None or one of {', '.join(Partial.reductions)}, got {reduces!r}"
+        )
     unknown = sorted(set(whole) - {letter for letter in left if letter.isalpha()})
     if unknown:
-        raise RuleError(f"{notation!r}: whole={whole!r} has {unknown[0]!r}: give letters of its inputs")
+        raise RuleError(f"{notation!r}: whole must be letters of the inputs, got {unknown[0]!r} in {whole!r}")
 
     def answer(*args: Any, **kwargs: Any) -> Strategies:
         operands = operands_in(*args, *kwargs.values())
         if len(operands) != len(terms):
-            raise RuleError(f"{notation!r} has {len(terms)} inputs, the call {len(operands)} tensors")
+            raise RuleError(f"{notation!r} has {len(terms)} inputs, but the call has {len(operands)} tensors")
         ins = [_labels(notation, term, operand) for term, operand in zip(terms, operands, strict=True)]
         sizes: dict[Any, int] = {}
         for labels, operand in zip(ins, operands, strict=True):
             for label, size in zip(labels, operand.shape, strict=True):
                 sizes[label] = size if sizes.get(label, 1) == 1 else sizes[label]
         dots = sorted(label for label in sizes if isinstance(label, int))
-        outs: list[list[Any]] = [_spread(result, dots) for result in results]
-        cut: list[Labels] = [  # what broadcasts is never cut
+        outs: list[list[Any]] = [_expand(result, dots) for result in results]
+        sharded: list[Labels] = [  # broadcast dimensions are never sharded
             [label if size == sizes[label] else None for label, size in zip(labels, operand.shape, strict=True)]
             for labels, operand in zip(ins, operands, strict=True)
         ]
         shapes = tuple(tuple(sizes[label] for label in out) for out in outs)
-        at = index_strategies(operands, cut, outs, terms=linear, reduction=reduces, whole=set(whole))
+        at = index_strategies(operands, sharded, outs, terms=linear, reduction=reduces, whole=set(whole))
         return Strategies(at, shapes=shapes)
 
     answer.__name__ = f"indexed({notation!r})"
@@ -139,14 +141,14 @@ def _repeats(term: str) -> bool:
 
 
 def _labels(notation: str, term: str, operand: Operand) -> list[Any]:
-    """The labels of a tensor; dots count from their end, as broadcasting does."""
+    """Return the labels of a tensor; those of "..." count from the end, as in broadcasting."""
     letters = len(term.replace("...", ""))
     fits = operand.ndim >= letters if "..." in term else operand.ndim == letters
     if not fits:
-        raise RuleError(f"{notation!r}: {term!r} stands for a tensor of {operand.ndim} dimensions, {operand.shape}")
-    return _spread(term, list(range(letters - operand.ndim, 0)))
+        raise RuleError(f"{notation!r}: {term!r} does not fit a tensor of {operand.ndim} dimensions, {operand.shape}")
+    return _expand(term, list(range(letters - operand.ndim, 0)))
 
 
-def _spread(term: str, dots: list[int]) -> list[Any]:
-    before, found, after = term.partition("...")
-    return [*before, *(dots if found else []), *after]
+def _expand(term: str, dots: list[int]) -> list[Any]:
+    before, ellipsis, after = term.partition("...")
+    return [*before, *(dots if ellipsis else []), *after]

@@ -1,4 +1,4 @@
-"""Where a step is run from: this rank, its groups, and how much may be in flight."""
+"""The context in which a step runs: the plan, this rank and its process groups."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Finish: TypeAlias = Callable[[], Tensor]
 @final
 @dataclass(frozen=True, slots=True)
 class ExecutionContext:
-    """One rank's place at a plan."""
+    """The plan, this rank and its process groups."""
 
     plan: Plan
     rank: int
     groups: Groups
 
     def rounds(self, step: Step) -> int:
-        """In how many rounds the step moves its bytes."""
+        """Return the number of rounds of the step."""
         return self.plan.rounds(step)
 
     def group(self, mesh: Mesh, mesh_dims: tuple[int, ...]) -> comm.Group:
-        """The ranks that differ from this one in these mesh dimensions only."""
+        """Return the group of ranks that differ from this one in these mesh dimensions only."""
         if len(mesh_dims) == 1:
             return self.groups.group_along(mesh, mesh_dims[0])
         return self.groups.group_of(line(mesh, mesh_dims, self.rank))

@@ -1,4 +1,4 @@
-"""The steps that move regions unchanged between ranks: exchange and all-to-all."""
+"""Execute the steps that transfer regions unchanged: exchange and all-to-all."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from shardwright.tensor.redistribute.steps import AllToAll, Exchange
 __all__ = ["exchange"]
 
 
-def exchange(step: Exchange | AllToAll, local: Tensor, seat: ExecutionContext) -> Finish:
-    """Start to move exactly the missing regions."""
-    mine = schedule(step.before, step.after, seat.rank)
-    splits = seat.rounds(step)
-    want, have = held(step.after, seat.rank), held(step.before, seat.rank)
-    shape = step.after.local_shape(seat.rank) if seat.rank in step.after.mesh else (0,) * max(1, step.after.ndim)
+def exchange(step: Exchange | AllToAll, local: Tensor, context: ExecutionContext) -> Finish:
+    """Start to send exactly the missing regions."""
+    mine = schedule(step.before, step.after, context.rank)
+    splits = context.rounds(step)
+    want, have = held(step.after, context.rank), held(step.before, context.rank)
+    shape = step.after.local_shape(context.rank) if context.rank in step.after.mesh else (0,) * max(1, step.after.ndim)
     out = torch.empty(shape, dtype=local.dtype, device=local.device)
     source, target = RegionTensor(local, have), RegionTensor(out, want)
     if mine.kept is not None:
         copy_region(mine.kept, source, target)
     if isinstance(step, AllToAll) and splits == 1:
-        group = seat.group(step.before.mesh, (step.mesh_dim,))
+        group = context.group(step.before.mesh, (step.mesh_dim,))
         finish = all_to_all_regions(
             _parts(mine.sends, source, group), _parts(mine.receives, target, group), local, group
         )
     else:
-        group = seat.groups.everyone
+        group = context.groups.everyone
         boxes = (box for message in (*mine.sends, *mine.receives) for box in message.boxes)
         finish = exchange_regions(
             _parts(mine.sends, source, group),

@@ -295,7 +295,7 @@ class ToPartial(Step):
 
 @lru_cache(maxsize=4096)
 def largest_shard(layout: Layout) -> int:
-    """An upper bound on the elements of any rank's shard, exact unless a dimension is sharded twice.
+    """Return an upper bound on the elements of any rank's shard, exact unless a dimension is sharded twice.
 
     >>> from shardwright.layout import Shard
     >>> largest_shard(Layout(Mesh((4,)), [Shard(0)], (5, 3)))
