@@ -179,13 +179,13 @@ def test_a_module_is_distributed_once_and_functions_are_checked_before() -> None
 
 MESH = sw.Mesh((1,), ("dp",))
 NONSENSE = {
-    "a DTensor already": (TensorError, lambda: sw.distribute_tensor(sw.ones(2, mesh=MESH), MESH, [sw.Shard(0)])),
+    "already a DTensor": (TensorError, lambda: sw.distribute_tensor(sw.ones(2, mesh=MESH), MESH, [sw.Shard(0)])),
     "expected a tensor, got list": (ArgumentTypeError, lambda: sw.distribute_tensor([1.0], MESH)),
     "is not a leaf": (
         TensorError,
         lambda: sw.distribute_tensor(torch.ones(2, requires_grad=True) * 2, MESH),
     ),
-    "is partial: a whole value is no sum": (
+    "is partial, but a global value is not a partial one": (
         TensorError,
         lambda: sw.distribute_tensor(torch.ones(2), MESH, [sw.Partial()]),
     ),
@@ -225,7 +225,7 @@ NONSENSE = {
         TensorError,
         lambda: sw.ones(2, mesh=MESH, placements=[sw.Shard(0)]).to_local(grad_placements=[sw.Partial()]),
     ),
-    "give placements": (TensorError, lambda: sw.ones(2, mesh=MESH).redistribute(sw.Mesh((1, 1)))),
+    "pass placements": (TensorError, lambda: sw.ones(2, mesh=MESH).redistribute(sw.Mesh((1, 1)))),
     "only for one element": (TensorError, lambda: sw.ones(2, mesh=MESH, requires_grad=True).backward()),
 }  # fmt: skip
 

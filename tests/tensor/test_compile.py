@@ -1,4 +1,4 @@
-"""Captured programs: replayed without dispatch, with the results and gradients of the program itself."""
+"""`compile`: replays without dispatch, with the results and gradients of the eager program; guards and errors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def transformer(place: Placer, mesh: sw.DeviceMesh, dropout: float = 0.0) -> nn.
 
 
 class Counted:
-    """Counts the torch functions that DTensor is asked about."""
+    """Count the calls of DTensor.__torch_function__."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -93,7 +93,7 @@ class Counted:
 
 
 def train(model: nn.Module, forward: Callable[..., Any], batches: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Losses of steps of AdamW, and the parameters after them."""
+    """Train with AdamW; return the losses and the final parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for batch in batches:
@@ -105,9 +105,9 @@ def train(model: nn.Module, forward: Callable[..., Any], batches: list[Any]) -> 
     return losses, [parameter.full_tensor().detach() for parameter in model.parameters()]
 
 
-def the_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for left, right in zip(actual, expected, strict=True):
+        assert torch.equal(left, right)
 
 
 def train_mlp(place: Placer, batch_placement: sw.Placement) -> None:
@@ -117,7 +117,7 @@ def train_mlp(place: Placer, batch_placement: sw.Placement) -> None:
     expected = train(eager, lambda x: eager(x).square().mean(), batches)
     loss = sw.compile(lambda x: captured(x).square().mean())
     found = train(captured, loss, batches)
-    the_same(found[0] + found[1], expected[0] + expected[1])
+    assert_equal(found[0] + found[1], expected[0] + expected[1])
     assert len(loss.programs) == 1
     with Counted() as seen:
         result = loss(batches[0])
@@ -131,7 +131,7 @@ def train_mlp(place: Placer, batch_placement: sw.Placement) -> None:
     [(tensor_parallel, sw.Replicate()), (fully_sharded, sw.Shard(0)), (replicated, sw.Shard(0))],
     ids=["tensor parallel", "fully sharded", "data parallel"],
 )
-def test_training_is_that_of_the_program_itself(ranks: int, place: Placer, batch: sw.Placement) -> None:
+def test_training_equals_eager_training(ranks: int, place: Placer, batch: sw.Placement) -> None:
     run_ranks(ranks, train_mlp, place, batch)
 
 
@@ -146,7 +146,7 @@ def train_transformer(place: Placer, batch: sw.Placement, dropout: float) -> Non
     model = transformer(place, mesh, dropout)
     compiled = sw.compile(model)
     found = train(model, compiled, batches)
-    the_same(found[0] + found[1], expected[0] + expected[1])
+    assert_equal(found[0] + found[1], expected[0] + expected[1])
     with Counted() as seen:
         compiled(batches[0])
     assert seen.count == 0
@@ -154,8 +154,8 @@ def train_transformer(place: Placer, batch: sw.Placement, dropout: float) -> Non
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_a_transformer_trains_alike(ranks: int, dropout: float) -> None:
-    """With dropout on: every replay draws new numbers, the same that eager would."""
+def test_transformer_trains_as_in_eager_mode(ranks: int, dropout: float) -> None:
+    """With dropout: every replay draws new random numbers, the same as in eager mode."""
     run_ranks(ranks, train_transformer, load("02_tensor_parallel").placement, sw.Replicate(), dropout)
     run_ranks(ranks, train_transformer, fully_sharded, sw.Shard(0), dropout)
 
@@ -175,7 +175,7 @@ def communicates_as_eager() -> None:
     assert traffic[0][0] > 0
 
 
-def test_a_replay_communicates_what_the_program_does() -> None:
+def test_replay_communicates_as_much_as_eager() -> None:
     run_ranks(4, communicates_as_eager)
 
 
@@ -204,7 +204,7 @@ def uses_twice() -> None:
     torch.testing.assert_close(w.grad.full_tensor(), 2 * expected)
 
 
-def test_a_parameter_used_twice_gradients_of_gradients_and_deferral() -> None:
+def test_second_order_gradients_and_deferred_reduction_of_a_parameter_used_twice() -> None:
     run_ranks(2, uses_twice)
 
 
@@ -213,7 +213,7 @@ def one_rank(*placements: sw.Placement, shape: tuple[int, ...] = (4, 3)) -> sw.D
     return sw.distribute_tensor(torch.arange(12.0).reshape(shape), mesh, placements or [sw.Shard(0)])
 
 
-def test_another_layout_dtype_value_or_mode_is_another_program() -> None:
+def test_new_layout_dtype_value_or_mode_is_captured_again() -> None:
     compiled = sw.compile(lambda x, power=2: x**power)
     x = one_rank()
     calls: list[Callable[[], Any]] = [
@@ -238,7 +238,7 @@ def test_another_layout_dtype_value_or_mode_is_another_program() -> None:
     assert compiled.programs == []
 
 
-def test_arguments_and_results_nest() -> None:
+def test_nested_arguments_and_results() -> None:
     def program(pair: tuple[Tensor, Tensor], options: dict[str, Any]) -> dict[str, Any]:
         a, b = pair
         return {"sum": [a + b, options["w"] * 2], "name": options["name"], "a": a, "twice": (b * 2,) * 2}
@@ -246,18 +246,18 @@ def test_arguments_and_results_nest() -> None:
     compiled = sw.compile(program)
     a, b, w = one_rank(), one_rank(), one_rank(sw.Replicate())
     for _ in range(3):
-        found = compiled((a, b), {"w": w, "name": "x"})
-        assert torch.equal(found["sum"][0].full_tensor(), (a + b).full_tensor())
-        assert found["sum"][1].placements == (sw.Replicate(),)
-        assert found["name"] == "x"
-        assert found["a"] is a
-        assert found["twice"][0] is found["twice"][1]
+        result = compiled((a, b), {"w": w, "name": "x"})
+        assert torch.equal(result["sum"][0].full_tensor(), (a + b).full_tensor())
+        assert result["sum"][1].placements == (sw.Replicate(),)
+        assert result["name"] == "x"
+        assert result["a"] is a
+        assert result["twice"][0] is result["twice"][1]
     x = one_rank()
     compiled((x, x), {"w": w, "name": "x"})  # one tensor twice is another program
     assert len(compiled.programs) == 2
 
 
-def test_buffers_and_arguments_are_written_to_in_place() -> None:
+def test_in_place_writes_to_buffers_and_arguments_are_replayed() -> None:
     mesh = sw.init_device_mesh("cpu", (1,))
     norm = sw.distribute_module(nn.BatchNorm1d(3), mesh)
     other = sw.distribute_module(nn.BatchNorm1d(3), mesh)
@@ -281,7 +281,7 @@ def test_buffers_and_arguments_are_written_to_in_place() -> None:
     assert y[0].tolist() == [3.0, 4.0, 5.0]
 
 
-def test_what_is_computed_without_gradients_stays_so() -> None:
+def test_no_grad_regions_stay_without_gradients() -> None:
     def program(x: Tensor) -> Tensor:
         with torch.no_grad():
             scale = (x * 2).sum()
@@ -298,7 +298,7 @@ def test_what_is_computed_without_gradients_stays_so() -> None:
 
 
 class Cube(torch.autograd.Function):
-    """With a backward that is not the derivative: only then it shows whether it is called."""
+    """With a backward that is not the derivative, which shows that it is called."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -323,7 +323,7 @@ def test_autograd_functions_keep_their_backward(function: Callable[..., Any]) ->
         assert x.grad[1].tolist() == [300.0, 400.0, 500.0]
 
 
-def test_inside_other_tracers() -> None:
+def test_compiled_functions_work_inside_other_tracers() -> None:
     x = one_rank()
     compiled = sw.compile(lambda x: (x * 2).sum(0).redistribute(placements=[sw.Replicate()]))
     expected = compiled(x).full_tensor()
@@ -338,7 +338,7 @@ def test_inside_other_tracers() -> None:
         assert torch.equal(nested(x).full_tensor(), expected + 1)
 
 
-def traced_movements() -> None:
+def traced_redistribution() -> None:
     mesh = mesh_of_all()
     x = sw.distribute_tensor(torch.arange(10.0).reshape(5, 2), mesh, [sw.Shard(0)])
     compiled = sw.compile(lambda x: (x * 2).redistribute(placements=[sw.Replicate()]))
@@ -350,8 +350,8 @@ def traced_movements() -> None:
     assert any(str(node.target).startswith("shardwright.redistribute") for node in traced.graph.nodes)
 
 
-def test_a_movement_is_one_operator_to_make_fx() -> None:
-    run_ranks(2, traced_movements)
+def test_make_fx_sees_a_redistribution_as_one_operator() -> None:
+    run_ranks(2, traced_redistribution)
 
 
 def train_with_backend(backend: str) -> None:
@@ -365,7 +365,7 @@ def train_with_backend(backend: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, of its compiler
-def test_a_backend_of_torch_compiles_the_local_program() -> None:
+def test_torch_compile_backend_compiles_the_local_program() -> None:
     run_ranks(2, train_with_backend, "aot_eager")
 
 
@@ -379,7 +379,7 @@ class Sneaky(nn.Module):
         return self.seen
 
 
-HIDDEN: list[Any] = []  # of weak references: what they refer to is not looked for
+HIDDEN: list[Any] = []  # weak references, which are not followed
 
 
 def branches(x: Tensor) -> Tensor:
@@ -391,54 +391,54 @@ def branches(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("program", "why"),
     [
-        (branches, r"test_compile.py:\d+: the program looks at a value \(item\)"),
+        (branches, r"test_compile.py:\d+: the program reads a value of a tensor \(item\)"),
         (lambda x: x * x.sum().item(), r"test_compile.py:\d+: .*\(item\)"),
         (lambda x: x + len(x.tolist()), r"test_compile.py:\d+: .*\(tolist\)"),
         (lambda x: x + x.full_tensor().numpy().sum(), r"test_compile.py:\d+: .*\(numpy\)"),
         (lambda x: str(x), r"test_compile.py:\d+: .*\(repr\)"),
         (lambda x: torch.equal(x, x), r"test_compile.py:\d+: .*\(equal\)"),
-        (lambda x: x.nonzero(), r"test_compile.py:\d+: the size of what nonzero returns depends on values"),
-        (lambda x: x[x > 3], r"test_compile.py:\d+: the size of what"),
-        (lambda x: x.sum().backward(), r"test_compile.py:\d+: the program takes gradients itself"),
-        (lambda x: torch.autograd.grad(x.sum(), x), r"test_compile.py:\d+: the program takes gradients itself"),
+        (lambda x: x.nonzero(), r"test_compile.py:\d+: the size of the result of nonzero depends on values"),
+        (lambda x: x[x > 3], r"test_compile.py:\d+: the size of the result of"),
+        (lambda x: x.sum().backward(), r"test_compile.py:\d+: the program computes gradients itself"),
+        (lambda x: torch.autograd.grad(x.sum(), x), r"test_compile.py:\d+: the program computes gradients itself"),
         (lambda x: torch.poisson(x), r"test_compile.py:\d+: this operator draws its numbers"),
         (lambda x: x + HIDDEN[0](), r"test_compile.py:\d+: the program uses a .*pass it as an argument"),
     ],
 )
-def test_what_cannot_be_captured_says_which_line_and_why(program: Callable[..., Any], why: str) -> None:
+def test_capture_errors_name_the_line_and_the_reason(program: Callable[..., Any], why: str) -> None:
     hidden = one_rank()
     HIDDEN[:] = [weakref.ref(hidden)]
     with pytest.raises(CaptureError, match=why):
         sw.compile(program)(one_rank())
 
 
-def test_more_that_cannot_be_captured() -> None:
+def test_state_changes_and_unhashable_arguments_cannot_be_captured() -> None:
     with pytest.raises(CaptureError, match=r"replaces Sneaky\.seen by another tensor"):
         sw.compile(Sneaky())(one_rank())
-    with pytest.raises(CaptureError, match="other tensors into a list or dict that it was given"):
-        sw.compile(lambda x, found: found.append(x * 2))(one_rank(), [])
-    with pytest.raises(CaptureError, match="argument 1 is a set, which is neither a tensor nor hashable"):
+    with pytest.raises(CaptureError, match="replaces tensors in a list or dict among its arguments"):
+        sw.compile(lambda x, results: results.append(x * 2))(one_rank(), [])
+    with pytest.raises(CaptureError, match="argument 1 must be a tensor or hashable, got set"):
         sw.compile(lambda x, y: x)(one_rank(), {1, 2})
-    with pytest.raises(ArgumentTypeError, match="int is not callable"):
+    with pytest.raises(ArgumentTypeError, match="expected a function or a module, got int"):
         sw.compile(3)
-    # A failed capture leaves nothing behind.
+    # A failed capture leaves no state behind.
     assert (one_rank() * 2).sum().item() == 132.0
     assert sw.compile(lambda x: Cube.apply(x))(one_rank())[1].tolist() == [27.0, 64.0, 125.0]
 
 
 def collective_outside() -> None:
     x = sw.ones(4, mesh=mesh_of_all(), placements=[sw.Shard(0)])
-    with pytest.raises(CaptureError, match="communicates by other means"):
+    with pytest.raises(CaptureError, match="communicates other than by redistributing DTensors"):
         sw.compile(lambda x: comm.all_reduce(x.to_local()))(x)
     with pytest.raises(CommunicationError), sw.communication("explicit"):
         sw.compile(lambda x: torch.sort(x * 2)[0].cumsum(0) @ x.flip(0).outer(x))(x)
 
 
-def test_a_program_communicates_by_movements_alone() -> None:
+def test_captured_programs_communicate_only_by_redistribution() -> None:
     run_ranks(2, collective_outside)
 
 
-def test_names_of_a_function_are_inputs() -> None:
+def test_tensors_in_closures_defaults_and_modules_are_inputs() -> None:
     mesh = sw.init_device_mesh("cpu", (1,))
     layer = sw.distribute_module(nn.Linear(3, 3), mesh)
     bias = sw.ones(3, mesh=mesh)
@@ -498,22 +498,22 @@ class Scaled(nn.Module):
         return sum([x * SCALE for _ in range(2)]) * self.k
 
 
-def agree(compiled: Any, function: Callable[..., Any], *args: Any) -> None:
-    """Twice, as the first call may capture."""
+def assert_agree(compiled: Any, function: Callable[..., Any], *args: Any) -> None:
+    """Compare twice, since the first call may capture."""
     for _ in range(2):
         assert torch.equal(compiled(*args).full_tensor(), function(*args).full_tensor())
 
 
 def programs_after(compiled: Any, function: Callable[..., Any], *changes: Callable[[], Any]) -> int:
-    """How many programs there are when results were compared after each of the changes."""
-    agree(compiled, function, one_rank())
+    """Return the number of programs after comparing results after each of the changes."""
+    assert_agree(compiled, function, one_rank())
     for change in changes:
         change()
-        agree(compiled, function, one_rank())
+        assert_agree(compiled, function, one_rank())
     return len(compiled.programs)
 
 
-def test_a_variable_of_the_closure_or_a_global_that_changes_is_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_closure_variables_and_globals_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     here = sys.modules[__name__]
     k, held = 2.0, [2.0, {"a": 3.0}]
 
@@ -543,24 +543,24 @@ def test_a_variable_of_the_closure_or_a_global_that_changes_is_another_program(m
     assert programs_after(compiled, outer, lambda: set_k(float("0")), lambda: held.__setitem__(0, float("7"))) == 8
 
 
-def test_a_function_that_changes_is_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_functions_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     step: Callable[..., Any] = torch.relu
 
     def program(x: Tensor) -> Tensor:
         return step(x - 5)
 
     compiled = sw.compile(program)
-    agree(compiled, program, one_rank())
+    assert_agree(compiled, program, one_rank())
     step = torch.tanh
-    agree(compiled, program, one_rank())
-    step = torch.no_grad()(lambda x: x * SCALE)  # wrapped by a function of torch
-    agree(compiled, program, one_rank())
+    assert_agree(compiled, program, one_rank())
+    step = torch.no_grad()(lambda x: x * SCALE)  # wrapped by torch
+    assert_agree(compiled, program, one_rank())
     monkeypatch.setattr(sys.modules[__name__], "SCALE", 3.0)
-    agree(compiled, program, one_rank())
+    assert_agree(compiled, program, one_rank())
     assert len(compiled.programs) == 4
 
 
-def test_an_attribute_of_a_module_that_changes_is_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_module_attributes_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Scaled()
     compiled = sw.compile(module)
     number = programs_after(
@@ -578,15 +578,15 @@ def test_an_attribute_of_a_module_that_changes_is_another_program(monkeypatch: p
     )
     assert number == 10
     del module.forward
-    agree(compiled, module, one_rank())
+    assert_agree(compiled, module, one_rank())
     assert len(compiled.programs) == 10
     bound = sw.compile(module.options.scaled)
-    agree(bound, module.options.scaled, one_rank())
+    assert_agree(bound, module.options.scaled, one_rank())
     module.options.scale = 13.0
-    agree(bound, module.options.scaled, one_rank())
+    assert_agree(bound, module.options.scaled, one_rank())
 
 
-def test_what_objects_classes_and_files_hold_is_part_of_the_program_where_it_is_named() -> None:
+def test_used_attributes_of_objects_classes_and_modules_are_guarded() -> None:
     settings, slotted, queue, kinds = ModuleType("settings"), Slotted(), deque([2.0, 3.0]), {"relu"}
     settings.scale, slotted.power = 2.0, 2
 
@@ -611,19 +611,19 @@ def test_what_objects_classes_and_files_hold_is_part_of_the_program_where_it_is_
     )
     assert number == 6
     Space.offset = one_rank()
-    agree(compiled, program, one_rank())
+    assert_agree(compiled, program, one_rank())
 
 
-def test_the_rate_of_dropout_is_part_of_the_program() -> None:
+def test_dropout_rate_is_guarded() -> None:
     module = nn.Dropout(0.9)
     compiled, x = sw.compile(module), one_rank()
     compiled(x)
     module.p = 0.0
-    agree(compiled, module, x)
+    assert_agree(compiled, module, x)
     assert torch.equal(compiled(x).full_tensor(), x.full_tensor())
 
 
-def test_a_module_put_in_the_place_of_another_is_another_program() -> None:
+def test_replaced_submodules_are_captured_again() -> None:
     module = nn.Sequential(nn.ReLU(), nn.Sequential(nn.ReLU()))
     compiled = sw.compile(module)
     number = programs_after(
@@ -639,36 +639,36 @@ def test_a_module_put_in_the_place_of_another_is_another_program() -> None:
     assert number == 6
 
 
-def test_forward_hooks_are_part_of_the_program() -> None:
+def test_forward_hooks_are_guarded() -> None:
     module, factor = nn.Sequential(nn.ReLU()), 2.0
     compiled = sw.compile(module)
-    agree(compiled, module, one_rank())
+    assert_agree(compiled, module, one_rank())
     hooks = [module[0].register_forward_hook(lambda module, given, out: out * factor)]
-    agree(compiled, module, one_rank())
+    assert_agree(compiled, module, one_rank())
     factor = 3.0
-    agree(compiled, module, one_rank())
+    assert_agree(compiled, module, one_rank())
     hooks.append(module.register_forward_pre_hook(lambda module, given: (given[0] + 1,)))
-    agree(compiled, module, one_rank())
+    assert_agree(compiled, module, one_rank())
     hooks.append(nn.modules.module.register_module_forward_hook(lambda module, given, out: out + 4))
-    agree(compiled, module, one_rank())
+    assert_agree(compiled, module, one_rank())
     assert len(compiled.programs) == 5
     for hook in reversed(hooks):
         hook.remove()
-        agree(compiled, module, one_rank())
+        assert_agree(compiled, module, one_rank())
 
 
-def test_a_plain_tensor_of_a_module_is_an_input() -> None:
+def test_plain_tensor_attributes_of_modules_are_inputs() -> None:
     module = Scaled()
     compiled = sw.compile(module)
     for value in (1.0, 2.0):
         module.plain = one_rank() * value
-        agree(compiled, module, one_rank())
+        assert_agree(compiled, module, one_rank())
     assert len(compiled.programs) == 1
     module.plain = None
-    agree(compiled, module, one_rank())
+    assert_agree(compiled, module, one_rank())
 
 
-def test_partials_lists_and_dicts_are_looked_into() -> None:
+def test_tensors_in_partials_lists_and_dicts_are_inputs() -> None:
     mesh = sw.init_device_mesh("cpu", (1,))
     layers = [sw.distribute_module(nn.Linear(3, 3), mesh) for _ in range(2)]
     tensors: dict[str, Any] = {"bias": sw.ones(3, mesh=mesh), "more": (sw.ones(3, mesh=mesh),)}
@@ -681,24 +681,24 @@ def test_partials_lists_and_dicts_are_looked_into() -> None:
 
     for program in (partial(apply, layers[0], scale=2.0), uses, partial(partial(apply, scale=3.0), layers[1])):
         compiled = sw.compile(program)
-        agree(compiled, program, one_rank())
+        assert_agree(compiled, program, one_rank())
         with torch.no_grad():
             layers[0].weight.mul_(2)
         tensors["bias"] = sw.full((3,), 5.0, mesh=mesh)
-        agree(compiled, program, one_rank())
+        assert_agree(compiled, program, one_rank())
         assert len(compiled.programs) == 1
         for call in (program, compiled):
             call(one_rank()).sum().backward()
         layers.reverse()
-        agree(compiled, program, one_rank())
+        assert_agree(compiled, program, one_rank())
         layers.reverse()
     nested, inner = sw.compile(lambda x: inner(x)), sw.compile(uses)
-    agree(nested, uses, one_rank())
+    assert_agree(nested, uses, one_rank())
     tensors["bias"] = sw.full((3,), 6.0, mesh=mesh)
-    agree(nested, uses, one_rank())
+    assert_agree(nested, uses, one_rank())
 
 
-def test_what_arguments_hold_counts_as_well() -> None:
+def test_modules_and_functions_among_the_arguments_are_guarded() -> None:
     module, k = Scaled(), 2.0
     x = one_rank()
 
@@ -709,29 +709,29 @@ def test_what_arguments_hold_counts_as_well() -> None:
         return x * k
 
     compiled = sw.compile(program)
-    agree(compiled, program, x, module, function)
+    assert_agree(compiled, program, x, module, function)
     module.k = 3.0
-    agree(compiled, program, x, module, function)
+    assert_agree(compiled, program, x, module, function)
     k = 5.0
-    agree(compiled, program, x, module, function)
+    assert_agree(compiled, program, x, module, function)
     module.plain = one_rank()
-    agree(compiled, program, x, module, function)
+    assert_agree(compiled, program, x, module, function)
     assert len(compiled.programs) == 4
     times = sw.compile(lambda x, y: x / y)
     assert times(x, 0.0)[1].tolist() == [float("inf")] * 3
     assert times(x, -0.0)[1].tolist() == [-float("inf")] * 3
 
 
-def test_what_holds_itself_is_looked_into_once() -> None:
-    around: list[Any] = [2.0]
-    around.append(around)
+def test_reference_cycles_are_visited_once() -> None:
+    cyclic: list[Any] = [2.0]
+    cyclic.append(cyclic)
     module = Scaled()
     module.options.owner = module
 
     def program(x: Tensor, again: bool = True) -> Tensor:
-        return program(module(x) * around[1][1][0], again=False) if again else x
+        return program(module(x) * cyclic[1][1][0], again=False) if again else x
 
-    agree(sw.compile(program), program, one_rank())
+    assert_agree(sw.compile(program), program, one_rank())
 
 
 class Remembers(nn.Module):
@@ -755,7 +755,7 @@ class Remembers(nn.Module):
         return x * 2
 
 
-def test_a_program_that_changes_what_it_holds_is_refused_by_name() -> None:
+def test_state_changes_raise_with_the_name_of_the_state() -> None:
     x, kept, total = one_rank(), [], 0.0
 
     def keeps(x: Tensor) -> Tensor:
@@ -785,7 +785,7 @@ def test_a_program_that_changes_what_it_holds_is_refused_by_name() -> None:
         assert compiled.programs == []
 
 
-def test_what_is_set_to_the_same_again_is_not_refused() -> None:
+def test_assigning_an_equal_value_is_allowed() -> None:
     class Notes(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             self.shape = x.shape
@@ -793,7 +793,7 @@ def test_what_is_set_to_the_same_again_is_not_refused() -> None:
 
     module = Notes()
     module(one_rank())
-    agree(sw.compile(module), module, one_rank())
+    assert_agree(sw.compile(module), module, one_rank())
 
 
 def hooked(x: Tensor) -> Tensor:
@@ -808,18 +808,18 @@ def hooked_locally(x: sw.DTensor) -> Tensor:
     return (y * y).sum()
 
 
-def asks(x: Tensor) -> Tensor:
+def sets_requires_grad(x: Tensor) -> Tensor:
     y = x.detach()
     y.requires_grad = True
     return y * 3
 
 
-def asks_no_more(x: Tensor) -> Tensor:
+def clears_requires_grad(x: Tensor) -> Tensor:
     x.requires_grad_(False)
     return x * 3
 
 
-def resets(x: Tensor) -> Tensor:
+def resets_grad(x: Tensor) -> Tensor:
     x.grad = None
     return x * 3
 
@@ -831,33 +831,33 @@ def resets(x: Tensor) -> Tensor:
         (hooked_locally, r"registers a hook on a tensor \(register_hook\)"),
         (lambda x: (x * 2).retain_grad(), r"registers a hook on a tensor \(retain_grad\)"),
         (lambda x: x.register_post_accumulate_grad_hook(print), r"\(register_post_accumulate_grad_hook\)"),
-        (lambda x: x.detach().requires_grad_(True) * 3, "changes whether a tensor requires a gradient"),
-        (asks, "changes whether a tensor requires a gradient"),
-        (asks_no_more, "changes whether a tensor requires a gradient"),
-        (resets, "sets the gradient of a tensor"),
+        (lambda x: x.detach().requires_grad_(True) * 3, "changes requires_grad of a tensor"),
+        (sets_requires_grad, "changes requires_grad of a tensor"),
+        (clears_requires_grad, "changes requires_grad of a tensor"),
+        (resets_grad, "sets the gradient of a tensor"),
     ],
 )
-def test_hooks_and_requests_for_gradients_are_refused(program: Callable[..., Any], why: str) -> None:
+def test_tensor_hooks_and_changes_of_requires_grad_raise(program: Callable[..., Any], why: str) -> None:
     with pytest.raises(CaptureError, match=rf"test_compile.py:\d+: the program {why}|test_compile.py:\d+: .*{why}"):
         sw.compile(program)(one_rank().requires_grad_())
     x = one_rank().requires_grad_()
-    hooked(x).backward()  # outside it is as before
+    hooked(x).backward()  # outside of a capture they work
     assert x.grad[1].tolist() == [240.0, 320.0, 400.0]
-    agree(sw.compile(lambda x: x.requires_grad_() * 3), lambda x: x * 3, x)  # it does already
+    assert_agree(sw.compile(lambda x: x.requires_grad_() * 3), lambda x: x * 3, x)  # no change
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_backward_hooks_of_modules_are_refused(register: str) -> None:
+def test_backward_hooks_of_modules_raise(register: str) -> None:
     module = nn.Sequential(nn.ReLU())
     compiled, x = sw.compile(module), one_rank().requires_grad_()
-    agree(compiled, module, x)
+    assert_agree(compiled, module, x)
     hook = getattr(module[0], register)(lambda module, *gradients: None)
     with pytest.raises(CaptureError, match=r"test_compile.py:\d+: Sequential\.0 has a backward hook.*: remove it"):
         compiled(x)
     with torch.no_grad():
-        agree(compiled, module, x)
+        assert_agree(compiled, module, x)
     hook.remove()
-    agree(compiled, module, x)
+    assert_agree(compiled, module, x)
 
     def makes(x: Tensor) -> Tensor:
         made = nn.ReLU()
@@ -868,7 +868,7 @@ def test_backward_hooks_of_modules_are_refused(register: str) -> None:
         sw.compile(makes)(x)
 
 
-def test_the_decorator_and_its_programs() -> None:
+def test_decorator_and_number_of_programs() -> None:
     @sw.compile(backend=None)
     def twice(x: Tensor) -> Tensor:
         """Doubles."""

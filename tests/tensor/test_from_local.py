@@ -195,7 +195,7 @@ def test_gathering_sizes_inside_a_captured_program_is_refused() -> None:
         def step(local: Any) -> Any:
             return sw.DTensor.from_local(local, sw.Mesh((2,)), [sw.Shard(0)]).sum()
 
-        with pytest.raises(CaptureError, match="give shape=, or run_check=False"):
+        with pytest.raises(CaptureError, match="pass shape=, or run_check=False"):
             sw.compile(step)(torch.ones(2))
 
     run_ranks(2, work)

@@ -1,4 +1,4 @@
-"""Captured programs: what a function does to this rank's local tensors, recorded once, repeated without dispatch."""
+"""`compile`: capture what a function does to this rank's local tensors, and replay it without dispatch."""
 
 from shardwright.tensor.compiled.api import Compiled, compile
 

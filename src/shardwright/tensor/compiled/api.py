@@ -1,4 +1,4 @@
-"""`compile`: a function whose programs are captured once for each combination of layouts, and then replayed."""
+"""`compile`: capture a function once for each combination of layouts, then replay it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from shardwright.tensor.base.custom_op import is_traced
 from shardwright.tensor.base.trace import source_line
 from shardwright.tensor.compiled.backend import with_backend
 from shardwright.tensor.compiled.capture import capture
-from shardwright.tensor.compiled.guards import Held
-from shardwright.tensor.compiled.guards_collect import Looks
+from shardwright.tensor.compiled.guards import Guards
+from shardwright.tensor.compiled.guards_collect import GuardCache
 from shardwright.tensor.compiled.program import Program
-from shardwright.tensor.compiled.signature import Call, gather
+from shardwright.tensor.compiled.signature import Call, describe_call
 
 __all__ = ["Compiled", "compile"]
 
-MAX_PROGRAMS = 64  # of one function; the oldest goes first
+MAX_PROGRAMS = 64  # per function; the oldest is dropped first
 
 
 @final
 class Compiled:
-    """A function, or a module, that replays what it does to local tensors. Made by `compile`.
+    """A compiled function or module, as returned by `compile`.
 
     >>> import shardwright as sw
     >>> double = sw.compile(lambda x: x * 2)
@@ -42,37 +42,37 @@ class Compiled:
 
     def __init__(self, function: Callable[..., Any], backend: Callable[..., Any] | str | None) -> None:
         self._function, self._backend = function, backend
-        self._looks = Looks()
+        self._guards = GuardCache()
         self._programs: dict[tuple[Any, ...], Program] = {}
         if not isinstance(function, nn.Module):
             update_wrapper(self, function)
         self.__wrapped__ = function
-        _all.add(self)
+        _compiled.add(self)
 
     @property
     def programs(self) -> list[torch.fx.GraphModule]:
-        """The local programs captured so far, oldest first; print one's `.code`."""
+        """The local programs captured so far, oldest first; print the `.code` of one."""
         return [program.module for program in self._programs.values()]
 
     def forget(self) -> None:
-        """Forgets the programs: the next call captures anew."""
+        """Drop the programs: the next call captures again."""
         self._programs.clear()
-        self._looks = Looks()
+        self._guards = GuardCache()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_capturing() or is_traced():
-            return self._function(*args, **kwargs)  # a part of what is being captured, or traced by others
-        call = gather(args, kwargs, self._function, self._looks)
+            return self._function(*args, **kwargs)  # already being captured, or traced by torch
+        call = describe_call(args, kwargs, self._function, self._guards)
         program = self._programs.get(call.key)
         return self._capture(args, kwargs, call) if program is None else program(call.tensors)
 
     def _capture(self, args: Any, kwargs: dict[str, Any], call: Call) -> Any:
-        _refuse_backward_hooks(call.held)
-        before = [list(held.tensors()) for held in call.held]
+        _refuse_backward_hooks(call.guards)
+        before = [list(guards.tensors()) for guards in call.guards]
         result, program = capture(lambda: self._function(*args, **kwargs), call.tensors)
-        for held, tensors in zip(call.held, before, strict=True):
-            self._looks.refuse_changes(held, tensors)
-        _refuse_exchanges(call.tensors, gather(args, kwargs, self._function, self._looks).tensors)
+        for guards, tensors in zip(call.guards, before, strict=True):
+            self._guards.check_unchanged(guards, tensors)
+        _refuse_replaced_arguments(call.tensors, describe_call(args, kwargs, self._function, self._guards).tensors)
         if self._backend is not None:
             program.run = with_backend(program.module, self._backend)
         while len(self._programs) >= MAX_PROGRAMS:
@@ -82,15 +82,15 @@ class Compiled:
 
 
 def compile(function: Callable[..., Any] | None = None, *, backend: Callable[..., Any] | str | None = None) -> Any:
-    """The function, captured: its local program, collectives included, replayed with no dispatch at all.
+    """Return the function compiled: its local program, collectives included, is captured and replayed without dispatch.
 
-    The first call with some combination of layouts, dtypes, shapes and plain values runs the function and records what
-    it does to this rank's local tensors. Later calls repeat that, differentiably: results and gradients are those of
-    the function itself. Parameters and buffers of modules are inputs, whether a module is what is compiled or is named
-    by the function. Plain values that the function names or its modules hold make the program: a change captures anew.
-    A program that looks at values, or changes what it holds, cannot be captured: `CaptureError` says what, and why.
+    The first call with a combination of layouts, dtypes, shapes and plain values runs the function and records what it
+    does to this rank's local tensors. Later calls replay that, differentiably, with the same results and gradients.
+    Parameters and buffers of modules are inputs, whether the module is compiled itself or used by the function. Plain
+    values that the function or its modules refer to are guarded: if one changes, the function is captured again. A
+    function that reads values of tensors, or changes its state, cannot be captured: `CaptureError` says why.
 
-    `backend` is one of torch.compile's, which then compiles the local program between its movements ("inductor").
+    `backend` is a backend of torch.compile, such as "inductor", which then compiles the code between redistributions.
 
     >>> import torch, shardwright as sw
     >>> mesh = sw.init_device_mesh("cpu", (1,))
@@ -105,36 +105,36 @@ def compile(function: Callable[..., Any] | None = None, *, backend: Callable[...
     if function is None:
         return lambda function: compile(function, backend=backend)
     if not callable(function):
-        raise ArgumentTypeError(f"compile: {type(function).__name__} is not callable: give a function or a module")
+        raise ArgumentTypeError(f"compile: expected a function or a module, got {type(function).__name__}")
     return Compiled(function, backend)
 
 
-def _refuse_backward_hooks(held: Sequence[Held]) -> None:
-    """Refuses modules whose hooks only a backward of the module itself would call."""
-    hooked = [label for one in held for label in one.backward_hooks]
+def _refuse_backward_hooks(all_guards: Sequence[Guards]) -> None:
+    """Raise if a module has backward hooks, which only an eager call of the module would run."""
+    hooked = [label for guards in all_guards for label in guards.backward_hooks]
     if hooked and torch.is_grad_enabled():
         raise CaptureError(
-            f"{source_line()}: {hooked[0]} has a backward hook, which a replay would not call: remove it, or leave the "
-            "module out of what is compiled"
+            f"{source_line()}: {hooked[0]} has a backward hook, which a replay would not call: remove it, or do not "
+            "compile the module"
         )
 
 
-def _refuse_exchanges(before: Sequence[Any], after: Sequence[Any]) -> None:
-    """Refuses a program that put other tensors into lists or dicts it was given: a replay could not do that."""
+def _refuse_replaced_arguments(before: Sequence[Any], after: Sequence[Any]) -> None:
+    """Raise if the function replaced tensors in lists or dicts among its arguments, which a replay would not do."""
     if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
         raise CaptureError(
-            "the program puts other tensors into a list or dict that it was given, which a replay would not do: return "
+            "the program replaces tensors in a list or dict among its arguments, which a replay would not do: return "
             "them instead"
         )
 
 
-_all: WeakSet[Compiled] = WeakSet()
+_compiled: WeakSet[Compiled] = WeakSet()
 
 
 def _forget_all() -> None:
-    for compiled in list(_all):
+    for compiled in list(_compiled):
         compiled.forget()
 
 
-comm.on_forget(_forget_all)  # programs know this process's rank
+comm.on_forget(_forget_all)  # programs depend on this process's rank
 leave_eager(Compiled.__call__)

@@ -1,4 +1,4 @@
-"""A captured program handed to one of torch.compile's backends, which compiles what lies between its movements."""
+"""Compile a captured program, between its redistributions, with a backend of torch.compile."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["with_backend"]
 
 
 def with_backend(module: fx.GraphModule, backend: Callable[..., Any] | str) -> Callable[..., Sequence[Tensor]]:
-    """The program as a function of its tensors, compiled by the backend; its steps stay calls.
+    """Return the program as a function of its tensors, compiled by the backend; redistributions stay eager calls.
 
-    Parameters enter before the compiled part begins: only there they are still the parameters themselves.
+    Parameters are prepared before the compiled part, where they are still the parameter objects themselves.
     """
     body = fx.GraphModule(module, fx.Graph())
     early = _without_entering(module.graph, body.graph)
@@ -30,23 +30,23 @@ def with_backend(module: fx.GraphModule, backend: Callable[..., Any] | str) -> C
     compiled = torch.compile(body, backend=backend, dynamic=False)
 
     def run(*tensors: Tensor) -> Sequence[Tensor]:
-        entered = [step(tensors[place]) for step, place in early]
+        entered = [step(tensors[index]) for step, index in early]
         plain = [tensor.view_as(tensor) if isinstance(tensor, DTensorBase) else tensor for tensor in tensors]
-        return compiled(*plain, *entered)  # type: ignore[no-any-return]  # torch.compile keeps no types
+        return compiled(*plain, *entered)  # type: ignore[no-any-return]  # torch.compile is untyped
 
     return run
 
 
 def _without_entering(source: fx.Graph, target: fx.Graph) -> list[tuple[Callable[[Tensor], Tensor], int]]:
-    """Copies a graph, with the parameters' entering left out and its results taken as further inputs."""
+    """Copy a graph without the steps that prepare parameters; their results become additional inputs."""
     inputs = [node for node in source.nodes if node.op == "placeholder"]
-    known: dict[fx.Node, fx.Node] = {node: target.node_copy(node) for node in inputs}
+    copies: dict[fx.Node, fx.Node] = {node: target.node_copy(node) for node in inputs}
     early: list[tuple[Any, int]] = []
     for node in source.nodes:
         if captured_function(node.target) is prepare_operand and node.args[0] in inputs:
-            known[node] = target.placeholder(f"entered_{len(early)}")
+            copies[node] = target.placeholder(f"entered_{len(early)}")
             early.append((node.target, inputs.index(node.args[0])))
     for node in source.nodes:
-        if node not in known:
-            known[node] = target.node_copy(node, lambda other: known[other])
+        if node not in copies:
+            copies[node] = target.node_copy(node, lambda other: copies[other])
     return early

@@ -1,7 +1,6 @@
-"""What a function held when it was looked into, and whether it still does.
+"""`Guards`: the objects that a captured function refers to, and whether it still refers to the same ones.
 
-What was seen is kept together with where it was seen, so that a later call only asks whether the same objects are still
-there.
+Objects are kept together with where they were found, so that checking the guards is a comparison by identity.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-__all__ = ["Held", "Itself", "Key", "plain"]
+__all__ = ["ById", "Guards", "Key", "value_key"]
 
 _PLAIN = (
     int, str, bytes, type(None), type(Ellipsis), range, Enum,
@@ -28,7 +27,7 @@ Reader = Callable[[], Iterable[Any]]
 
 @final
 class Key:
-    """Everything plain that was seen, in order; compared by value, hashed once."""
+    """The plain values a function refers to, in order; compared by value, hashed once."""
 
     __slots__ = ("_entries", "_hash")
 
@@ -44,83 +43,85 @@ class Key:
 
 
 @final
-class Held:
-    """What a function held when it was looked into."""
+class Guards:
+    """The tensors and other objects that a function refers to."""
 
     def __init__(self, function: Any, names: frozenset[str]) -> None:
         self.function = function
-        self.names = names  # all that its functions name
+        self.names = names  # globals and attributes that its functions use
         self.key = Key(())
-        self.backward_hooks: list[str] = []  # of which modules
-        self._rows: list[Reader] = []  # parameters and buffers of modules, None among them
-        self._row_labels: list[str] = []
-        self._loose: list[Reader] = []  # other tensors
-        self._loose_labels: list[str] = []
+        self.backward_hooks: list[str] = []  # the modules that have any
+        self._module_tensors: list[Reader] = []  # parameters and buffers of modules, some of them None
+        self._module_tensor_labels: list[str] = []
+        self._other_tensors: list[Reader] = []
+        self._other_tensor_labels: list[str] = []
         self._empty: list[Any] = []
         self._empty_labels: list[str] = []
         self._sized: list[Any] = []
         self._sizes: list[int] = []
         self._sized_labels: list[str] = []
-        self._dicts: list[dict[Any, Any]] = []  # each as often as there are keys of it
+        self._dicts: list[dict[Any, Any]] = []  # each once per guarded key
         self._keys: list[Any] = []
         self._values: list[Any] = []
         self._value_labels: list[str] = []
-        self._readers: list[Reader] = []  # of what is in no dict
-        self._seen: list[Any] = []
+        self._readers: list[Reader] = []  # for values that are not in a dict
+        self._read_values: list[Any] = []
         self._labels: list[str] = []
         self._sets: list[tuple[Any, frozenset[Any], str]] = []
 
     def tensors(self) -> Iterable[Any]:
-        """The tensors it holds now, in order; None where a module has none."""
-        return chain.from_iterable(map(call, chain(self._rows, self._loose)))
+        """Return the tensors the function refers to now, in order; None for a parameter or buffer that is None."""
+        return chain.from_iterable(map(call, chain(self._module_tensors, self._other_tensors)))
 
     def has_tensors(self) -> bool:
-        """Whether it holds any."""
-        return bool(self._rows or self._loose)
+        """Return whether the function refers to any tensors."""
+        return bool(self._module_tensors or self._other_tensors)
 
-    def still(self) -> bool:
-        """Whether the function holds the very same objects, tensors apart."""
+    def hold(self) -> bool:
+        """Return whether the function still refers to the same objects, apart from tensors."""
         if any(self._empty) or (self._sized and [*map(len, self._sized)] != self._sizes):
             return False
         if not all(map(is_, map(dict.get, self._dicts, self._keys), self._values)):
             return False
-        if self._seen and not all(map(is_, chain.from_iterable(map(call, self._readers)), self._seen)):
+        if self._read_values and not all(map(is_, chain.from_iterable(map(call, self._readers)), self._read_values)):
             return False
-        for read in self._loose:
+        for read in self._other_tensors:
             for value in read():
                 if not isinstance(value, Tensor):
                     return False
         return not self._sets or all(now == before for now, before, _ in self._sets)
 
     def labels(self) -> Sequence[str]:
-        """The names of its tensors."""
-        return *self._row_labels, *self._loose_labels
+        """Return the names of the tensors."""
+        return *self._module_tensor_labels, *self._other_tensor_labels
 
-    def changed(self) -> str:
-        """What is not as it was, by name."""
-        for now, label in zip(self._empty, self._empty_labels, strict=True):
-            if now:
-                return _grown(now, label)
-        for now, size, label in zip(self._sized, self._sizes, self._sized_labels, strict=True):
-            if len(now) != size:
-                return _grown(now, label) if len(now) > size else label
-        for value, label in zip(chain.from_iterable(map(call, self._loose)), self._loose_labels, strict=True):
+    def first_change(self) -> str:
+        """Return the name of an object that has changed."""
+        for container, label in zip(self._empty, self._empty_labels, strict=True):
+            if container:
+                return _added_to(container, label)
+        for container, size, label in zip(self._sized, self._sizes, self._sized_labels, strict=True):
+            if len(container) != size:
+                return _added_to(container, label) if len(container) > size else label
+        for value, label in zip(
+            chain.from_iterable(map(call, self._other_tensors)), self._other_tensor_labels, strict=True
+        ):
             if not isinstance(value, Tensor):
                 return label
-        each = chain(map(dict.get, self._dicts, self._keys), chain.from_iterable(map(call, self._readers)))
-        seen, labels = chain(self._values, self._seen), chain(self._value_labels, self._labels)
-        for value, before, label in zip(each, seen, labels, strict=True):
-            if value is not before and (plain(value) is None or plain(value) != plain(before)):
+        values = chain(map(dict.get, self._dicts, self._keys), chain.from_iterable(map(call, self._readers)))
+        old, labels = chain(self._values, self._read_values), chain(self._value_labels, self._labels)
+        for value, before, label in zip(values, old, labels, strict=True):
+            if value is not before and (value_key(value) is None or value_key(value) != value_key(before)):
                 return label
         for value, items, label in self._sets:
             if value != items:
                 return label
-        return "something that it names"
+        return "something that it refers to"
 
-    # --- noting, while it is looked into ----------------------------------------------------------------------------
+    # --- adding guards ----------------------------------------------------------------------------------------------
 
-    def note_size(self, container: Any, label: str) -> None:
-        """The container is to keep its number of items."""
+    def guard_size(self, container: Any, label: str) -> None:
+        """Guard the number of items of a container."""
         if len(container):
             self._sized.append(container)
             self._sizes.append(len(container))
@@ -129,50 +130,50 @@ class Held:
             self._empty.append(container)
             self._empty_labels.append(label)
 
-    def note(
+    def guard_values(
         self,
         source: dict[Any, Any] | Callable[[Any], Any],
-        places: Sequence[Any],
+        keys: Sequence[Any],
         values: Sequence[Any],
         labels: Sequence[str],
     ) -> None:
-        """These values are to be in these places of a dict, or to be returned for them."""
+        """Guard the values of these keys in a dict, or those a function returns for them."""
         if isinstance(source, dict):
-            self._dicts += [source] * len(places)
-            self._keys += places
+            self._dicts += [source] * len(keys)
+            self._keys += keys
             self._values += values
             self._value_labels += labels
         else:
-            self._note(partial(map, source, places), values, labels)
+            self._guard(partial(map, source, keys), values, labels)
 
-    def note_keys(self, container: dict[Any, Any], labels: Sequence[str]) -> None:
-        """The dict is to keep its keys, in their order."""
-        self._note(container.__iter__, tuple(container), labels)
+    def guard_keys(self, container: dict[Any, Any], labels: Sequence[str]) -> None:
+        """Guard the keys of a dict and their order."""
+        self._guard(container.__iter__, tuple(container), labels)
 
-    def _note(self, read: Reader, values: Sequence[Any], labels: Sequence[str]) -> None:
+    def _guard(self, read: Reader, values: Sequence[Any], labels: Sequence[str]) -> None:
         self._readers.append(read)
-        self._seen += values
+        self._read_values += values
         self._labels += labels
 
-    def note_row(self, row: dict[str, Any], labels: Sequence[str]) -> None:
-        """All tensors of a dict are inputs."""
-        self.note_keys(row, labels)
-        self._rows.append(row.values)
-        self._row_labels += labels
+    def add_module_tensors(self, tensors: dict[str, Any], labels: Sequence[str]) -> None:
+        """Make all tensors of a dict inputs."""
+        self.guard_keys(tensors, labels)
+        self._module_tensors.append(tensors.values)
+        self._module_tensor_labels += labels
 
-    def note_tensors(self, read: Reader, labels: Sequence[str]) -> None:
-        """These tensors are inputs."""
-        self._loose.append(read)
-        self._loose_labels += labels
+    def add_tensors(self, read: Reader, labels: Sequence[str]) -> None:
+        """Make these tensors inputs."""
+        self._other_tensors.append(read)
+        self._other_tensor_labels += labels
 
-    def note_set(self, value: Any, label: str) -> None:
-        """The set is to keep its items."""
+    def guard_set(self, value: Any, label: str) -> None:
+        """Guard the items of a set."""
         self._sets.append((value, frozenset(value), label))
 
 
 @final
-class Itself:
-    """An object that counts by identity."""
+class ById:
+    """An object compared by identity."""
 
     __slots__ = ("value",)
 
@@ -183,21 +184,21 @@ class Itself:
         return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Itself) and self.value is other.value
+        return isinstance(other, ById) and self.value is other.value
 
 
-def plain(value: Any) -> tuple[Any, ...] | None:
-    """A value to be compared by; None where the value is no plain one."""
+def value_key(value: Any) -> tuple[Any, ...] | None:
+    """Return a key by which a plain value is compared; None if the value is not plain."""
     if isinstance(value, _PLAIN):
         return (type(value), value)
     if isinstance(value, float):
-        return (type(value), value.hex())  # tells -0.0 from 0.0, and takes nan for itself
+        return (type(value), value.hex())  # -0.0 differs from 0.0, and nan equals nan
     if isinstance(value, complex):
         return (type(value), value.real.hex(), value.imag.hex())
     return None
 
 
-def _grown(container: Any, label: str) -> str:
-    """What was added to a container, as far as that can be told."""
+def _added_to(container: Any, label: str) -> str:
+    """Return the name of the last item added to a container, or of the container itself."""
     last = next(reversed(container)) if isinstance(container, dict) else None
     return f"{label}.{last}" if isinstance(last, str) else label

@@ -1,6 +1,6 @@
-"""Looking into a function: tensors it can name become inputs, plain values it can name make the program.
+"""Collect the guards of a function: tensors it refers to become inputs, plain values become part of the key.
 
-That is its closure, its defaults, the globals it names, the object it is a method of, and what these hold.
+A function refers to its closure, its defaults, the globals it uses, the object it is a method of, and what these hold.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from shardwright.errors import CaptureError
-from shardwright.tensor.compiled.guards import Held, Itself, Key, plain
+from shardwright.tensor.compiled.guards import ById, Guards, Key, value_key
 
-__all__ = ["Looks"]
+__all__ = ["GuardCache"]
 
-DEPTH = 8  # of objects that hold objects; modules in modules do not count
-KEPT = 4  # of what one function held at different times
-LOOKED_INTO = 64  # functions and modules, the compiled one and arguments of it
-LARGEST = 1000  # items of a list, set or dict that is looked into
-PASSES = 5  # every pass may find functions, which name more
+MAX_DEPTH = 8  # of nested objects; nested modules do not count
+MAX_VERSIONS = 4  # of the guards of one function
+MAX_FUNCTIONS = 64  # the compiled function, and functions and modules among its arguments
+MAX_ITEMS = 1000  # larger lists, sets and dicts are compared by identity
+MAX_PASSES = 5  # each pass may find functions that use more names
 FIRST_NAMES = frozenset(("forward", "__call__"))
 
 _CONTAINERS = (list, tuple, deque, dict, set, frozenset)
@@ -37,225 +37,225 @@ _GLOBAL_HOOKS = (
     hooks._global_backward_hooks,
     hooks._global_backward_pre_hooks,
 )
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # what every module has
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 @final
-class Looks:
-    """What a function and those among its arguments hold, looked into again only where something changed."""
+class GuardCache:
+    """The guards of a function and of those among its arguments, collected again only if something changed."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Held, ...]] = {}  # a Held keeps its function, so that no other has its id
+        self._known: dict[int, tuple[Guards, ...]] = {}  # by id: the guards keep the function alive
 
-    def at(self, function: Any) -> Held:
-        """What a function or module holds now."""
+    def get(self, function: Any) -> Guards:
+        """Return the guards that hold now for a function or module."""
         known = self._known.get(id(function), ())
-        for held in known:
-            if held.still():
-                if held is not known[0]:  # the next call will find it first
-                    self._known[id(function)] = (held, *(other for other in known if other is not held))
-                return held
-        held = look_into(function, known[0].names if known else FIRST_NAMES)
-        self._known[id(function)] = (held, *known[: KEPT - 1])
-        while len(self._known) > LOOKED_INTO:
+        for guards in known:
+            if guards.hold():
+                if guards is not known[0]:  # most recently used first
+                    self._known[id(function)] = (guards, *(other for other in known if other is not guards))
+                return guards
+        guards = collect_guards(function, known[0].names if known else FIRST_NAMES)
+        self._known[id(function)] = (guards, *known[: MAX_VERSIONS - 1])
+        while len(self._known) > MAX_FUNCTIONS:
             del self._known[next(iter(self._known))]
-        return held
+        return guards
 
-    def refuse_changes(self, held: Held, tensors: Sequence[Any]) -> None:
-        """Raises where the program, which was given these tensors of it, put others or other values in their places."""
-        now = self.at(held.function)
-        if now.key != held.key:
+    def check_unchanged(self, guards: Guards, tensors: Sequence[Any]) -> None:
+        """Raise if the program changed plain values it refers to, or replaced these tensors."""
+        now = self.get(guards.function)
+        if now.key != guards.key:
             raise CaptureError(
-                f"the program changes {held.changed()} while it runs, which a replay would not do: return the new "
-                "value and store it outside of what is compiled, or keep it in a buffer and write to it in place; if "
-                "it is set once and for all, call the function once before it is compiled"
+                f"the program changes {guards.first_change()} while it runs, which a replay would not do: return the "
+                "new value and store it outside of the compiled function, or keep it in a buffer and write to it in "
+                "place; if it is set only once, call the function once before compiling it"
             )
         for label, before, after in zip(now.labels(), tensors, now.tensors(), strict=True):
             if before is not after:
                 raise CaptureError(
                     f"the program replaces {label} by another tensor, which a replay would not do: write to it in "
-                    "place (.copy_(value)), or return the new one and store it outside of what is compiled"
+                    "place (.copy_(value)), or return the new one and store it outside of the compiled function"
                 )
 
 
-def look_into(function: Any, names: frozenset[str]) -> Held:
-    """What a function or module holds; `names` are those that its functions are known to use."""
-    for _ in range(PASSES):
-        looking = _Looking(function, names)
-        if looking.names == names:
+def collect_guards(function: Any, names: frozenset[str]) -> Guards:
+    """Collect the guards of a function or module; `names` are those that its functions are known to use."""
+    for _ in range(MAX_PASSES):
+        collector = _Collector(function, names)
+        if collector.names == names:
             break
-        names = frozenset(looking.names)
-    return looking.held
+        names = frozenset(collector.names)
+    return collector.guards
 
 
-class _Looking:
-    """One pass over everything that can be reached."""
+class _Collector:
+    """One pass over everything a function refers to."""
 
     def __init__(self, function: Any, names: frozenset[str]) -> None:
         self.known, self.names = names, set(names)
-        self.held = Held(function, names)
+        self.guards = Guards(function, names)
         self.entries: list[Any] = []
         self.seen: dict[int, int] = {}
-        self.instances: list[Any] = []  # whose classes are to stay
+        self.instances: list[Any] = []  # whose classes are guarded
         self.instance_labels: list[str] = []
-        self._look(function, getattr(function, "__name__", type(function).__name__), 0)
-        for held in _GLOBAL_HOOKS:
-            self._dict(held, "the hooks of all modules", 0)
+        self._visit(function, getattr(function, "__name__", type(function).__name__), 0)
+        for registered in _GLOBAL_HOOKS:
+            self._visit_dict(registered, "the hooks of all modules", 0)
         if hooks._global_backward_hooks or hooks._global_backward_pre_hooks:
-            self.held.backward_hooks.append("every module")
-        self.held.note(type, self.instances, [*map(type, self.instances)], self.instance_labels)
-        self.held.key = Key(self.entries)
+            self.guards.backward_hooks.append("every module")
+        self.guards.guard_values(type, self.instances, [*map(type, self.instances)], self.instance_labels)
+        self.guards.key = Key(self.entries)
 
-    def _hold(
-        self, source: dict[Any, Any] | Callable[[Any], Any], places: Sequence[Any], labels: Sequence[str], depth: int
+    def _visit_items(
+        self, source: dict[Any, Any] | Callable[[Any], Any], keys: Sequence[Any], labels: Sequence[str], depth: int
     ) -> None:
-        """Looks at what is in these places: tensors are inputs, everything else is to stay."""
+        """Visit the values of these keys: tensors become inputs, everything else is guarded."""
         get = source.get if isinstance(source, dict) else source
-        values = [get(place) for place in places]
-        each = list(zip(places, values, labels, strict=True))
-        tensors = [(place, label) for place, value, label in each if isinstance(value, Tensor)]
+        values = [get(key) for key in keys]
+        items = list(zip(keys, values, labels, strict=True))
+        tensors = [(key, label) for key, value, label in items if isinstance(value, Tensor)]
         if tensors:
-            self.held.note_tensors(partial(map, get, [place for place, _ in tensors]), [label for _, label in tensors])
-        others = [one for one in each if not isinstance(one[1], Tensor)]
+            self.guards.add_tensors(partial(map, get, [key for key, _ in tensors]), [label for _, label in tensors])
+        others = [item for item in items if not isinstance(item[1], Tensor)]
         if others:
-            self.held.note(source, *map(list, zip(*others, strict=True)))
+            self.guards.guard_values(source, *map(list, zip(*others, strict=True)))
         for value, label in zip(values, labels, strict=True):
             if isinstance(value, Tensor):
                 self.entries.append(Tensor)
             else:
-                self._look(value, label, depth + 1)
+                self._visit(value, label, depth + 1)
 
-    def _look(self, value: Any, label: str, depth: int) -> None:
-        by_value = plain(value)
-        if by_value is not None:
-            self.entries.append(by_value)
+    def _visit(self, value: Any, label: str, depth: int) -> None:
+        key = value_key(value)
+        if key is not None:
+            self.entries.append(key)
             return
         if id(value) in self.seen:
             self.entries.append(self.seen[id(value)])
             return
         self.seen[id(value)] = len(self.seen)
         if isinstance(value, nn.Module):
-            self.entries.append(Itself(value))
-            self._module(value, label, depth)
-        elif depth > DEPTH or (isinstance(value, _CONTAINERS) and len(value) > LARGEST):
-            self.entries.append(Itself(value))
+            self.entries.append(ById(value))
+            self._visit_module(value, label, depth)
+        elif depth > MAX_DEPTH or (isinstance(value, _CONTAINERS) and len(value) > MAX_ITEMS):
+            self.entries.append(ById(value))
         elif isinstance(value, list | tuple | deque):
             self.entries += (type(value), len(value))
             if not isinstance(value, tuple):
-                self.held.note_size(value, label)
-            self._hold(value.__getitem__, range(len(value)), [f"{label}[{i}]" for i in range(len(value))], depth)
+                self.guards.guard_size(value, label)
+            self._visit_items(value.__getitem__, range(len(value)), [f"{label}[{i}]" for i in range(len(value))], depth)
         elif isinstance(value, dict):
             self.entries.append(type(value))
-            self._dict(value, label, depth)
+            self._visit_dict(value, label, depth)
         elif isinstance(value, set | frozenset):
-            self.entries += (type(value), frozenset(plain(item) or Itself(item) for item in value))
-            self.held.note_set(value, label)
+            self.entries += (type(value), frozenset(value_key(item) or ById(item) for item in value))
+            self.guards.guard_set(value, label)
         elif isinstance(value, slice):
             self.entries.append(slice)
-            self._hold(partial(getattr, value), ("start", "stop", "step"), (label,) * 3, depth)
+            self._visit_items(partial(getattr, value), ("start", "stop", "step"), (label,) * 3, depth)
         else:
-            self.entries.append(Itself(value))
-            self._object(value, label, depth)
+            self.entries.append(ById(value))
+            self._visit_object(value, label, depth)
 
-    def _dict(self, value: dict[Any, Any], label: str, depth: int) -> None:
-        self.held.note_size(value, label)
+    def _visit_dict(self, value: dict[Any, Any], label: str, depth: int) -> None:
+        self.guards.guard_size(value, label)
         if value:
             keys = tuple(value)
-            self.entries.append(tuple(plain(key) or Itself(key) for key in keys))
-            self.held.note_keys(value, [label] * len(keys))
-            self._hold(value, keys, [f"{label}[{key!r}]" if plain(key) else label for key in keys], depth)
+            self.entries.append(tuple(value_key(key) or ById(key) for key in keys))
+            self.guards.guard_keys(value, [label] * len(keys))
+            self._visit_items(value, keys, [f"{label}[{key!r}]" if value_key(key) else label for key in keys], depth)
 
-    def _object(self, value: Any, label: str, depth: int) -> None:
-        """Something else that may hold something."""
+    def _visit_object(self, value: Any, label: str, depth: int) -> None:
+        """Visit an object of another type."""
         if isinstance(value, FunctionType):
-            self._function(value, depth)
+            self._visit_function(value, depth)
         elif isinstance(value, MethodType):
-            self._hold(partial(getattr, value), ("__self__", "__func__"), ("self", label), depth)
+            self._visit_items(partial(getattr, value), ("__self__", "__func__"), ("self", label), depth)
         elif isinstance(value, partial):
-            self._hold(partial(getattr, value), ("func", "args", "keywords"), (label,) * 3, depth)
+            self._visit_items(partial(getattr, value), ("func", "args", "keywords"), (label,) * 3, depth)
         elif isinstance(value, property):
-            self._hold(partial(getattr, value), ("fget",), (label,), depth)
+            self._visit_items(partial(getattr, value), ("fget",), (label,), depth)
         elif isinstance(value, staticmethod | classmethod):
-            self._hold(partial(getattr, value), ("__func__",), (label,), depth)
+            self._visit_items(partial(getattr, value), ("__func__",), (label,), depth)
         elif isinstance(value, type):
             for base in value.__mro__:
                 if _is_own(base.__module__):
-                    self._named(vars(base), label, depth)
+                    self._visit_used(vars(base), label, depth)
         elif isinstance(value, ModuleType):
             if _is_own(value.__name__):
-                self._named(vars(value), label, depth)
+                self._visit_used(vars(value), label, depth)
         else:
-            self._instance(value, label, depth)
+            self._visit_instance(value, label, depth)
 
-    def _instance(self, value: Any, label: str, depth: int) -> None:
-        held = getattr(value, "__dict__", None)
+    def _visit_instance(self, value: Any, label: str, depth: int) -> None:
+        attributes = getattr(value, "__dict__", None)
         if not _is_own(type(value).__module__):
-            if isinstance(held, dict) and "__wrapped__" in held:
-                self._hold(held, ("__wrapped__",), (label,), depth)
+            if isinstance(attributes, dict) and "__wrapped__" in attributes:
+                self._visit_items(attributes, ("__wrapped__",), (label,), depth)
             return
-        if isinstance(held, dict):
-            self.held.note_size(held, label)
-            self._named(held, label, depth)
+        if isinstance(attributes, dict):
+            self.guards.guard_size(attributes, label)
+            self._visit_used(attributes, label, depth)
         members = [vars(base) for base in type(value).__mro__]
         slots = [n for each in members for n in each if n in self.known and isinstance(each[n], MemberDescriptorType)]
-        self._hold(partial(_attribute, value), slots, [f"{label}.{name}" for name in slots], depth)
-        self._class_of(value, label, depth)
+        self._visit_items(partial(_attribute, value), slots, [f"{label}.{name}" for name in slots], depth)
+        self._visit_class(value, label, depth)
 
-    def _class_of(self, value: Any, label: str, depth: int) -> None:
+    def _visit_class(self, value: Any, label: str, depth: int) -> None:
         self.instances.append(value)
         self.instance_labels.append(f"the class of {label}")
-        self._look(type(value), label, depth + 1)
+        self._visit(type(value), label, depth + 1)
 
-    def _named(self, held: dict[str, Any] | MappingProxyType[str, Any], label: str, depth: int) -> None:
-        """Of an object, class or file: what the functions name."""
-        names = [name for name in held if name in self.known]
-        source = held if isinstance(held, dict) else held.get
-        self._hold(source, names, [f"{label}.{name}" for name in names], depth)
+    def _visit_used(self, attributes: dict[str, Any] | MappingProxyType[str, Any], label: str, depth: int) -> None:
+        """Visit the attributes of an object, class or module that the functions use."""
+        names = [name for name in attributes if name in self.known]
+        source = attributes if isinstance(attributes, dict) else attributes.get
+        self._visit_items(source, names, [f"{label}.{name}" for name in names], depth)
 
-    def _function(self, function: FunctionType, depth: int) -> None:
+    def _visit_function(self, function: FunctionType, depth: int) -> None:
         code = function.__code__
         defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
         first = code.co_argcount - len(defaults)
-        self._hold(defaults.__getitem__, range(len(defaults)), code.co_varnames[first : code.co_argcount], depth)
-        self._hold(keywords, tuple(keywords), tuple(keywords), depth)
+        self._visit_items(defaults.__getitem__, range(len(defaults)), code.co_varnames[first : code.co_argcount], depth)
+        self._visit_items(keywords, tuple(keywords), tuple(keywords), depth)
         space = function.__globals__
-        own = depth == 0 or _is_own(space.get("__name__", ""))  # what is compiled is, wherever it is from
+        own = depth == 0 or _is_own(space.get("__name__", ""))  # the compiled function itself always is
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-        if not own:  # a wrapper of what is the user's may be of torch's; its caches are its own affair
+        if not own:  # a wrapper from a library may hold a user's function; its caches do not matter
             cells = {name: cell for name, cell in cells.items() if _may_be_used(_contents(cell))}
-        self._hold(_contents, tuple(cells.values()), tuple(cells), depth)
+        self._visit_items(_contents, tuple(cells.values()), tuple(cells), depth)
         if own:
             names = _names_in(code)
             self.names |= names
             known = sorted(name for name in names if name in space)
-            self._hold(space, known, known, depth)
+            self._visit_items(space, known, known, depth)
 
-    def _module(self, module: nn.Module, label: str, depth: int) -> None:
-        """A module: parameters and buffers, plain attributes, hooks, and what is below it."""
+    def _visit_module(self, module: nn.Module, label: str, depth: int) -> None:
+        """Visit a module: parameters and buffers, plain attributes, hooks and submodules."""
         if isinstance(module, torch.jit.ScriptModule):
-            return  # nothing of it is Python's
-        held = vars(module)
-        self.held.note_size(held, label)
-        names = [name for name in held if name not in _OF_TORCH]
-        self._hold(held, names, [f"{label}.{name}" for name in names], depth)
-        self._class_of(module, label, depth)
-        for row in (module._parameters, module._buffers):
-            self.held.note_size(row, label)
-            if row:
-                self.entries.append(tuple(row))
-                self.held.note_row(row, [f"{label}.{name}" for name in row])
+            return  # it has no Python state
+        attributes = vars(module)
+        self.guards.guard_size(attributes, label)
+        names = [name for name in attributes if name not in _OF_EVERY_MODULE]
+        self._visit_items(attributes, names, [f"{label}.{name}" for name in names], depth)
+        self._visit_class(module, label, depth)
+        for tensors in (module._parameters, module._buffers):
+            self.guards.guard_size(tensors, label)
+            if tensors:
+                self.entries.append(tuple(tensors))
+                self.guards.add_module_tensors(tensors, [f"{label}.{name}" for name in tensors])
         for kind in _HOOKS:
-            self._dict(held[kind], f"the hooks of {label}", depth)
+            self._visit_dict(attributes[kind], f"the hooks of {label}", depth)
         for kind in _BACKWARD_HOOKS:
-            self._dict(held[kind], f"the hooks of {label}", depth)
-            if held[kind]:
-                self.held.backward_hooks.append(label)
-        below = module._modules
-        self.held.note_size(below, label)
-        if below:
-            self.entries.append(tuple(below))
-            self.held.note_keys(below, [f"{label}.{name}" for name in below])
-            self._hold(below, tuple(below), [f"{label}.{name}" for name in below], depth - 1)
+            self._visit_dict(attributes[kind], f"the hooks of {label}", depth)
+            if attributes[kind]:
+                self.guards.backward_hooks.append(label)
+        submodules = module._modules
+        self.guards.guard_size(submodules, label)
+        if submodules:
+            self.entries.append(tuple(submodules))
+            self.guards.guard_keys(submodules, [f"{label}.{name}" for name in submodules])
+            self._visit_items(submodules, tuple(submodules), [f"{label}.{name}" for name in submodules], depth - 1)
 
 
 def _attribute(value: Any, name: str) -> Any:
@@ -274,14 +274,14 @@ def _may_be_used(value: Any) -> bool:
 
 
 def _names_in(code: CodeType) -> frozenset[str]:
-    """The globals and attributes that a function uses, those inside it too."""
+    """Return the globals and attributes that a function uses, including those of nested functions."""
     inner = [_names_in(const) for const in code.co_consts if isinstance(const, CodeType)]
     return frozenset(code.co_names).union(*inner)
 
 
 @cache
 def _is_own(module: str) -> bool:
-    """Whether a file is of the user's program: not Python's, not ours, not an installed package's."""
+    """Return whether a module belongs to the user's program: not the standard library, not an installed package."""
     root = module.partition(".")[0]
     if root in ("torch", "shardwright") or root in sys.stdlib_module_names or root == "builtins":
         return False

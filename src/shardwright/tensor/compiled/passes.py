@@ -1,4 +1,4 @@
-"""From a recording to a program: what has no effect is left out, modes are set, calls are spelled as users do."""
+"""Passes over a recorded graph: remove dead code, set the gradient mode, replace operators by cheaper functions."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwright.tensor.compiled.codegen import spelled
+from shardwright.tensor.compiled.codegen import python_function
 
 __all__ = ["clean"]
 
 
 def clean(graph: fx.Graph, grad_mode: bool) -> None:
-    """Tidies a recorded graph in place; `grad_mode` is that of the call."""
+    """Run the passes on a recorded graph, in place; `grad_mode` is that of the caller."""
     for node in reversed(list(graph.nodes)):
-        if not node.users and _may_go(node):
+        if not node.users and _is_removable(node):
             graph.erase_node(node)
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
-            node.target = spelled(node)
+            node.target = python_function(node)
     _set_grad_modes(graph, grad_mode)
     graph.lint()
 
 
-def _may_go(node: fx.Node) -> bool:
-    """Whether a call whose result nobody uses does nothing else."""
+def _is_removable(node: fx.Node) -> bool:
+    """Return whether a call whose result is unused has no side effects."""
     if node.op == "get_attr" or node.target in (getitem, torch._C._set_grad_enabled):
-        return True  # modes are set anew below: what is recorded of them is not complete
+        return True  # recorded mode changes are incomplete; they are set again below
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable and not _draws(target)
+    return isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable and not _is_random(target)
 
 
-def _draws(target: Any) -> bool:
+def _is_random(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _set_grad_modes(graph: fx.Graph, outside: bool) -> None:
-    """Sets the mode of gradients wherever the recorded calls were made under another than the call before."""
+    """Set the gradient mode wherever it differs from that of the previous recorded call."""
     now = outside
     for node in list(graph.nodes):
         wanted = outside if node.op == "output" else node.meta.get("grad_mode", now)

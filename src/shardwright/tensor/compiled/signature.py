@@ -1,4 +1,4 @@
-"""What a captured program depends on: the tensors it is given or can name, and a key of all else."""
+"""The inputs of a call: the tensors among its arguments and in its function, and a key of everything else."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shardwright.tensor.api.tracked_copy import TrackedCopy
 from shardwright.tensor.base import policy
 from shardwright.tensor.base.copied import refuse_stale
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function
-from shardwright.tensor.compiled.guards import Held
-from shardwright.tensor.compiled.guards_collect import Looks
+from shardwright.tensor.compiled.guards import Guards
+from shardwright.tensor.compiled.guards_collect import GuardCache
 
-__all__ = ["Call", "gather"]
+__all__ = ["Call", "describe_call"]
 
 _dtype, _device, _shape, _requires_grad, _is_leaf = (
     getattr(Tensor, name).__get__ for name in ("dtype", "device", "shape", "requires_grad", "is_leaf")
@@ -28,19 +28,19 @@ _stride = Tensor.stride
 
 
 class _Inputs:
-    """The tensors of a call in order, each once, and the key under which its program is found."""
+    """The tensors of a call in order, each once, and the key of its program."""
 
-    __slots__ = ("_looks", "_places", "held", "key", "tensors")
+    __slots__ = ("_cache", "_indices", "guards", "key", "tensors")
 
-    def __init__(self, looks: Looks) -> None:
+    def __init__(self, cache: GuardCache) -> None:
         self.tensors: list[Any] = []
         self.key: list[Any] = []
-        self.held: list[Held] = []
-        self._looks = looks
-        self._places: dict[int, int] = {}
+        self.guards: list[Guards] = []
+        self._cache = cache
+        self._indices: dict[int, int] = {}
 
     def add(self, value: Any, where: int | str) -> None:
-        """An argument: tensors by what is known of them before their values, everything else by value."""
+        """Add an argument: tensors by their metadata, everything else by value."""
         kind = type(value)
         if isinstance(value, Tensor):
             self.add_tensor(value)
@@ -56,7 +56,7 @@ class _Inputs:
             self.key.append(slice)
             self.add((value.start, value.stop, value.step), where)
         elif isinstance(value, nn.Module | FunctionType | partial):
-            self.add_held(self._looks.at(value))
+            self.add_guards(self._cache.get(value))
         elif type(value) not in pytree.SUPPORTED_NODES:
             self._add_static(value, where)
         else:
@@ -66,28 +66,28 @@ class _Inputs:
                 self.add(leaf, where)
 
     def add_tensor(self, tensor: Tensor) -> None:
-        """A tensor: by layout or shape, dtype, strides, and whether a gradient is asked for."""
+        """Add a tensor: by layout or shape, dtype, strides and requires_grad."""
         if type(tensor) is TrackedCopy:
             refuse_stale("sw.compile", tensor)
-        place = self._places.setdefault(id(tensor), len(self.tensors))
-        if place < len(self.tensors):
-            self.key.append(place)
-            return  # the same one again
+        index = self._indices.setdefault(id(tensor), len(self.tensors))
+        if index < len(self.tensors):
+            self.key.append(index)
+            return  # already an input
         self.tensors.append(tensor)
-        which: Any
+        sharding: Any
         if isinstance(tensor, DTensorBase):
             if type(tensor) is not DTensorBase.concrete:
-                tensor.dtype  # noqa: B018  # one whose values are under way waits for them
-            which = (tensor._layout, "copied") if type(tensor) is TrackedCopy else tensor._layout
+                tensor.dtype  # noqa: B018  # an AsyncDTensor waits for its values
+            sharding = (tensor._layout, "copied") if type(tensor) is TrackedCopy else tensor._layout
         else:
-            which = (_shape(tensor), _device(tensor))
-        self.key.append((which, _dtype(tensor), _stride(tensor), _requires_grad(tensor), _is_leaf(tensor)))
+            sharding = (_shape(tensor), _device(tensor))
+        self.key.append((sharding, _dtype(tensor), _stride(tensor), _requires_grad(tensor), _is_leaf(tensor)))
 
-    def add_held(self, held: Held) -> None:
-        """What is held: tensors as those of arguments, everything else by the key that is known."""
-        self.held.append(held)
-        self.key.append(held.key)
-        for tensor in held.tensors():
+    def add_guards(self, guards: Guards) -> None:
+        """Add what a function refers to: its tensors, and the key of everything else."""
+        self.guards.append(guards)
+        self.key.append(guards.key)
+        for tensor in guards.tensors():
             if tensor is None:
                 self.key.append(None)
             else:
@@ -98,14 +98,14 @@ class _Inputs:
             hash(value)
         except TypeError:
             raise CaptureError(
-                f"argument {where!r} is a {type(value).__name__}, which is neither a tensor nor hashable: a "
-                "program is captured once for each value, so values must be comparable"
+                f"argument {where!r} must be a tensor or hashable, got {type(value).__name__}: a program is captured "
+                "once for each value"
             ) from None
-        self.key += (type(value), value.hex() if type(value) is float else value)  # -0.0 is not 0.0
+        self.key += (type(value), value.hex() if type(value) is float else value)  # -0.0 differs from 0.0
 
 
-def surroundings() -> tuple[Any, ...]:
-    """What else decides how a program runs: modes of torch, policies of ours."""
+def global_state() -> tuple[Any, ...]:
+    """Return the global state on which a program depends: modes of torch and policies of this library."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     cast: Any = None
     if torch._C._is_any_autocast_enabled():
@@ -115,33 +115,33 @@ def surroundings() -> tuple[Any, ...]:
 
 
 class Call(NamedTuple):
-    """What a program is given, and how it is found."""
+    """The inputs of a program, and its key."""
 
     tensors: Sequence[Any]  # each once
     key: tuple[Any, ...]
-    held: Sequence[Held]  # by the function, and by those among its arguments
+    guards: Sequence[Guards]  # of the function, and of functions among its arguments
 
 
-def gather(args: Any, kwargs: dict[str, Any], function: Any, looks: Looks) -> Call:
-    """A call of the function: its tensors, held ones included, and the key of its program."""
-    held = looks.at(function)
-    if not kwargs and not held.has_tensors():
-        short = _gather_alone(args, held)
-        if short is not None:
-            return short
-    inputs = _Inputs(looks)
+def describe_call(args: Any, kwargs: dict[str, Any], function: Any, cache: GuardCache) -> Call:
+    """Return the inputs of a call, including the tensors the function refers to, and the key of its program."""
+    guards = cache.get(function)
+    if not kwargs and not guards.has_tensors():
+        fast = _describe_dtensors(args, guards)
+        if fast is not None:
+            return fast
+    inputs = _Inputs(cache)
     with no_torch_function():
-        for place, value in enumerate(args):
-            inputs.add(value, place)
+        for index, value in enumerate(args):
+            inputs.add(value, index)
         for name, value in kwargs.items():
             inputs.key.append(name)
             inputs.add(value, name)
-        inputs.add_held(held)
-    return Call(inputs.tensors, (*inputs.key, *surroundings()), inputs.held)
+        inputs.add_guards(guards)
+    return Call(inputs.tensors, (*inputs.key, *global_state()), inputs.guards)
 
 
-def _gather_alone(args: Any, held: Held) -> Call | None:
-    """The same for DTensors alone, all different, at less cost; None where there is anything else."""
+def _describe_dtensors(args: Any, guards: Guards) -> Call | None:
+    """Describe a call whose arguments are distinct DTensors, at less cost; None if they are not."""
     key: list[Any] = []
     concrete = DTensorBase.concrete
     with no_torch_function():
@@ -151,4 +151,4 @@ def _gather_alone(args: Any, held: Held) -> Call | None:
             key.append((tensor._layout, _dtype(tensor), _stride(tensor), _requires_grad(tensor), _is_leaf(tensor)))
     if len(args) > 1 and len(set(map(id, args))) < len(args):
         return None
-    return Call(args, (*key, held.key, *surroundings()), (held,))
+    return Call(args, (*key, guards.key, *global_state()), (guards,))
