@@ -171,7 +171,7 @@ def _check(module: fx.GraphModule) -> None:
         if isinstance(target, torch._ops.OpOverload):
             if torch.Tag.dynamic_output_shape in target.tags:
                 raise CaptureError(
-                    f"{line}: the size of the result of {target.overloadpacket.__name__} depends on values, but a program "
+                    f"{line}: the size of the result of {target.overloadpacket.__name__} depends on values: a program "
                     "has fixed sizes: move this line out of the compiled function"
                 )
             if target.namespace == "c10d":
