@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright import comm
 from shardwright.errors import TensorError, UnsupportedError
-from shardwright.tensor.random.local import draws_alike
+from shardwright.tensor.random.local import same_draws
 from shardwright.testing import run_ranks
 
 SHAPE = (5, 6)
@@ -164,7 +164,7 @@ def test_a_generator_of_ones_own_is_refused_with_the_reason() -> None:
         lambda: torch.multinomial(x, 1, generator=generator),
         lambda: nn.init.uniform_(x, generator=generator),
     ):
-        with pytest.raises(UnsupportedError, match="'generator' draws from a state that each rank has for itself"):
+        with pytest.raises(UnsupportedError, match="'generator' is not supported, .* local to each rank"):
             call()
 
 
@@ -224,7 +224,7 @@ def test_functions_named_like_an_attribute_of_torch_ops_do_not_draw() -> None:
     def name() -> None: ...
 
     assert not isinstance(torch.ops.aten.name, torch._ops.OpOverloadPacket)  # a str: the namespace's own attribute
-    with draws_alike("name", name, sw.Mesh((1,))):
+    with same_draws("name", name, sw.Mesh((1,))):
         name()
 
 

@@ -239,9 +239,9 @@ def test_looking_at_the_state_does_not_stand_in_for_the_agreement() -> None:
 
 
 def test_what_is_remembered_is_bounded(rng: OffsetBasedRNGTracker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offsets_module, "_REMEMBERED_DRAWS", 100)
-    monkeypatch.setattr(offsets_module, "_REMEMBERED_SEEDS", 10)
-    monkeypatch.setattr(offsets_module, "_REMEMBERED_STATES", 20)
+    monkeypatch.setattr(offsets_module, "_MAX_DRAWS", 100)
+    monkeypatch.setattr(offsets_module, "_MAX_SEEDS", 10)
+    monkeypatch.setattr(offsets_module, "_MAX_STATES", 20)
     assert offsets(rng, 500) == list(range(500))
     assert len(rng._keys) == 100
     for seed in range(50):
@@ -306,10 +306,10 @@ def test_fork_leaves_no_trace(rng: OffsetBasedRNGTracker) -> None:
     "state", [{}, {"seed": 1}, {"seed": 1, "offset": -1}, {"seed": 1.5, "offset": 0}, {"seed": 1, "offset": 0, "x": 1}]
 )
 def test_a_state_that_is_none_is_refused(rng: OffsetBasedRNGTracker, state: dict[str, int]) -> None:
-    with pytest.raises(RandomArgumentError, match="'seed' and 'offset', integers of 0 or more, are needed"):
+    with pytest.raises(RandomArgumentError, match="'seed' and 'offset', integers of at least 0"):
         rng.load_state_dict(state)
 
 
 def test_a_tensor_that_is_no_state_is_refused(rng: OffsetBasedRNGTracker) -> None:
-    with pytest.raises(RandomArgumentError, match=r"state of 16 torch.float32: 16 torch.uint8 are needed"):
+    with pytest.raises(RandomArgumentError, match=r"state must be 16 torch.uint8 from get_state, got 16 torch.float32"):
         rng.set_state(torch.zeros(16))

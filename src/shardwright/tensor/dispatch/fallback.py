@@ -17,7 +17,7 @@ from shardwright.tensor.base.writes import WATCH, count_write
 from shardwright.tensor.dispatch.arguments import flatten_call, map_tensors, tensors_in
 from shardwright.tensor.dispatch.outside import call_outside, is_outside
 from shardwright.tensor.dispatch.write_through import refuse_unwritable
-from shardwright.tensor.random.local import draws_alike
+from shardwright.tensor.random.local import same_draws
 from shardwright.tensor.redistribute.autograd import redistribute_local
 
 __all__ = ["call_replicated"]
@@ -31,7 +31,7 @@ def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     call = flatten_call(func, args, kwargs)
     mesh = call.tensors[0]._layout.mesh
     if is_outside(call.tensors[0]):
-        with draws_alike(name, func, mesh):
+        with same_draws(name, func, mesh):
             return call_outside(func, args, kwargs)
     targets = [Layout(mesh, [REPLICATE] * mesh.ndim, tensor._layout.shape) for tensor in call.tensors]
     policy.check(name, [(tensor._layout, target) for tensor, target in zip(call.tensors, targets, strict=True)])
@@ -46,7 +46,7 @@ def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> 
         versions = [version_of(tensor) for tensor in whole]
         each = iter(whole)
         plain_args, plain_kwargs = map_tensors(args, kwargs, lambda _: next(each))
-        with draws_alike(name, func, mesh):
+        with same_draws(name, func, mesh):
             result = func(*plain_args, **plain_kwargs)
         declared = _declared_writes(name, func, args, kwargs)
         written = []

@@ -1,4 +1,4 @@
-"""Random numbers that do not know how a tensor is sharded: the same for every layout, mesh and device."""
+"""Random numbers that do not depend on sharding: the same for every layout, mesh and device."""
 
 from shardwright.errors import RandomArgumentError
 from shardwright.tensor.random.distributions import (

@@ -1,25 +1,24 @@
-"""Random local tensors: what `out` holds of a global tensor depends on seed, offset and global index alone.
+"""Random local tensors: the value of an element depends on seed, offset and global index alone.
 
-Every function fills `out`, which holds `region` of a global tensor of `shape`, and returns it. Whatever the regions,
-the parts fit together to bitwise the same tensor, on CPU and CUDA alike: integers, uniform and normal numbers, all of
-them (see `elementary`). How a lane (see `philox`) becomes a value; `signed` lanes are uniform over -2^(n-1) to
-2^(n-1) - 1:
+Every function fills `out`, which holds `region` of a global tensor of `shape`, and returns it. For any regions, the
+parts form bitwise the same global tensor, on CPU and CUDA, for every distribution (see `elementary`). The table shows
+how a lane (see `philox`) becomes a value; `signed` lanes are uniform over -2^(n-1) to 2^(n-1) - 1:
 
 | distribution | lanes | value |
 |---|---|---|
 | uniform | 32; 64 for float64 | u = (low 24 bits) / 2^24; (low 53 bits) / 2^53; low + u * (high - low), below high |
 | normal | 32; 64 for float64 | lanes 2k, 2k+1 make r = sqrt(-2 log v), v of lane 2k, and a = lane 2k+1 over 2^(n-1); |
 | | | element 2k is r cos(pi a), element 2k+1 is r sin(pi a) |
-| Bernoulli, keep mask | 32 | signed lane < round(p * 2^32) - 2^31: p is kept to 2^-33 |
-| integers | 64 | low + (unsigned lane * (high - low)) / 2^64: no probability is off by more than 2^-64 |
+| Bernoulli, keep mask | 32 | signed lane < round(p * 2^32) - 2^31: p is exact to 2^-33 |
+| integers | 64 | low + (unsigned lane * (high - low)) / 2^64: no probability is wrong by more than 2^-64 |
 | exponential | 64 | -log(v) / rate |
 | log-normal | 64 | exp(mean + std * normal) |
 | Cauchy | 64 | median + sigma * cot(pi (lane + 1/2) / 2^64) |
 | geometric | 64 | ceil(log(v) / log(1 - p)) |
 
 where v = ((lane without its sign bit) + 1/2) / 2^(n-1) is in (0, 1]. float16, bfloat16 and float32 are computed in
-float32, float64 in float64; the distributions that only take 64-bit lanes always in float64; all rounded at the end.
-A complex tensor is one of reals with a last dimension of 2.
+float32, float64 in float64; the distributions with 64-bit lanes always in float64; all rounded at the end. A complex
+tensor is filled as a real one with a last dimension of 2.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ __all__ = [
     "permutation",
 ]
 
-_WHOLE = 1 << 32  # how many 32-bit lanes there are
+_LANE_VALUES = 1 << 32  # the number of values of a 32-bit lane
 
 
 def fill_uniform(
     out: Tensor, region: Region, shape: Sequence[int], seed: int, offset: int, low: float = 0.0, high: float = 1.0
 ) -> Tensor:
-    """`out`, filled with numbers of [low, high): 24 bits of them, 53 in float64; never `high`, whatever the type.
+    """Fill `out` with uniform numbers in [low, high) of 24 random bits, 53 in float64; never `high`, for any dtype.
 
     >>> fill_uniform(torch.empty(4), Region((2,), (4,)), (8,), seed=0, offset=0)
     tensor([0.1760, 0.1289, 0.5238, 0.9041])
@@ -68,7 +67,7 @@ def fill_uniform(
     compute, lane = _formats(dtype)
     digits = 53 if compute is torch.float64 else 24
     is_unit = (low, high) == (0.0, 1.0)
-    # Rounding could reach `high`, except for [0, 1) in the type that is computed in.
+    # Rounding could reach `high`, except for [0, 1) in the dtype of the computation.
     limit = None if is_unit and compute is dtype else max(low, largest_below(high, dtype))
 
     def values(lanes: Tensor) -> Tensor:
@@ -84,13 +83,13 @@ def fill_uniform(
 def fill_normal(
     out: Tensor, region: Region, shape: Sequence[int], seed: int, offset: int, mean: float = 0.0, std: float = 1.0
 ) -> Tensor:
-    """`out`, filled with normal numbers. In a complex tensor both parts have this mean, and std / sqrt(2), as in torch.
+    """Fill `out` with normal numbers. In a complex tensor both parts have this mean and std / sqrt(2), as in torch.
 
     >>> fill_normal(torch.empty(4), Region((2,), (4,)), (8,), seed=0, offset=0)
     tensor([ 0.4056, -0.5164,  0.4083, -0.6141])
     """
     check_dtype("normal", out.dtype, complex_too=True)
-    check_that(std >= 0, "normal", "std", std, "is not 0 or more")
+    check_that(std >= 0, "normal", "std", std, "at least 0")
     scale = std / math.sqrt(2) if out.is_complex() else std
     out_real, region, shape = _as_reals(out, region, shape)
     compute, lane = _formats(out_real.dtype)
@@ -101,13 +100,13 @@ def fill_normal(
 def fill_log_normal(
     out: Tensor, region: Region, shape: Sequence[int], seed: int, offset: int, mean: float = 1.0, std: float = 2.0
 ) -> Tensor:
-    """`out`, filled with numbers whose logarithms are normal, of this mean and standard deviation.
+    """Fill `out` with log-normal numbers, whose logarithms have this mean and standard deviation.
 
     >>> fill_log_normal(torch.empty(3), Region((0,), (3,)), (3,), seed=0, offset=0, mean=0.0, std=0.1)
     tensor([1.1224, 0.8633, 0.9170])
     """
     check_dtype("log_normal", out.dtype)
-    check_that(std > 0, "log_normal", "std", std, "is not positive")
+    check_that(std > 0, "log_normal", "std", std, "positive")
     return fill(
         out, region, shape, Key(seed, offset), torch.int64, lambda lanes: exp(_normals(lanes, torch.float64, mean, std))
     )
@@ -116,13 +115,13 @@ def fill_log_normal(
 def fill_exponential(
     out: Tensor, region: Region, shape: Sequence[int], seed: int, offset: int, rate: float = 1.0
 ) -> Tensor:
-    """`out`, filled with exponential numbers of this rate: their mean is 1 / rate, and none is 0.
+    """Fill `out` with exponential numbers of this rate: their mean is 1 / rate, and none is 0.
 
     >>> fill_exponential(torch.empty(3), Region((0,), (3,)), (3,), seed=0, offset=0, rate=0.5)
     tensor([3.4919, 0.6795, 0.7516])
     """
     check_dtype("exponential", out.dtype)
-    check_that(rate > 0, "exponential", "rate", rate, "is not positive")
+    check_that(rate > 0, "exponential", "rate", rate, "positive")
 
     def values(lanes: Tensor) -> Tensor:
         return log(_above_zero(lanes, torch.float64)).mul_(-1).clamp_min_(2.0**-54).mul_(1 / rate)
@@ -133,13 +132,13 @@ def fill_exponential(
 def fill_cauchy(
     out: Tensor, region: Region, shape: Sequence[int], seed: int, offset: int, median: float = 0.0, sigma: float = 1.0
 ) -> Tensor:
-    """`out`, filled with Cauchy numbers: half of them lie within `sigma` of the median.
+    """Fill `out` with Cauchy numbers: half of them are within `sigma` of the median.
 
     >>> fill_cauchy(torch.empty(3), Region((0,), (3,)), (3,), seed=0, offset=0)
     tensor([ 3.5569, -2.0571, -1.8656])
     """
     check_dtype("cauchy", out.dtype)
-    check_that(sigma > 0, "cauchy", "sigma", sigma, "is not positive")
+    check_that(sigma > 0, "cauchy", "sigma", sigma, "positive")
 
     def values(lanes: Tensor) -> Tensor:
         cosine, sine = cos_sin_pi(lanes.to(torch.float64).add_(0.5).mul_(2.0**-64))
@@ -149,12 +148,12 @@ def fill_cauchy(
 
 
 def fill_geometric(out: Tensor, region: Region, shape: Sequence[int], seed: int, offset: int, p: float) -> Tensor:
-    """`out`, of any real type, filled with numbers of trials up to a first success that has probability p: 1 or more.
+    """Fill `out`, of any real dtype, with the number of trials (1 or more) until a success of probability p.
 
     >>> fill_geometric(torch.empty(6, dtype=torch.int64), Region((0,), (6,)), (6,), seed=0, offset=0, p=0.3)
     tensor([ 5,  1,  2,  1, 11,  3])
     """
-    check_that(0 < p < 1, "geometric", "p", p, "is not in (0, 1)")
+    check_that(0 < p < 1, "geometric", "p", p, "in (0, 1)")
     is_float = out.dtype.is_floating_point
     if is_float or out.is_complex():
         check_dtype("geometric", out.dtype)
@@ -170,17 +169,17 @@ def fill_geometric(out: Tensor, region: Region, shape: Sequence[int], seed: int,
 def fill_bernoulli(
     out: Tensor, region: Region, shape: Sequence[int], seed: int, offset: int, p: float | Tensor = 0.5
 ) -> Tensor:
-    """`out`, of any real type, 1 with probability p and 0 otherwise; p is one number, or a tensor like `out`.
+    """Fill `out`, of any real dtype, with 1 with probability p, else 0; p is a number or a tensor like `out`.
 
     >>> fill_bernoulli(torch.empty(8), Region((0,), (8,)), (8,), seed=0, offset=0, p=0.5)
     tensor([1., 0., 0., 1., 1., 1., 1., 0.])
     """
     if isinstance(p, float | int):
         return _fill_choice(out, region, shape, Key(seed, offset), p, 1.0)
-    check_that(p.device.type != "cpu" or bool(((p >= 0) & (p <= 1)).all()), "bernoulli", "p", p, "is not in [0, 1]")
+    check_that(p.device.type != "cpu" or bool(((p >= 0) & (p <= 1)).all()), "bernoulli", "p", p, "in [0, 1]")
     lanes = torch.empty(out.shape, dtype=torch.int32, device=out.device)
     fill(lanes, region, shape, Key(seed, offset), torch.int32, lambda lanes: lanes)
-    thresholds = p.detach().to(torch.float64).mul(_WHOLE).round_().sub_(_WHOLE // 2)
+    thresholds = p.detach().to(torch.float64).mul(_LANE_VALUES).round_().sub_(_LANE_VALUES // 2)
     with torch.no_grad():
         return out.copy_(lanes.to(torch.float64) < thresholds)
 
@@ -188,7 +187,7 @@ def fill_bernoulli(
 def fill_scaled_mask(
     out: Tensor, region: Region, shape: Sequence[int], seed: int, offset: int, keep_probability: float
 ) -> Tensor:
-    """`out`, 1 / keep_probability with that probability and 0 otherwise: what dropout multiplies by.
+    """Fill `out` with 1 / keep_probability with that probability, else 0: the factor of dropout.
 
     >>> fill_scaled_mask(torch.empty(8), Region((0,), (8,)), (8,), seed=0, offset=0, keep_probability=0.5)
     tensor([2., 0., 0., 2., 2., 2., 2., 0.])
@@ -206,7 +205,7 @@ def keep_mask(
     keep_probability: float,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """A new tensor of bools, true with this probability: true just where `fill_scaled_mask` is not 0.
+    """Return a new bool tensor, True with this probability: True exactly where `fill_scaled_mask` is not 0.
 
     >>> keep_mask(Region((4,), (4,)), (8,), seed=0, offset=0, keep_probability=0.5)
     tensor([ True,  True,  True, False])
@@ -218,7 +217,7 @@ def keep_mask(
 def fill_integers(
     out: Tensor, region: Region, shape: Sequence[int], seed: int, offset: int, low: int, high: int
 ) -> Tensor:
-    """`out`, of any real type, filled with integers of [low, high), all as likely to within 2^-64.
+    """Fill `out`, of any real dtype, with integers in [low, high), equally likely to within 2^-64.
 
     >>> fill_integers(torch.empty(6, dtype=torch.int64), Region((0,), (6,)), (6,), seed=0, offset=0, low=1, high=7)
     tensor([1, 6, 6, 3, 1, 2])
@@ -233,36 +232,36 @@ def fill_integers(
 
 
 def permutation(n: int, seed: int, offset: int, device: torch.device | str = "cpu") -> Tensor:
-    """A random order of 0 to n - 1, as int64: the order of 64-bit lanes, the same whoever asks.
+    """Return a random permutation of 0 to n - 1 as int64: the order of 64-bit lanes, the same on every rank.
 
     >>> permutation(6, seed=0, offset=0)
     tensor([2, 1, 4, 0, 5, 3])
     """
-    check_that(n >= 0, "permutation", "n", n, "is negative")
+    check_that(n >= 0, "permutation", "n", n, "at least 0")
     lanes = torch.empty(n, dtype=torch.int64, device=device)
     fill(lanes, Region.whole((n,)), (n,), Key(seed, offset), torch.int64, lambda lanes: lanes)
     return torch.argsort(lanes, stable=True)
 
 
 def _fill_choice(out: Tensor, region: Region, shape: Sequence[int], key: Key, p: float, chosen: float) -> Tensor:
-    """`chosen` with probability p, 0 otherwise."""
-    check_that(0 <= p <= 1, "bernoulli", "probability", p, "is not in [0, 1]")
-    threshold = round(p * _WHOLE) - _WHOLE // 2
-    # A threshold beyond either end does not fit the lanes' type: these two are certain.
-    certain = {-_WHOLE // 2: 0.0, _WHOLE // 2: chosen}.get(threshold)
+    """Fill `out` with `chosen` with probability p, else 0."""
+    check_that(0 <= p <= 1, "bernoulli", "probability", p, "in [0, 1]")
+    threshold = round(p * _LANE_VALUES) - _LANE_VALUES // 2
+    # The thresholds of probability 0 and 1 do not fit the dtype of the lanes.
+    certain = {-_LANE_VALUES // 2: 0.0, _LANE_VALUES // 2: chosen}.get(threshold)
     compute = torch.float64 if out.dtype.itemsize > 4 else torch.float32
 
     def values(lanes: Tensor) -> Tensor:
         if certain is not None:
             return torch.full(lanes.shape, certain, device=lanes.device)
-        taken = lanes.lt_(threshold)  # in place, hence 0 and 1 as int32: half of the time of bools
+        taken = lanes.lt_(threshold)  # in place, as int32 0 and 1: takes half the time of bools
         return taken if chosen == 1 else taken.to(compute).mul_(chosen)
 
     return fill(out, region, shape, key, torch.int32, values)
 
 
 def _formats(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """The type to compute in, and the lanes that go with it."""
+    """Return the dtype of the computation, and that of its lanes."""
     return (torch.float64, torch.int64) if dtype is torch.float64 else (torch.float32, torch.int32)
 
 
@@ -273,13 +272,13 @@ def _as_reals(out: Tensor, region: Region, shape: Sequence[int]) -> tuple[Tensor
 
 
 def _above_zero(lanes: Tensor, compute: torch.dtype) -> Tensor:
-    """Numbers of (0, 1], from lanes without their sign bit."""
+    """Return numbers in (0, 1], from lanes without their sign bit."""
     bits = lanes.dtype.itemsize * 8 - 1
     return (lanes & ((1 << bits) - 1)).to(compute).add_(0.5).mul_(2.0**-bits)
 
 
 def _normals(lanes: Tensor, compute: torch.dtype, mean: float, std: float) -> Tensor:
-    """Box and Muller's transform of pairs of lanes."""
+    """Return normal numbers by the Box-Muller transform of pairs of lanes."""
     pairs = lanes.view(len(lanes), -1, 2)
     radius = square_root_(log(_above_zero(pairs[..., 0], compute)).mul_(-2))
     cosine, sine = cos_sin_pi(pairs[..., 1].to(compute).mul_(2.0 ** (1 - 8 * lanes.dtype.itemsize)))

@@ -1,12 +1,11 @@
 """Logarithm, exponential, sine and cosine that give the same bits on every machine, device and alignment.
 
-Vendor libraries round these functions differently from processor to processor, and may do so between the middle and
-the ends of one array, which would make a number depend on the shard it falls into. Here they are Taylor series in
-additions, multiplications, divisions and square roots, which IEEE 754 rounds in one way only. Every step is an
-operator of its own, so that no compiler can fuse two into one rounding. Errors are below ten units in the last place
-(of 1, for sine and cosine).
+Vendor libraries round these functions differently on different processors, and even in the middle and at the ends of
+one array, so that a number would depend on its shard. Here they are Taylor series of additions, multiplications,
+divisions and square roots, whose rounding IEEE 754 defines. Every step is a separate operator, so that no compiler can
+fuse two roundings into one. Errors are below ten units in the last place (of 1, for sine and cosine).
 
-All work on float64, all but `exp` on float32 too, and may overwrite their argument.
+All functions take float64, all but `exp` also float32, and may overwrite their argument.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["cos_sin_pi", "exp", "log", "square_root_"]
 
 
 class _Format(NamedTuple):
-    """How a float type is laid out, and how many terms of each series reach its precision."""
+    """The format of a float dtype, and the number of terms of each series that reach its precision."""
 
     bits: torch.dtype
     mantissa: int
@@ -38,15 +37,15 @@ _FORMATS = {
 _EXP_TERMS = 14
 _LN2 = 0.6931471805599453
 _LN2_HIGH = 0x162E42FEE / 2**33  # 33 bits of ln 2: its product with any exponent is exact
-_LN2_LOW = 1.90821492927058770002e-10  # what remains of ln 2
-# The series of sin(pi x / 4), by multiplications and divisions only: pow is another of those functions.
+_LN2_LOW = 1.90821492927058770002e-10  # the remainder of ln 2
+# The series of sin(pi x / 4), by multiplications and divisions only: pow is not portable either.
 _QUARTER_SINE = [math.pi / 4]
 for _k in range(2, 16, 2):
     _QUARTER_SINE.append(_QUARTER_SINE[-1] * -(math.pi / 4 * (math.pi / 4)) / (_k * (_k + 1)))
 
 
 def log(x: Tensor) -> Tensor:
-    """The natural logarithm of positive normal numbers.
+    """Return the natural logarithm of positive normal numbers.
 
     >>> log(torch.tensor([1.0, 0.5, 10.0]))
     tensor([ 0.0000, -0.6931,  2.3026])
@@ -62,7 +61,7 @@ def log(x: Tensor) -> Tensor:
 
 
 def cos_sin_pi(x: Tensor) -> tuple[Tensor, Tensor]:
-    """cos(pi x) and sin(pi x) for x in [-1, 1].
+    """Return cos(pi x) and sin(pi x) for x in [-1, 1].
 
     >>> cosine, sine = cos_sin_pi(torch.tensor([0.0, 0.25, 0.5, -1.0], dtype=torch.float64))
     >>> cosine.round(decimals=8) + 0.0, sine.round(decimals=8) + 0.0
@@ -81,7 +80,7 @@ def cos_sin_pi(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def square_root_(x: Tensor) -> Tensor:
-    """The square root, in place, rounded as IEEE 754 has it: torch's own, from MKL on CPU, is not.
+    """Take the square root in place, correctly rounded by IEEE 754; torch's own, from MKL on CPU, is not.
 
     >>> square_root_(torch.tensor([4.0, 2.0]))
     tensor([2.0000, 1.4142])
@@ -93,7 +92,7 @@ def square_root_(x: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """The exponential of float64 numbers, infinity and zero where it is beyond them.
+    """Return the exponential of float64 numbers; infinity on overflow, zero on underflow.
 
     >>> exp(torch.tensor([0.0, 1.0, -800.0, 800.0], dtype=torch.float64))
     tensor([1.0000, 2.7183, 0.0000,    inf], dtype=torch.float64)
@@ -102,7 +101,7 @@ def exp(x: Tensor) -> Tensor:
     power = (x * (1 / _LN2)).round_()
     rest = (x - power * _LN2_HIGH).sub_(power * _LN2_LOW)
     series = _polynomial(rest, [1 / math.factorial(k) for k in range(_EXP_TERMS)])
-    # Two factors: 2^power alone may be beyond the type where its product with the series is not.
+    # Two factors: 2^power alone may overflow where its product with the series does not.
     half = power.to(torch.int64) >> 1
     return series.mul_(_power_of_two(half)).mul_(_power_of_two(power.to(torch.int64) - half))
 
@@ -112,7 +111,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
-    """c0 + c1 x + c2 x^2 + ..., by Horner's rule."""
+    """Return c0 + c1 x + c2 x^2 + ..., by Horner's rule."""
     *rest, last = coefficients
     total = x * last
     for coefficient in reversed(rest[1:]):

@@ -1,8 +1,8 @@
-"""Hears when torch's default CPU generator is seeded, saved or restored, by the functions of `torch` that do so.
+"""Notify listeners when torch's default CPU generator is seeded, saved or restored.
 
-Importing this package puts a wrapper around `torch.manual_seed`, `torch.get_rng_state` and `torch.set_rng_state`;
-`fork_rng` and activation checkpointing call them as well. The functions do what they always did, and then tell. What
-is done to `torch.default_generator` itself is not heard.
+Importing this package wraps `torch.manual_seed`, `torch.get_rng_state` and `torch.set_rng_state`, which `fork_rng` and
+activation checkpointing call as well. The wrappers call the original function, then the listeners. Calls of methods of
+`torch.default_generator` itself are not noticed.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ __all__ = ["Listener", "listen"]
 
 
 class Listener(Protocol):
-    """What is told."""
+    """Methods that are called on events of the generator."""
 
     def seeded(self) -> None:
-        """Told after `torch.manual_seed`."""
+        """Called after `torch.manual_seed`."""
 
     def saved(self, state: Tensor) -> None:
-        """Told after `torch.get_rng_state` gave this state."""
+        """Called after `torch.get_rng_state` returned this state."""
 
     def restored(self, state: Tensor) -> None:
-        """Told after `torch.set_rng_state` set this state."""
+        """Called after `torch.set_rng_state` set this state."""
 
 
 _listeners: WeakSet[Any] = WeakSet()
 
 
 def listen(listener: Listener) -> None:
-    """Tell this object from now on, as long as it lives."""
+    """Notify this object from now on, as long as it is alive."""
     _listeners.add(listener)
 
 
-def _wrap(name: str, tell: Callable[[Listener, Any, Any], None]) -> None:
-    """Replace a function of `torch` and `torch.random` by one that tells the listeners; once."""
+def _wrap(name: str, notify: Callable[[Listener, Any, Any], None]) -> None:
+    """Replace a function of `torch` and `torch.random` by one that notifies the listeners. Idempotent."""
     original = getattr(torch.random, name)
     if hasattr(original, "_shardwright_tells"):
         return
 
     @wraps(original)
-    def telling(*args: Any, **kwargs: Any) -> Any:
+    def notifying(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         given = args[0] if args else next(iter(kwargs.values()), None)
         for listener in list(_listeners):
-            tell(listener, given, result)
+            notify(listener, given, result)
         return result
 
-    telling._shardwright_tells = True  # type: ignore[attr-defined]  # a mark of our own
+    notifying._shardwright_tells = True  # type: ignore[attr-defined]  # a mark of our own
     for module in (torch, torch.random):
-        setattr(module, name, telling)
+        setattr(module, name, notifying)
 
 
 _wrap("manual_seed", lambda listener, _, __: listener.seeded())

@@ -1,8 +1,8 @@
-"""Walking the elements of a region in cache-sized pieces, each with the lanes of its elements.
+"""Fill a region in cache-sized pieces, each element from its lane of random bits.
 
-A region of a row-major tensor is a set of runs of one length in the global order. Runs longer than a piece are cut;
-short ones are taken many at a time, as the rows of a matrix. Words come in whole blocks, so a row has some lanes too
-many before and after its elements; `phases` says how many before.
+A region of a row-major tensor is a set of runs of equal length in the global order. Runs longer than a piece are
+split; short ones are processed many at a time, as the rows of a matrix. Words come in whole blocks, so a row may have
+extra lanes before and after its elements; `phases` is the number before.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shardwright.tensor.random.philox import WORDS_PER_BLOCK, Key, Numbers, word
 __all__ = ["fill"]
 
 _BITS = {torch.int32: 32, torch.int64: 64}
-# Elements in a piece: with their lanes they stay in the second-level cache, and a call's overhead is small.
+# Elements per piece: small enough for the L2 cache with their lanes, large enough to amortise the calls.
 _CPU_PIECE, _DEVICE_PIECE = 1 << 17, 1 << 24
 
 
 class Piece(NamedTuple):
     """Elements `start` to `stop` of the local tensor, as rows: each from lane `phases[row]` of block `firsts[row]`.
 
-    Where all rows have the same phase, it is there once.
+    If all rows have the same phase, `phases` has one entry.
     """
 
     start: int
@@ -46,10 +46,10 @@ def fill(
     lane: torch.dtype,
     values: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """`out`, each element of it now `values` of its lane, an int32 or int64.
+    """Fill `out` with `values` of the lane of each element, an int32 or int64, and return it.
 
-    `values` gets a matrix of lanes, which it may overwrite, and gives a matrix of the same size. Columns start at an
-    even lane, and their number is even, so it may work on pairs.
+    `values` takes a matrix of lanes, which it may overwrite, and returns a matrix of the same size. Columns start at an
+    even lane and their number is even, so it may work on pairs.
 
     >>> from shardwright.layout import Region
     >>> whole = fill(torch.empty(2, 5), Region.whole((2, 5)), (2, 5), Key(1, 0), torch.int32, lambda lanes: lanes % 10)
@@ -60,7 +60,7 @@ def fill(
     if tuple(out.shape) != region.size:
         raise RegionError(
             f"a tensor of shape {tuple(out.shape)} cannot hold region {region}, of size {region.size}: "
-            "give a tensor of the region's size"
+            "pass a tensor of the region's size"
         )
     target = out.detach() if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     flat = target.view(-1)
@@ -88,8 +88,8 @@ def _pieces(region: Region, shape: Sequence[int], lane: torch.dtype, size: int) 
 
 
 def _runs(region: Region, shape: Sequence[int]) -> tuple[Numbers, int]:
-    """Where the runs of a region start in the global order, and their length."""
-    if region.size == tuple(shape) and not any(region.offset):  # a short cut: this is the layout of small tensors
+    """Return where the runs of a region start in the global order, and their length."""
+    if region.size == tuple(shape) and not any(region.offset):  # fast path for small tensors
         return [0], region.volume
     starts, length = region.byte_runs(shape, itemsize=1)
     return (starts.tolist() if len(starts) == 1 else starts), length
@@ -105,8 +105,8 @@ def _piece(start: int, runs: Numbers, length: int, per_block: int) -> Piece:
 
 
 def _columns(matrix: Tensor, phases: Numbers, length: int) -> Tensor:
-    """`length` columns of each row, from its phase on."""
+    """Return `length` columns of each row, starting at its phase."""
     if len(phases) == 1:
         return matrix[:, phases[0] : phases[0] + length]
-    wanted = torch.as_tensor(phases, device=matrix.device)[:, None] + torch.arange(length, device=matrix.device)
-    return matrix.gather(1, wanted)
+    columns = torch.as_tensor(phases, device=matrix.device)[:, None] + torch.arange(length, device=matrix.device)
+    return matrix.gather(1, columns)

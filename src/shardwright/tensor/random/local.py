@@ -1,4 +1,4 @@
-"""Random numbers in local tensors: which seed, which offset, which region, so that no layout shows in the values."""
+"""Fill local tensors with random numbers: choose seed, offset and region so that values do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from shardwright.tensor.base.tagging import local_region
 from shardwright.tensor.random.offsets import tracker
 from shardwright.tensor.random.philox import Key
 
-comm.on_forget(tracker.reset)  # another world has another past, which all its ranks share
+comm.on_forget(tracker.reset)  # ranks of a new world start from the same state
 
-__all__ = ["draws_alike", "fill_local", "next_key", "refuse_generator", "refuse_plain_draws", "scratch_seed"]
+__all__ = ["fill_local", "next_key", "refuse_generator", "refuse_plain_draws", "same_draws", "scratch_seed"]
 
 
 def next_key(mesh: Mesh) -> Key:
-    """The seed and offset of the next random operator on this mesh, the same on all of its ranks.
+    """Return the seed and offset of the next random operator on this mesh, the same on all of its ranks.
 
-    Ranks communicate only at the first operator on the mesh after `torch.manual_seed` gave them a new seed: the seed of
-    the mesh's first rank then counts. After `shardwright.manual_seed` they never do.
+    Ranks communicate only at the first operator on the mesh after `torch.manual_seed` set a new seed: that of the
+    mesh's first rank is then used. After `shardwright.manual_seed` they never do.
     """
-    refuse_capture("this operator draws its numbers in a manner that a captured program cannot repeat")
+    refuse_capture("this operator draws random numbers in a way that a captured program cannot repeat")
     return tracker.next_offset(agree_seed=partial(_agree, mesh), among=mesh)
 
 
@@ -38,16 +38,16 @@ def _agree(mesh: Mesh, seed: int) -> int:
     if mesh.size == 1 or comm.rank() not in mesh:
         return seed
     group = comm.subgroup(sorted(mesh.ranks))
-    said = comm.gather_bytes(str(seed).encode(), group=group, what="agreeing on the seed of torch.manual_seed")
-    return int(said[group.ranks.index(mesh.ranks[0])])
+    seeds = comm.gather_bytes(str(seed).encode(), group=group, what="agreeing on the seed of torch.manual_seed")
+    return int(seeds[group.ranks.index(mesh.ranks[0])])
 
 
 def fill_local(
     out: Tensor, layout: Layout, fill: Callable[..., Tensor], *, features: bool = False, **how: Any
 ) -> Tensor:
-    """`out`, this rank's part of `layout`, filled with random numbers in place, as autograd sees it.
+    """Fill `out`, this rank's part of `layout`, with random numbers, in place and visibly to autograd.
 
-    With `features`, the numbers are those of a tensor whose dimensions from the third on are 1.
+    With `features=True`, use the numbers of a tensor whose dimensions from the third on have size 1.
     """
     if out.is_meta:
         return out
@@ -66,19 +66,19 @@ def fill_local(
 
 @contextmanager
 def scratch_seed(mesh: Mesh) -> Iterator[None]:
-    """torch's own generators, seeded alike on every rank of the mesh while it lasts, and put back afterwards."""
+    """Seed torch's generators with the same seed on every rank of the mesh, and restore them afterwards."""
     key = next_key(mesh)
     with torch.random.fork_rng():
-        # Far from any other operator's numbers: a step of an odd constant for each offset, modulo 2^63.
+        # Seeds of different offsets are far apart: multiples of an odd constant modulo 2^63.
         torch.manual_seed((key.seed + (key.offset + 1) * 0x9E3779B97F4A7C15) % 2**63)
         yield
 
 
 @contextmanager
-def draws_alike(name: str, func: Any, mesh: Mesh) -> Iterator[None]:
+def same_draws(name: str, func: Any, mesh: Mesh) -> Iterator[None]:
     """Make every rank of the mesh draw the same numbers in a call on replicated tensors, or raise if they might differ.
 
-    An operator that torch tags as `nondeterministic_seeded` draws from a generator that is seeded alike on every rank.
+    An operator that torch tags as `nondeterministic_seeded` draws from a generator with the same seed on every rank.
     One that draws without that tag, such as a custom operator, raises `UnsupportedError`.
     """
     if _is_seeded(func):
@@ -112,18 +112,18 @@ def _generator_states() -> list[Tensor]:
 
 
 def refuse_generator(name: str, generator: torch.Generator | None) -> None:
-    """Refuses a generator: it has a state of its own on every rank, and draws without knowing which part it fills."""
+    """Raise if a generator is given: its state differs between ranks and does not account for shards."""
     if generator is not None:
         raise UnsupportedError(
-            f"{name}: argument 'generator' draws from a state that each rank has for itself, so the parts of one "
-            "tensor would not fit together: leave it out, and seed with sw.manual_seed"
+            f"{name}: argument 'generator' is not supported, because its state is local to each rank: omit it, and use "
+            "sw.manual_seed"
         )
 
 
 def refuse_plain_draws(name: str) -> None:
-    """Refuses torch's random factories with a DTensor as `out`: they would draw each rank's own numbers."""
+    """Raise for torch's random factories with a DTensor as `out`: each rank would draw its own numbers."""
     if name in ("normal", "rand", "randint", "randn", "randperm"):
         raise UnsupportedError(
-            f"torch.{name} with a DTensor as 'out' draws each rank's own numbers: fill the tensor in place "
-            f"(x.uniform_(), x.normal_(), x.random_(low, high)), or make it with sw.{name}"
+            f"torch.{name} with a DTensor as 'out' would draw different numbers on each rank: fill the tensor in place "
+            f"(x.uniform_(), x.normal_(), x.random_(low, high)), or create it with sw.{name}"
         )

@@ -1,4 +1,4 @@
-"""Which seed and which offset a random operator takes: the same on every rank, and again the same in a recompute."""
+"""Choose seed and offset of each random operator: the same on every rank, and the same again in a recompute."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from shardwright.tensor.random.philox import Key
 
 __all__ = ["OffsetBasedRNGTracker", "manual_seed", "tracker"]
 
-_REMEMBERED_DRAWS = 32_768
-_REMEMBERED_STATES = 32_768
-_REMEMBERED_SEEDS = 256
+_MAX_DRAWS = 32_768
+_MAX_STATES = 32_768
+_MAX_SEEDS = 256
 _STATE = struct.Struct("<QQ")
 
 
 @dataclass(slots=True)
 class _Stream:
-    """The numbers of one seed of torch's: the seed to use for it, and the next offset that no operator has had."""
+    """The stream of one torch seed: the seed to use for it, and the next unused offset."""
 
     seed: int
     next_offset: int
-    first_draw: int | None  # what torch draws first after this seed, where that means a new start
-    agreed: set[Hashable] | None  # among whom the seed was agreed on; None: it was given to all, nobody need ask
+    first_draw: int | None  # the first draw of torch after this seed, if drawing it means a restart
+    agreed: set[Hashable] | None  # the meshes that agreed on the seed; None: it is the same on all ranks
 
 
 @final
 class OffsetBasedRNGTracker:
-    """Gives each random operator its (seed, offset), in step with torch's default CPU generator.
+    """Assigns (seed, offset) to each random operator, in step with torch's default CPU generator.
 
     Every operator takes the next offset of the seed, whatever plain numbers are drawn in between: ranks that draw
     different amounts of them agree on every offset. The offset follows what the program does to torch's generator:
 
-    - *seeded* by `torch.manual_seed`: the offset is 0 again. Ranks may have given torch different seeds
+    - *seeded* by `torch.manual_seed`: the offset starts at 0. Ranks may have given torch different seeds
       (`torch.manual_seed(seed + rank)`), so `agree_seed` maps the seed to the one they share.
-    - *restored* by `torch.set_rng_state` to a state that `torch.get_rng_state` gave: the offset is what it was when the
-      state was taken. So a recompute of activation checkpointing gets the offsets of the first pass, and what comes
-      after `fork_rng` goes on where it was. The last 32,768 states are known.
-    - done to the generator itself (`torch.default_generator.set_state`): nobody tells. So each operator also draws one
-      63-bit number from the generator: a number that was drawn before means that it was rewound, and the operator gets
-      what the operator of that draw had. Here ranks must have drawn the same amounts of plain numbers. The last 32,768
-      draws are known, until the generator is seeded or restored as above.
+    - *restored* by `torch.set_rng_state` to a state returned by `torch.get_rng_state`: the offset is the one at which
+      the state was taken. So a recompute of activation checkpointing gets the offsets of the first pass, and operators
+      after `fork_rng` continue where they were. The last 32,768 states are kept.
+    - changed directly (`torch.default_generator.set_state`): this cannot be observed. So each operator also draws one
+      63-bit number from the generator: a number that was drawn before means that the generator was rewound, and the
+      operator gets the key of that draw. Here ranks must have drawn the same amounts of plain numbers. The last 32,768
+      draws are kept, until the generator is seeded or restored as above.
 
     >>> rng = OffsetBasedRNGTracker()
     >>> rng.manual_seed(7)
@@ -67,7 +67,7 @@ class OffsetBasedRNGTracker:
 
     def __init__(self) -> None:
         self._cell = torch.empty((), dtype=torch.int64, device="cpu")
-        self._streams: OrderedDict[int, _Stream] = OrderedDict()  # by torch's seed, the last used at the end
+        self._streams: OrderedDict[int, _Stream] = OrderedDict()  # by torch's seed, most recently used last
         self._keys: OrderedDict[int, Key] = OrderedDict()  # by draw, the oldest first
         self._saved: OrderedDict[int, tuple[int, int]] = OrderedDict()  # by state: torch's seed and the next offset
         events.listen(self)
@@ -84,12 +84,11 @@ class OffsetBasedRNGTracker:
         self._start_at(_Stream(torch_seed, 0, self._first_draw(torch_seed), agreed=None))
 
     def next_offset(self, agree_seed: Callable[[int], int] | None = None, among: Hashable = None) -> Key:
-        """The seed and the offset of the next random operator.
+        """Return the seed and offset of the next random operator.
 
-        `agree_seed` gets this rank's seed and gives the one that all ranks of the operator shall use: it may
-        communicate. It is called once for each torch seed and each `among` (the mesh of those ranks), so that all of
-        them call it alike whatever else each has done, and never after `manual_seed`. Without it, each rank's own
-        seed counts.
+        `agree_seed` takes this rank's seed and returns the one that all ranks of the operator use; it may communicate.
+        It is called once for each torch seed and each `among` (the mesh of those ranks), so that all of them call it
+        the same number of times, and never after `manual_seed`. Without it, each rank uses its own seed.
 
         >>> rng = OffsetBasedRNGTracker()
         >>> _ = torch.manual_seed(1000)
@@ -106,12 +105,12 @@ class OffsetBasedRNGTracker:
         key = Key(stream.seed, stream.next_offset)
         stream.next_offset += 1
         self._keys[draw] = key
-        if len(self._keys) > _REMEMBERED_DRAWS:
+        if len(self._keys) > _MAX_DRAWS:
             self._keys.popitem(last=False)
         return key
 
     def seeded(self) -> None:
-        """Start at offset 0: torch has been given a seed, one of before or a new one.
+        """Start at offset 0: torch was seeded, with a known seed or a new one.
 
         >>> rng = OffsetBasedRNGTracker()
         >>> for _ in range(2):
@@ -127,18 +126,18 @@ class OffsetBasedRNGTracker:
             stream.next_offset = 0
 
     def saved(self, state: Tensor) -> None:
-        """Remember the offset at which this state of torch's generator was taken.
+        """Record the offset at which this state of torch's generator was taken.
 
         >>> rng = OffsetBasedRNGTracker()
         >>> rng.saved(torch.get_rng_state())
         """
         stream = self._streams.get(torch.initial_seed())
         self._saved[_digest(state)] = torch.initial_seed(), 0 if stream is None else stream.next_offset
-        if len(self._saved) > _REMEMBERED_STATES:
+        if len(self._saved) > _MAX_STATES:
             self._saved.popitem(last=False)
 
     def restored(self, state: Tensor) -> None:
-        """Go on at the offset at which this state of torch's generator was taken, where it is known.
+        """Continue at the offset at which this state of torch's generator was taken, if it is known.
 
         >>> rng = OffsetBasedRNGTracker()
         >>> rng.manual_seed(7)
@@ -158,7 +157,7 @@ class OffsetBasedRNGTracker:
             stream.next_offset = known[1]
 
     def get_state(self) -> Tensor:
-        """Seed and next offset in 16 bytes: what `set_state` takes.
+        """Return seed and next offset in 16 bytes, for `set_state`.
 
         >>> rng = OffsetBasedRNGTracker()
         >>> rng.manual_seed(7)
@@ -171,21 +170,21 @@ class OffsetBasedRNGTracker:
         return torch.frombuffer(bytearray(_STATE.pack(seed % 2**64, offset)), dtype=torch.uint8)
 
     def set_state(self, state: Tensor) -> None:
-        """Go on from a state of `get_state`, whatever torch's own generator does.
+        """Continue from a state of `get_state`, independently of torch's own generator.
 
         >>> OffsetBasedRNGTracker().set_state(torch.zeros(3, dtype=torch.uint8))
         Traceback (most recent call last):
-        shardwright.errors.RandomArgumentError: state of 3 torch.uint8: 16 torch.uint8 are needed, ...
+        shardwright.errors.RandomArgumentError: state must be 16 torch.uint8 from get_state, got 3 ...
         """
         if state.dtype is not torch.uint8 or state.numel() != _STATE.size:
             raise RandomArgumentError(
-                f"state of {state.numel()} {state.dtype}: {_STATE.size} torch.uint8 are needed, as get_state gives them"
+                f"state must be {_STATE.size} torch.uint8 from get_state, got {state.numel()} {state.dtype}"
             )
         seed, offset = _STATE.unpack(bytes(state.tolist()))
         self.load_state_dict({"seed": seed, "offset": offset})
 
     def state_dict(self) -> dict[str, int]:
-        """Seed and next offset as plain values, for a checkpoint.
+        """Return seed and next offset as plain values, for a checkpoint.
 
         >>> rng = OffsetBasedRNGTracker()
         >>> rng.manual_seed(7)
@@ -196,7 +195,7 @@ class OffsetBasedRNGTracker:
         return {"seed": seed, "offset": offset}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a `state_dict`; restore torch's own generator before or after it, or not at all.
+        """Continue from a `state_dict`; torch's own generator may be restored before or after it, or not at all.
 
         >>> rng = OffsetBasedRNGTracker()
         >>> rng.load_state_dict({"seed": 7, "offset": 3})
@@ -205,16 +204,16 @@ class OffsetBasedRNGTracker:
         """
         if state.keys() != {"seed", "offset"} or not all(type(value) is int and value >= 0 for value in state.values()):
             raise RandomArgumentError(
-                f"state {state!r}: 'seed' and 'offset', integers of 0 or more, are needed, as state_dict gives them"
+                f"state must have 'seed' and 'offset', integers of at least 0, as from state_dict, got {state!r}"
             )
-        # Where torch has drawn nothing since its seed, its first draw is what comes next, and no sign of a new start.
+        # If torch has drawn nothing since it was seeded, its first draw comes next and does not mean a restart.
         torch_seed = torch.initial_seed()
         is_fresh = torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(torch_seed).get_state())
         first_draw = None if is_fresh else self._first_draw(torch_seed)
         self._start_at(_Stream(state["seed"], state["offset"], first_draw, agreed=None))
 
     def reset(self) -> None:
-        """Forget every seed and draw: this process has become a rank of another world.
+        """Forget every seed and draw: this process is now a rank of another world.
 
         >>> rng = OffsetBasedRNGTracker()
         >>> rng.manual_seed(7)
@@ -229,7 +228,7 @@ class OffsetBasedRNGTracker:
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """What is seeded and drawn inside leaves no trace outside, in torch's CPU generator neither.
+        """Restore this tracker and torch's CPU generator afterwards, whatever is seeded and drawn inside.
 
         >>> rng = OffsetBasedRNGTracker()
         >>> rng.manual_seed(7)
@@ -248,7 +247,7 @@ class OffsetBasedRNGTracker:
                 self._streams, self._keys, self._saved = streams, keys, saved
 
     def _start_at(self, stream: _Stream) -> None:
-        """Forget all draws and go on from here, under torch's present seed and under the seed itself."""
+        """Forget all draws and continue from this stream, for torch's present seed and for the seed itself."""
         self._keys.clear()
         self._saved.clear()
         self._streams = OrderedDict({stream.seed: stream, torch.initial_seed(): stream})
@@ -262,14 +261,14 @@ class OffsetBasedRNGTracker:
         stream = self._streams.get(torch_seed)
         if stream is None:
             stream = self._streams[torch_seed] = _Stream(torch_seed, 0, self._first_draw(torch_seed), agreed=set())
-            if len(self._streams) > _REMEMBERED_SEEDS:
+            if len(self._streams) > _MAX_SEEDS:
                 self._streams.popitem(last=False)
         if agree_seed is not None and stream.agreed is not None and among not in stream.agreed:
             seed = agree_seed(stream.seed)
             if stream.agreed and seed != stream.seed:
                 raise RandomArgumentError(
-                    f"ranks of {among} draw under different seeds, {stream.seed} here and {seed} on the first of them: "
-                    "call shardwright.manual_seed with one seed on all ranks"
+                    f"ranks of {among} have different seeds, {stream.seed} here and {seed} on the first of them: call "
+                    "shardwright.manual_seed with the same seed on all ranks"
                 )
             stream.seed = seed
             stream.agreed.add(among)
@@ -284,7 +283,7 @@ class OffsetBasedRNGTracker:
 
 
 def _digest(state: Tensor) -> int:
-    # Compilers save and restore the generator while their modes are on, which take no real tensors.
+    # Compilers save and restore the generator under dispatch modes that do not accept real tensors.
     with torch._C._DisableTorchDispatch():
         return hash(state.numpy().tobytes())
 
@@ -294,7 +293,7 @@ tracker = OffsetBasedRNGTracker()
 
 
 def manual_seed(seed: int) -> None:
-    """Seed random DTensors and torch: from here on, equal programs give equal numbers on every layout and mesh.
+    """Seed random DTensors and torch: from then on, equal programs give equal numbers on every layout and mesh.
 
     >>> manual_seed(7)
     >>> tracker.next_offset()

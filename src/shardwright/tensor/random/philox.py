@@ -1,4 +1,4 @@
-"""The words every random number is made of: Philox4x64-10, a pure function of key and counter.
+"""The random words from which every number is computed: Philox4x64-10, a pure function of key and counter.
 
 The specification (a later version must give the same numbers; `tests/tensor/random` holds golden values):
 
@@ -9,11 +9,10 @@ The specification (a later version must give the same numbers; `tests/tensor/ran
 - Element i (row-major, in the global tensor) has lane i. A complex element i has lanes 2i (real) and 2i + 1
   (imaginary). `distributions` says how lanes become values, and which distributions take lanes of which width.
 
-Nothing else enters, so the number of an element knows neither layout nor mesh nor device.
+Nothing else enters, so the number of an element depends on neither layout nor mesh nor device.
 
-Words come from numpy's generator where they are consecutive (about 4 ns each), otherwise from the same function
-written in torch operators; `words` takes whichever is estimated to be faster. On CUDA it is one kernel, on other
-devices the operators.
+Words come from numpy's generator if they are consecutive (about 4 ns each), or from the same function written in torch
+operators; `words` uses whichever is estimated to be faster. On CUDA it is one kernel, on other devices the operators.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ _KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 _ROUNDS = 10
 _LOW_HALF = 0xFFFFFFFF
 
-# Nanoseconds, measured: what a block costs from numpy and in torch operators, and what one call of each costs.
+# Measured cost in nanoseconds, per block and per call, of numpy and of torch operators.
 _NUMPY_BLOCK, _NUMPY_CALL = 15, 3_500
 _TORCH_BLOCK, _TORCH_CALL = 130, 700_000
 _COPY_BLOCK = 8
 
 
 class Key(NamedTuple):
-    """What tells the numbers of one operator from those of all others.
+    """The key of one random operator, different from that of every other.
 
     >>> Key(seed=7, offset=3).halves  # as two words of 64 bits
     (7, 3)
@@ -62,7 +61,7 @@ class Key(NamedTuple):
 
 
 def words(key: Key, firsts: Numbers, count: int, device: torch.device) -> Tensor:
-    """Row r holds the words of blocks `firsts[r]` to `firsts[r] + count - 1`, as int64; `firsts` ascend.
+    """Return the words of blocks `firsts[r]` to `firsts[r] + count - 1` in row r, as int64; `firsts` ascend.
 
     >>> row, = words(Key(0, 0), [0], 1, torch.device("cpu"))
     >>> [hex(word % 2**64) for word in row.tolist()]  # as Random123, for a key and a counter of zeros
@@ -84,22 +83,22 @@ def words(key: Key, firsts: Numbers, count: int, device: torch.device) -> Tensor
     if by_torch < min(by_row, by_span):
         return _torch_words(key, torch.from_numpy(firsts), count)
     elif by_row < by_span:
-        together = np.concatenate([_numpy_words(key, first, count) for first in firsts.tolist()])
+        collected = np.concatenate([_numpy_words(key, first, count) for first in firsts.tolist()])
     else:
         inside = WORDS_PER_BLOCK * (firsts - firsts[0])[:, None] + np.arange(WORDS_PER_BLOCK * count)
-        together = _numpy_words(key, int(firsts[0]), span)[inside]
-    return torch.from_numpy(together.view(np.int64).reshape(rows, WORDS_PER_BLOCK * count))
+        collected = _numpy_words(key, int(firsts[0]), span)[inside]
+    return torch.from_numpy(collected.view(np.int64).reshape(rows, WORDS_PER_BLOCK * count))
 
 
 def multiply_high(words: Tensor, factor: int) -> Tensor:
-    """The high 64 bits of the 128-bit products of words and factor, all unsigned.
+    """Return the high 64 bits of the 128-bit products of words and factor, all unsigned.
 
     >>> multiply_high(torch.tensor([-1, 2**62]), 12)  # (2^64 - 1) * 12 and 2^62 * 12, over 2^64
     tensor([11,  3])
     """
     factor_low, factor_high = factor & _LOW_HALF, factor >> 32
     low, high = words & _LOW_HALF, _upper_half(words)
-    if factor <= 2**31:  # no sum below reaches the sign bit: the same in half of the steps
+    if factor <= 2**31:  # no sum reaches the sign bit: half the steps suffice
         return high.mul_(factor).add_(low.mul_(factor).bitwise_right_shift_(32)).bitwise_right_shift_(32)
     middle = (high * factor_low).add_(_upper_half(low * factor_low))
     carried = low.mul_(factor_high).add_(middle & _LOW_HALF)
@@ -107,7 +106,7 @@ def multiply_high(words: Tensor, factor: int) -> Tensor:
 
 
 class _Generator(threading.local):
-    """One numpy generator per thread: setting its state takes a third of the time of making one."""
+    """One numpy generator per thread: setting its state takes a third of the time of creating one."""
 
     def __init__(self) -> None:
         self.philox = np.random.Philox(key=0)
@@ -117,7 +116,7 @@ _generator = _Generator()
 
 
 def _numpy_words(key: Key, first: int, count: int) -> npt.NDArray[np.uint64]:
-    # numpy steps the counter before it makes a block: start one before, below zero where `first` is 0.
+    # numpy increments the counter before each block: start one before, wrapping around if `first` is 0.
     before = first - 1
     _generator.philox.state = {
         "bit_generator": "Philox",
@@ -153,5 +152,5 @@ def _upper_half(words: Tensor) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The word modulo 2^64 as torch's int64 sees its bits."""
+    """Return the bits of the word modulo 2^64 as a signed int64."""
     return (word + 2**63) % 2**64 - 2**63
