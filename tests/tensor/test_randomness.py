@@ -164,7 +164,7 @@ def test_a_generator_of_ones_own_is_refused_with_the_reason() -> None:
         lambda: torch.multinomial(x, 1, generator=generator),
         lambda: nn.init.uniform_(x, generator=generator),
     ):
-        with pytest.raises(UnsupportedError, match="'generator' is not supported, .* local to each rank"):
+        with pytest.raises(UnsupportedError, match=r"'generator' is not supported, .* local to each rank"):
             call()
 
 
