@@ -101,7 +101,7 @@ def _refuse_edge(target: Any) -> None:
 
 
 def _roots(tensors: Any, seeds: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    refuse_capture("the program takes gradients itself: return what is to be differentiated, and do so outside")
+    refuse_capture("the program computes gradients itself: return the value to differentiate, and do so outside")
     roots = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
     given: Sequence[Any] = (seeds,) if seeds is None or isinstance(seeds, Tensor) else tuple(seeds)
     if len(given) == 1 and given[0] is None:
