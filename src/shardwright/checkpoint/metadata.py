@@ -348,6 +348,7 @@ class WriteItem:
 
     index: MetadataIndex
     type: WriteItemType
+    bytes_io_data: None = None  # PyTorch's, for values that are not tensors
     tensor_data: TensorWriteData | None = None
 
     def tensor_storage_size(self) -> int | None:
@@ -399,7 +400,7 @@ def write_items(tensor: DTensor, fqn: str) -> list[WriteItem]:
         WriteItem(
             MetadataIndex(fqn, chunk.offsets),
             WriteItemType.SHARD,
-            TensorWriteData(chunk, TensorProperties.create_from_tensor(local), torch.Size(tensor.shape)),
+            tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(local), torch.Size(tensor.shape)),
         )
         for chunk in chunk_list(tensor)
     ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,12 +36,25 @@ _lines: dict[tuple[Mesh, int], Group] = {}
 
 
 def init_device_mesh(
-    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+    backend_override: Mapping[int | str, Any] | None = None,
 ) -> DeviceMesh:
-    """A DeviceMesh of this shape, as PyTorch's function of the name makes it.
+    """Return a DeviceMesh of this shape, made by PyTorch's function of the same name.
 
-    Where there is neither a process group nor a launcher's variables, a world of one is started first, so that the
-    same script runs under `torchrun` and as a plain process.
+    It may change two things of the process:
+
+    - *It may start the default process group.* If there is none, PyTorch starts it from the variables of a launcher
+      such as `torchrun` (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, …). If `RANK` is not set, a group of this one process is
+      started instead (nccl for "cuda", else gloo), so that the same script runs under `torchrun` and as a plain
+      process. Call `torch.distributed.init_process_group` before it to choose the backend or the timeout.
+    - *For "cuda", it may choose the current device.* If the launcher sets `LOCAL_RANK`, PyTorch selects that device,
+      unless CUDA is initialized already. Otherwise the device is the rank modulo the number of devices, even if another
+      one was current.
+
+    `backend_override` is PyTorch's: backends or their options, by mesh dimension.
 
     >>> init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)).size()
     1
@@ -51,7 +65,8 @@ def init_device_mesh(
     if device_type == "cuda" and "LOCAL_RANK" not in os.environ:
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())  # a launcher would have said which
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-    mesh = _init_device_mesh(device_type, tuple(mesh_shape), mesh_dim_names=names)
+    override: dict[str, Any] = {} if backend_override is None else {"backend_override": dict(backend_override)}
+    mesh = _init_device_mesh(device_type, tuple(mesh_shape), mesh_dim_names=names, **override)
     bind(mesh)
     return mesh
 

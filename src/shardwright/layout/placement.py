@@ -68,6 +68,8 @@ class Placement(ABC):
         }
         if kind not in kinds:
             raise PlacementError(f"placement kind {kind!r} is unknown: it is one of {', '.join(kinds)}")
+        if kind == "partial" and "op" in fields:
+            fields["reduce_op"] = fields.pop("op")  # the name of the argument
         return kinds[kind](**fields)
 
 
@@ -134,7 +136,7 @@ class Replicate(Placement):
 class Partial(Placement):
     """Every rank holds one addend of the value, which is their reduction by `op`.
 
-    `reduce_op` is PyTorch's name for `op`, as a keyword and as an attribute.
+    `reduce_op` is PyTorch's name for it, as an argument and as an attribute.
 
     >>> Partial(), str(Partial("max")), Partial(reduce_op="avg")
     (Partial('sum'), 'P(max)', Partial('avg'))
@@ -143,11 +145,10 @@ class Partial(Placement):
     op: str = "sum"
     reductions: ClassVar[tuple[str, ...]] = REDUCTIONS
 
-    def __init__(self, op: str = "sum", *, reduce_op: str | None = None) -> None:
-        chosen = op if reduce_op is None else reduce_op
-        if chosen not in REDUCTIONS:
-            raise PlacementError(f"Partial op {chosen!r} is unknown: it is one of {', '.join(REDUCTIONS)}")
-        object.__setattr__(self, "op", chosen)
+    def __init__(self, reduce_op: str = "sum") -> None:
+        if reduce_op not in REDUCTIONS:
+            raise PlacementError(f"Partial op {reduce_op!r} is unknown: it is one of {', '.join(REDUCTIONS)}")
+        object.__setattr__(self, "op", reduce_op)
 
     @property
     def reduce_op(self) -> str:

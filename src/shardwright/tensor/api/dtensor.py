@@ -104,7 +104,8 @@ class DTensor(DTensorBase):
         with PyTorch: strides follow from the local tensor. `grad_placements` are the placements of the gradient that
         reaches `local_tensor`: `[Partial()]` for a replicated tensor gives each rank a partial gradient.
 
-        A rank outside the mesh gets an empty local tensor, whatever it passes.
+        Without a mesh, it is that of the enclosing `with mesh:`, or all ranks in one dimension. Without `placements`,
+        the tensor is replicated. A rank outside the mesh gets an empty local tensor, whatever it passes.
 
         >>> import torch, shardwright as sw
         >>> mesh = sw.init_device_mesh("cpu", (1,))

@@ -86,7 +86,7 @@ def for_gradient(layout: Layout, grad_placements: Sequence[object]) -> Layout:
             gradient = Shard(gradient.dim + layout.ndim)
         if placement.is_replicate() and gradient.is_partial("sum"):
             placements.append(ENTERED)
-        elif gradient == placement or (placement.is_partial() and gradient.is_replicate()):
+        elif gradient.is_replicate() if placement.is_partial() else gradient == placement:
             placements.append(placement)
         else:
             raise TensorError(
