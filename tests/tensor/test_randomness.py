@@ -19,7 +19,7 @@ SHAPE = (5, 6)
 
 
 def draws() -> dict[str, Callable[[Any, Any], Any]]:
-    """Each way to draw, as a function of mesh and placements."""
+    """Return every random function as a function of mesh and placements."""
     blank: Callable[..., Any] = lambda m, p, *s, **o: sw.zeros(*(s or SHAPE), mesh=m, placements=p, **o)  # noqa: E731  # one of a table
     chances = torch.linspace(0, 1, 30).reshape(SHAPE)
     made: dict[str, Callable[[Any, Any], Any]] = {
@@ -84,17 +84,17 @@ def draws() -> dict[str, Callable[[Any, Any], Any]]:
 
 
 def _sparse(tensor: Any) -> Any:
-    with sw.implicit_replication():  # it draws plain indices: alike on every rank, after sw.manual_seed
+    with sw.implicit_replication():  # it draws plain indices, the same on every rank after sw.manual_seed
         return nn.init.sparse_(tensor, 0.4)
 
 
 def values(mesh_shapes: list[tuple[int, ...]], names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """What each way draws, on all the meshes and in all their layouts: it must be one thing."""
+    """Return what each function draws, checking that it is the same on all meshes and layouts."""
     known: dict[str, Tensor] = {}
     for shape in mesh_shapes:
         mesh = sw.init_device_mesh("cpu", shape)
         layouts = [
-            [place, *[sw.Replicate()] * (len(shape) - 1)] for place in (sw.Replicate(), sw.Shard(0), sw.Shard(1))
+            [first, *[sw.Replicate()] * (len(shape) - 1)] for first in (sw.Replicate(), sw.Shard(0), sw.Shard(1))
         ]
         layouts += [[sw.Shard(1), sw.Shard(0)], [sw.Shard(0), sw.Shard(0)]] if len(shape) == 2 else []
         for name, draw in draws().items():
@@ -118,7 +118,7 @@ MOST_USED = [
 ]
 
 
-def test_any_number_of_ranks_and_any_layout_give_bitwise_the_same() -> None:
+def test_values_are_bitwise_the_same_for_any_number_of_ranks_and_layout() -> None:
     alone = values([(1,)])
     for ranks, shapes, names in ((2, [(2,)], None), (4, [(4,), (2, 2)], None), (8, [(8,)], MOST_USED)):
         for found in run_ranks(ranks, lambda s=shapes, n=names: values(s, n), timeout=120):
@@ -127,7 +127,7 @@ def test_any_number_of_ranks_and_any_layout_give_bitwise_the_same() -> None:
                 assert torch.equal(alone[name], value), f"{name} on {ranks} ranks"
 
 
-def test_torchs_seed_counts_too_and_is_agreed_once() -> None:
+def test_torch_manual_seed_is_used_and_agreed_on_once() -> None:
     def on_a_rank() -> list[Tensor]:
         mesh = sw.init_device_mesh("cpu", (2,))
         torch.manual_seed(77_000 + comm.rank())  # as many programs do
@@ -139,15 +139,15 @@ def test_torchs_seed_counts_too_and_is_agreed_once() -> None:
         assert not traffic.calls
         return [first, second]
 
-    one, other = run_ranks(2, on_a_rank)
-    assert torch.equal(one[0], other[0])
-    assert torch.equal(one[1], other[1])
+    first, second = run_ranks(2, on_a_rank)
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
     mesh = sw.init_device_mesh("cpu", (1,))
     torch.manual_seed(77_000)
-    assert torch.equal(one[0], sw.rand(6, mesh=mesh).to_local())
+    assert torch.equal(first[0], sw.rand(6, mesh=mesh).to_local())
 
 
-def test_random_addends_are_refused() -> None:
+def test_random_factories_reject_partial_layouts() -> None:
     mesh = sw.init_device_mesh("cpu", (1,))
     for make in (sw.rand, sw.randn):
         with pytest.raises(TensorError, match="the sum of random partial values has another distribution"):
@@ -155,7 +155,7 @@ def test_random_addends_are_refused() -> None:
     assert torch.rand_like(sw.ones(3, mesh=mesh, placements=[sw.Partial()])).placements == (sw.Replicate(),)
 
 
-def test_a_generator_of_ones_own_is_refused_with_the_reason() -> None:
+def test_generator_argument_raises() -> None:
     x, generator = sw.ones(3, mesh=sw.init_device_mesh("cpu", (1,))), torch.Generator()
     for call in (
         lambda: x.normal_(generator=generator),
@@ -168,7 +168,7 @@ def test_a_generator_of_ones_own_is_refused_with_the_reason() -> None:
             call()
 
 
-def test_a_fill_in_place_is_seen_by_autograd() -> None:
+def test_in_place_random_fills_are_seen_by_autograd() -> None:
     mesh = sw.init_device_mesh("cpu", (1,))
     leaf = sw.ones(3, mesh=mesh, requires_grad=True)
     with pytest.raises(RuntimeError, match="leaf Variable"):
@@ -200,7 +200,7 @@ def test_operators_without_a_rule_draw_the_same_numbers_on_every_rank() -> None:
         assert mine.unique().numel() > 1
 
 
-def test_an_operator_of_the_users_that_draws_is_seeded_alike_by_its_tag_and_refused_without() -> None:
+def test_custom_random_operators_need_the_nondeterministic_seeded_tag() -> None:
     def on_a_rank() -> tuple[Tensor, Tensor]:
         with torch.library._scoped_library("drawing", "DEF") as library:
             library.define("noisy(Tensor x) -> Tensor")
@@ -217,7 +217,7 @@ def test_an_operator_of_the_users_that_draws_is_seeded_alike_by_its_tag_and_refu
 
     (first, plain), (second, other_plain) = run_ranks(2, on_a_rank)
     assert torch.equal(first, second)
-    assert not torch.equal(plain, other_plain)  # the generators of the ranks are their own again
+    assert not torch.equal(plain, other_plain)  # the ranks' own generators are restored
 
 
 def test_functions_named_like_an_attribute_of_torch_ops_do_not_draw() -> None:
@@ -244,7 +244,7 @@ def test_recurrent_dropout_is_the_same_on_every_rank() -> None:
     assert torch.equal(first, second)
 
 
-def test_a_module_built_on_meta_materialises_only_its_shards() -> None:
+def test_module_built_on_meta_materializes_only_its_shards() -> None:
     def on_a_rank() -> Tensor:
         mesh = sw.init_device_mesh("cpu", (4,))
         with torch.device("meta"):
@@ -273,7 +273,7 @@ def test_a_module_built_on_meta_materialises_only_its_shards() -> None:
     assert all(torch.equal(whole, weight.full_tensor()) for whole in found)
 
 
-def test_the_tracker_saves_and_restores_where_it_is() -> None:
+def test_tracker_state_can_be_saved_and_restored() -> None:
     from shardwright.tensor.random import tracker
 
     mesh = sw.init_device_mesh("cpu", (1,))
@@ -286,8 +286,8 @@ def test_the_tracker_saves_and_restores_where_it_is() -> None:
     assert sw.rand(3, mesh=mesh).tolist() == first
 
 
-def test_ranks_with_different_pasts_still_agree_on_a_seed() -> None:
-    """Three ranks have met a torch seed that the fourth has not; so have two of the next world: they agree."""
+def test_ranks_with_different_histories_agree_on_a_seed() -> None:
+    """Some ranks have drawn under a torch seed before and others have not: they still agree."""
 
     def draw(ranks: tuple[int, ...] | None) -> list[float]:
         torch.manual_seed(20_261)
@@ -302,7 +302,7 @@ def test_ranks_with_different_pasts_still_agree_on_a_seed() -> None:
     assert run_ranks(4, draw, (1, 2), timeout=30) == [first] * 4
 
 
-def test_random_numbers_have_a_gradient_of_zeros_for_their_parameters_as_in_torch() -> None:
+def test_gradients_of_distribution_parameters_are_zero_as_in_torch() -> None:
     draws = (
         torch.bernoulli,
         lambda x: torch.normal(x, 1.0),

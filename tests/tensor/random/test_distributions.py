@@ -1,4 +1,4 @@
-"""The numbers have the distributions they are named after, and never leave their range."""
+"""Numbers follow their distribution and stay in range."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def drawn(
 
 
 def assert_distributed(numbers: Tensor, cumulative: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Kolmogorov and Smirnov's distance is below what chance exceeds once in 100,000 times."""
+    """Kolmogorov-Smirnov test at a significance level of 1e-5."""
     ordered = np.sort(numbers.double().numpy())
     expected = cumulative(ordered)
     steps = np.arange(len(ordered) + 1) / len(ordered)
@@ -52,7 +52,7 @@ def normal_cumulative(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_numbers_are_distributed_as_named(dtype: torch.dtype) -> None:
+def test_numbers_follow_their_distribution(dtype: torch.dtype) -> None:
     assert_distributed(drawn(fill_uniform, dtype=dtype), lambda x: x)
     assert_distributed(drawn(fill_uniform, -2.0, 6.0, dtype=dtype), lambda x: (x + 2) / 8)
     assert_distributed(drawn(fill_normal, dtype=dtype), normal_cumulative)
@@ -64,7 +64,7 @@ def test_the_numbers_are_distributed_as_named(dtype: torch.dtype) -> None:
 
 
 @reals
-def test_moments_are_right_in_every_type(dtype: torch.dtype) -> None:
+def test_moments_are_right_for_every_dtype(dtype: torch.dtype) -> None:
     uniform = drawn(fill_uniform, dtype=dtype).double()
     assert abs(uniform.mean() - 0.5) < 0.003
     assert abs(uniform.var() - 1 / 12) < 0.001
@@ -82,13 +82,13 @@ def test_complex_normals_have_unit_variance_and_independent_parts(dtype: torch.d
     assert abs((numbers.real * numbers.imag).mean()) < 0.01
 
 
-def test_normals_reach_into_the_tails() -> None:
+def test_normal_numbers_reach_the_tails() -> None:
     assert 4.2 < drawn(fill_normal).abs().max() < 6.8
     assert drawn(fill_normal).isfinite().all()
 
 
 @pytest.mark.parametrize("fill", [fill_uniform, fill_normal])
-def test_neighbours_in_index_offset_and_seed_are_unrelated(fill: Callable[..., Tensor]) -> None:
+def test_adjacent_indices_offsets_and_seeds_are_uncorrelated(fill: Callable[..., Tensor]) -> None:
     def standard(seed: int, offset: int) -> Tensor:
         x = fill(torch.empty(N, dtype=torch.float64), Region.whole((N,)), (N,), seed, offset)
         return (x - x.mean()) / x.std()
@@ -108,10 +108,10 @@ def test_uniform_never_reaches_high(dtype: torch.dtype, low: float, high: float)
     numbers = drawn(fill_uniform, low, high, dtype=dtype).double()
     nearest_low = torch.tensor(low, dtype=dtype).item()
     assert nearest_low <= numbers.min()
-    assert numbers.max() < high or numbers.max() == nearest_low  # no number of the type may be in between
+    assert numbers.max() < high or numbers.max() == nearest_low  # the dtype may have no number in between
 
 
-def test_uniform_of_an_empty_interval_is_its_bound() -> None:
+def test_uniform_on_an_empty_interval_is_its_bound() -> None:
     assert drawn(fill_uniform, 1.5, 1.5).unique().tolist() == [1.5]
 
 
@@ -123,19 +123,19 @@ def test_float64_has_more_bits_than_float32() -> None:
     assert ((scaled % 2) == 1).any()
 
 
-def test_exponentials_are_positive() -> None:
+def test_exponential_numbers_are_positive() -> None:
     assert drawn(fill_exponential, 1e-3).min() > 0
 
 
 @pytest.mark.parametrize("p", [1e-3, 0.3, 0.5, 0.999])
-def test_choices_have_their_probability(p: float) -> None:
+def test_bernoulli_has_its_probability(p: float) -> None:
     deviation = 5 * math.sqrt(p * (1 - p) / N)
     assert abs(drawn(fill_bernoulli, p).mean() - p) < deviation
     assert abs(keep_mask(Region.whole((N,)), (N,), 5, 6, p).double().mean() - p) < deviation
     assert abs(drawn(fill_scaled_mask, p).double().mean() - 1) < deviation / p
 
 
-def test_certain_choices_are_certain() -> None:
+def test_bernoulli_with_probability_0_or_1_is_constant() -> None:
     assert drawn(fill_bernoulli, 0.0).unique().tolist() == [0]
     assert drawn(fill_bernoulli, 1.0).unique().tolist() == [1]
     assert drawn(fill_scaled_mask, 0.0).unique().tolist() == [0]
@@ -165,7 +165,7 @@ def test_integers_cover_their_range_evenly() -> None:
         (torch.float16, -2048, 2049),
     ],
 )
-def test_integers_fill_the_whole_of_their_type(dtype: torch.dtype, low: int, high: int) -> None:
+def test_integers_cover_the_full_range_of_the_dtype(dtype: torch.dtype, low: int, high: int) -> None:
     numbers = np.array(drawn(fill_integers, low, high, dtype=dtype).tolist(), dtype=object)
     quarters = np.bincount(((numbers - low) * 4 // (high - low)).astype(int), minlength=4)
     if high - low > 4:
@@ -183,11 +183,11 @@ def test_geometric_numbers_count_trials() -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 17, 1000])
-def test_a_permutation_holds_every_number_once(n: int) -> None:
+def test_permutation_contains_every_number_once(n: int) -> None:
     assert permutation(n, 3, 4).sort().values.tolist() == list(range(n))
 
 
-def test_permutations_differ_and_send_numbers_everywhere() -> None:
+def test_permutations_differ_and_are_uniform() -> None:
     orders = torch.stack([permutation(10, 3, offset) for offset in range(3000)])
     assert abs(orders.double().mean(0) - 4.5).max() < 0.3
     assert len(orders.unique(dim=0)) > 2990
@@ -210,7 +210,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_parameters_that_make_no_sense_are_refused(message: str) -> None:
+def test_invalid_parameters_raise(message: str) -> None:
     fill, parameters, dtype = REFUSED[message]
     with pytest.raises(RandomArgumentError) as caught:
         drawn(fill, *parameters, dtype=dtype)
@@ -220,7 +220,7 @@ def test_parameters_that_make_no_sense_are_refused(message: str) -> None:
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.1, math.nan])
-def test_a_tensor_of_improbabilities_is_refused(p: float) -> None:
+def test_tensor_of_invalid_probabilities_raises(p: float) -> None:
     with pytest.raises(RandomArgumentError, match=r"must be in \[0, 1\]"):
         fill_bernoulli(torch.empty(2), Region.whole((2,)), (2,), 0, 0, torch.tensor([0.5, p]))
 
@@ -229,6 +229,6 @@ def test_a_tensor_of_improbabilities_is_refused(p: float) -> None:
     "fill",
     [fill_uniform, fill_normal, fill_exponential, fill_cauchy, fill_log_normal, lambda *a: fill_scaled_mask(*a, 0.5)],
 )
-def test_types_that_cannot_hold_the_numbers_are_refused(fill: Callable[..., Tensor]) -> None:
+def test_invalid_dtypes_raise(fill: Callable[..., Tensor]) -> None:
     with pytest.raises(ArgumentTypeError, match=r"the dtype must be floating.*, got torch.int32"):
         drawn(fill, dtype=torch.int32)

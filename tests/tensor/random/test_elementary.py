@@ -1,4 +1,4 @@
-"""The elementary functions are precise, and do not depend on where in an array a number stands."""
+"""The elementary functions are precise and do not depend on the index of a number in its array."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_sine_is_relatively_precise_near_zero() -> None:
     assert (np.abs(cos_sin_pi(x)[1].numpy() / expected - 1) < 1e-15).all()
 
 
-def test_exp_is_precise_and_ends_in_zero_and_infinity() -> None:
+def test_exp_is_precise_and_saturates_at_zero_and_infinity() -> None:
     x = numbers(100_000, -700, 700, torch.float64)
     expected = np.exp(x.numpy().astype(np.longdouble))
     assert (np.abs(exp(x.clone()).numpy() / expected - 1) < 4e-16).all()
@@ -52,7 +52,7 @@ def test_exp_is_precise_and_ends_in_zero_and_infinity() -> None:
 
 @floats
 @pytest.mark.parametrize("function", [log, lambda x: torch.stack(cos_sin_pi(x)), lambda x: exp(x.double())])
-def test_a_value_does_not_depend_on_its_place(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+def test_values_do_not_depend_on_their_index(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     x = numbers(257, 0.001, 1, dtype)
     whole = function(x.clone())
     for start, stop, step in [(0, 1, 1), (3, 10, 1), (1, 257, 1), (100, 257, 7)]:

@@ -1,4 +1,4 @@
-"""Offsets agree on all ranks, follow torch's seeds and rewinds, and are kept in checkpoints."""
+"""Offsets agree on all ranks, follow torch's seeds and restored states, and are saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def test_manual_seed_starts_at_offset_zero_and_seeds_torch(rng: OffsetBasedRNGTr
     assert rng.next_offset() == Key(11, 0)
 
 
-def test_the_modules_manual_seed_is_that_of_the_one_tracker() -> None:
+def test_module_level_manual_seed_seeds_the_tracker() -> None:
     manual_seed(5)
     assert tracker.next_offset() == Key(5, 0)
 
 
-def test_negative_seeds_are_torchs(rng: OffsetBasedRNGTracker) -> None:
+def test_negative_seeds_wrap_as_in_torch(rng: OffsetBasedRNGTracker) -> None:
     rng.manual_seed(-1)
     assert rng.next_offset() == Key(torch.initial_seed(), 0) == Key(2**64 - 1, 0)
 
 
-def test_torchs_manual_seed_is_followed(rng: OffsetBasedRNGTracker) -> None:
+def test_torch_manual_seed_restarts_the_offsets(rng: OffsetBasedRNGTracker) -> None:
     assert offsets(rng, 2) == [0, 1]
     torch.manual_seed(22)
     assert rng.next_offset() == Key(22, 0)
@@ -61,14 +61,14 @@ def test_torchs_manual_seed_is_followed(rng: OffsetBasedRNGTracker) -> None:
     assert rng.next_offset() == Key(23, 0)
 
 
-def test_the_same_seed_again_gives_the_same_offsets_again(rng: OffsetBasedRNGTracker) -> None:
+def test_the_same_seed_gives_the_same_offsets(rng: OffsetBasedRNGTracker) -> None:
     for _ in range(3):
         torch.manual_seed(1)
         torch.rand(7)
         assert offsets(rng, 3) == [0, 1, 2]
 
 
-def test_a_fresh_seed_starts_at_zero_even_where_plain_numbers_came_first_before(rng: OffsetBasedRNGTracker) -> None:
+def test_seeding_restarts_at_zero_after_plain_draws_preceded_operators(rng: OffsetBasedRNGTracker) -> None:
     torch.manual_seed(22)
     torch.rand(3)
     assert offsets(rng, 3) == [0, 1, 2]
@@ -76,7 +76,7 @@ def test_a_fresh_seed_starts_at_zero_even_where_plain_numbers_came_first_before(
     assert offsets(rng, 2) == [0, 1]
 
 
-def test_plain_draws_do_not_move_offsets(rng: OffsetBasedRNGTracker) -> None:
+def test_plain_draws_do_not_change_offsets(rng: OffsetBasedRNGTracker) -> None:
     found = []
     for count in (0, 3, 1000, 1):
         torch.rand(count)
@@ -84,7 +84,7 @@ def test_plain_draws_do_not_move_offsets(rng: OffsetBasedRNGTracker) -> None:
     assert found == [0, 1, 2, 3]
 
 
-def test_a_restored_generator_gets_the_offsets_of_before_and_then_new_ones(rng: OffsetBasedRNGTracker) -> None:
+def test_restored_generator_repeats_its_offsets_then_continues(rng: OffsetBasedRNGTracker) -> None:
     assert offsets(rng, 2) == [0, 1]
     state = torch.get_rng_state()
     assert offsets(rng, 3) == [2, 3, 4]
@@ -115,8 +115,8 @@ def test_activation_checkpointing_recomputes_with_the_same_offsets(rng: OffsetBa
     assert second[3:] == second[2::-1]
 
 
-def test_a_generator_is_saved_and_restored_where_compilers_are_at_work(rng: OffsetBasedRNGTracker) -> None:
-    """They do so under modes that take no real tensors: activation checkpointing of a dropout, compiled."""
+def test_generator_is_saved_and_restored_under_fake_tensor_modes(rng: OffsetBasedRNGTracker) -> None:
+    """Compilers do this under modes that do not accept real tensors: activation checkpointing of compiled dropout."""
     rng.manual_seed(7)
     with FakeTensorMode():
         state = torch.get_rng_state()
@@ -133,7 +133,7 @@ def test_a_generator_is_saved_and_restored_where_compilers_are_at_work(rng: Offs
     assert x.grad is not None
 
 
-def test_a_fork_with_its_own_seed_repeats_nothing_outside(rng: OffsetBasedRNGTracker) -> None:
+def test_fork_with_another_seed_does_not_affect_outer_offsets(rng: OffsetBasedRNGTracker) -> None:
     assert offsets(rng, 3) == [0, 1, 2]
     for _ in range(2):
         with torch.random.fork_rng(devices=()):
@@ -142,7 +142,7 @@ def test_a_fork_with_its_own_seed_repeats_nothing_outside(rng: OffsetBasedRNGTra
     assert rng.next_offset() == Key(1, 3)
 
 
-def test_ranks_that_draw_different_plain_numbers_agree() -> None:
+def test_offsets_agree_on_ranks_with_different_plain_draws() -> None:
     found = []
     for rank in range(3):
         rng = OffsetBasedRNGTracker()
@@ -161,8 +161,8 @@ def test_ranks_that_draw_different_plain_numbers_agree() -> None:
 
 
 @pytest.mark.parametrize("how", ["seed", "fork", "state", "sw"])
-def test_ranks_that_draw_other_plain_numbers_the_second_time_agree(how: str) -> None:
-    """The same seed or state twice, with plain draws before and between operators that only some ranks repeat."""
+def test_offsets_agree_on_ranks_with_different_plain_draws_after_a_restart(how: str) -> None:
+    """Seed or restore the same state twice, with plain draws in between that only some ranks repeat."""
     found = []
     for rank in range(3):
         rng = OffsetBasedRNGTracker()
@@ -190,7 +190,7 @@ def test_ranks_that_draw_other_plain_numbers_the_second_time_agree(how: str) -> 
     assert found[0][:12] == found[0][12:24] == found[0][24:]
 
 
-def test_a_generator_that_is_rewound_behind_our_back_is_found_out(rng: OffsetBasedRNGTracker) -> None:
+def test_directly_rewound_generator_is_detected(rng: OffsetBasedRNGTracker) -> None:
     assert offsets(rng, 2) == [0, 1]
     state = torch.default_generator.get_state()
     assert offsets(rng, 3) == [2, 3, 4]
@@ -199,7 +199,7 @@ def test_a_generator_that_is_rewound_behind_our_back_is_found_out(rng: OffsetBas
     assert offsets(rng, 1) == [5]
 
 
-def test_a_fork_with_the_seed_of_outside_repeats_inside_only(rng: OffsetBasedRNGTracker) -> None:
+def test_fork_with_the_outer_seed_repeats_offsets_only_inside(rng: OffsetBasedRNGTracker) -> None:
     assert offsets(rng, 3) == [0, 1, 2]
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(1)
@@ -207,7 +207,7 @@ def test_a_fork_with_the_seed_of_outside_repeats_inside_only(rng: OffsetBasedRNG
     assert offsets(rng, 2) == [3, 4]
 
 
-def test_ranks_with_different_torch_seeds_take_the_seed_they_agree_on() -> None:
+def test_ranks_with_different_torch_seeds_use_the_agreed_seed() -> None:
     asked: list[int] = []
 
     def agree(seed: int) -> int:
@@ -220,7 +220,7 @@ def test_ranks_with_different_torch_seeds_take_the_seed_they_agree_on() -> None:
         assert [rng.next_offset(agree), rng.next_offset(agree)] == [Key(40, 0), Key(40, 1)]
         torch.manual_seed(40 + rank)
         assert rng.next_offset(agree) == Key(40, 0)
-    assert asked == [40, 41]  # once a seed
+    assert asked == [40, 41]  # once per seed
 
 
 def test_manual_seed_needs_no_agreement(rng: OffsetBasedRNGTracker) -> None:
@@ -231,14 +231,14 @@ def test_manual_seed_needs_no_agreement(rng: OffsetBasedRNGTracker) -> None:
     assert rng.next_offset(agree) == Key(7, 0)
 
 
-def test_looking_at_the_state_does_not_stand_in_for_the_agreement() -> None:
+def test_reading_the_state_does_not_skip_the_agreement() -> None:
     rng = OffsetBasedRNGTracker()
     torch.manual_seed(41)
     assert rng.state_dict() == {"seed": 41, "offset": 0}
     assert rng.next_offset(lambda seed: 40) == Key(40, 0)
 
 
-def test_what_is_remembered_is_bounded(rng: OffsetBasedRNGTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_are_bounded(rng: OffsetBasedRNGTracker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offsets_module, "_MAX_DRAWS", 100)
     monkeypatch.setattr(offsets_module, "_MAX_SEEDS", 10)
     monkeypatch.setattr(offsets_module, "_MAX_STATES", 20)
@@ -251,7 +251,7 @@ def test_what_is_remembered_is_bounded(rng: OffsetBasedRNGTracker, monkeypatch: 
     assert (len(rng._saved), len(rng._streams)) == (20, 10)
 
 
-def test_the_state_dict_is_plain_and_goes_on_in_another_process(rng: OffsetBasedRNGTracker) -> None:
+def test_state_dict_is_json_and_continues_in_another_process(rng: OffsetBasedRNGTracker) -> None:
     offsets(rng, 3)
     saved = json.loads(json.dumps(rng.state_dict()))
     assert saved == {"seed": 1, "offset": 3}
@@ -262,7 +262,7 @@ def test_the_state_dict_is_plain_and_goes_on_in_another_process(rng: OffsetBased
         assert [restarted.next_offset(), restarted.next_offset()] == [Key(1, 3), Key(1, 4)]
 
 
-def test_torchs_state_may_be_restored_after_the_trackers(rng: OffsetBasedRNGTracker) -> None:
+def test_torch_state_may_be_restored_after_the_tracker(rng: OffsetBasedRNGTracker) -> None:
     offsets(rng, 3)
     saved, torch_state = rng.state_dict(), torch.get_rng_state()
     torch.manual_seed(77)
@@ -272,7 +272,7 @@ def test_torchs_state_may_be_restored_after_the_trackers(rng: OffsetBasedRNGTrac
     assert restarted.next_offset() == Key(1, 3)
 
 
-def test_a_new_seed_after_loading_starts_anew(rng: OffsetBasedRNGTracker) -> None:
+def test_seeding_after_load_state_dict_restarts_at_zero(rng: OffsetBasedRNGTracker) -> None:
     rng.next_offset()
     rng.load_state_dict({"seed": 1, "offset": 10})
     assert offsets(rng, 2) == [10, 11]
@@ -280,7 +280,7 @@ def test_a_new_seed_after_loading_starts_anew(rng: OffsetBasedRNGTracker) -> Non
     assert offsets(rng, 1) == [0]
 
 
-def test_set_state_undoes(rng: OffsetBasedRNGTracker) -> None:
+def test_set_state_restores_the_offset(rng: OffsetBasedRNGTracker) -> None:
     rng.manual_seed(2**64 - 5)
     offsets(rng, 4)
     state = rng.get_state()
@@ -291,7 +291,7 @@ def test_set_state_undoes(rng: OffsetBasedRNGTracker) -> None:
     assert offsets(rng, 2) == after[1:]
 
 
-def test_fork_leaves_no_trace(rng: OffsetBasedRNGTracker) -> None:
+def test_fork_restores_tracker_and_torch_generator(rng: OffsetBasedRNGTracker) -> None:
     offsets(rng, 2)
     expected_plain = torch.rand(2, generator=torch.Generator().set_state(torch.get_rng_state()))
     with contextlib.suppress(KeyError), rng.fork():
@@ -305,11 +305,11 @@ def test_fork_leaves_no_trace(rng: OffsetBasedRNGTracker) -> None:
 @pytest.mark.parametrize(
     "state", [{}, {"seed": 1}, {"seed": 1, "offset": -1}, {"seed": 1.5, "offset": 0}, {"seed": 1, "offset": 0, "x": 1}]
 )
-def test_a_state_that_is_none_is_refused(rng: OffsetBasedRNGTracker, state: dict[str, int]) -> None:
+def test_invalid_state_dict_raises(rng: OffsetBasedRNGTracker, state: dict[str, int]) -> None:
     with pytest.raises(RandomArgumentError, match="'seed' and 'offset', integers of at least 0"):
         rng.load_state_dict(state)
 
 
-def test_a_tensor_that_is_no_state_is_refused(rng: OffsetBasedRNGTracker) -> None:
+def test_invalid_state_tensor_raises(rng: OffsetBasedRNGTracker) -> None:
     with pytest.raises(RandomArgumentError, match=r"state must be 16 torch.uint8 from get_state, got 16 torch.float32"):
         rng.set_state(torch.zeros(16))

@@ -1,4 +1,4 @@
-"""Words are a pure function of key and counter, whichever way they are made."""
+"""Words are a pure function of key and counter, for every implementation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORD = 2**64
 
 
 def reference_block(key: Key, block: int) -> list[int]:
-    """Philox4x64-10 as its authors wrote it down, in Python's integers."""
+    """Philox4x64-10 as published, in Python integers."""
     a, b, c, d = block, 0, 0, 0
     first, second = key.seed % WORD, key.offset % WORD
     for _ in range(10):
@@ -46,7 +46,7 @@ def test_numpy_torch_and_the_reference_give_the_same_words(key: Key, firsts: lis
         (range(0, 10**9, 10**8), 2, "row by row"),
     ],
 )
-def test_every_way_to_make_rows_gives_the_same(
+def test_all_strategies_for_rows_give_the_same_words(
     firsts: range, count: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = {"numpy": 0, "torch": 0}
@@ -69,7 +69,7 @@ def test_seeds_and_offsets_beyond_64_bits_wrap() -> None:
     assert torch.equal(words(Key(-1, 3), [0], 2, CPU), words(Key(2**64 - 1, 3 + 2**64), [0], 2, CPU))
 
 
-def test_keys_make_different_words() -> None:
+def test_different_keys_give_different_words() -> None:
     seen = {tuple(words(Key(seed, offset), [0], 1, CPU)[0].tolist()) for seed in range(20) for offset in range(20)}
     assert len(seen) == 400
 

@@ -1,4 +1,4 @@
-"""Whatever the region, device or memory format, a part is bitwise the slice of the whole."""
+"""For any region, device and memory format, a part is bitwise the slice of the global tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REALS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NUMBERS = [*REALS, torch.complex64, torch.complex128]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 
-# Each fill with the types it takes and its parameters.
+# Each fill with its dtypes and parameters.
 FILLS: dict[str, tuple[Callable[..., Tensor], list[torch.dtype], dict[str, float]]] = {
     "uniform": (fill_uniform, NUMBERS, {}),
     "uniform in an interval": (fill_uniform, NUMBERS, {"low": -3.0, "high": 2.5}),
@@ -68,7 +68,9 @@ def shape_and_region(draw: st.DrawFn) -> tuple[tuple[int, ...], Region]:
 
 @every_fill_and_type
 @given(case=shape_and_region())
-def test_a_part_is_the_slice_of_the_whole(name: str, dtype: torch.dtype, case: tuple[tuple[int, ...], Region]) -> None:
+def test_region_equals_the_slice_of_the_global_tensor(
+    name: str, dtype: torch.dtype, case: tuple[tuple[int, ...], Region]
+) -> None:
     shape, region = case
     whole = filled(name, dtype, Region.whole(shape), shape)
     assert torch.equal(filled(name, dtype, region, shape), whole[region.slices()])
@@ -76,7 +78,7 @@ def test_a_part_is_the_slice_of_the_whole(name: str, dtype: torch.dtype, case: t
 
 @every_fill
 @given(case=shape_and_region(), size=st.integers(11, 40))
-def test_the_size_of_a_piece_changes_nothing(name: str, case: tuple[tuple[int, ...], Region], size: int) -> None:
+def test_values_do_not_depend_on_the_piece_size(name: str, case: tuple[tuple[int, ...], Region], size: int) -> None:
     shape, region = case
     dtype = FILLS[name][1][-1]
     expected = filled(name, dtype, region, shape)
@@ -87,7 +89,7 @@ def test_the_size_of_a_piece_changes_nothing(name: str, case: tuple[tuple[int, .
 
 @every_fill
 @pytest.mark.parametrize("placements", [[Shard(0), Replicate()], [Shard(1), Shard(0)], [Shard(0), Shard(0)]])
-def test_every_layout_assembles_the_same_tensor(name: str, placements: list[Shard | Replicate]) -> None:
+def test_every_layout_gives_the_same_global_tensor(name: str, placements: list[Shard | Replicate]) -> None:
     shape, dtype = (97, 1003), FILLS[name][1][0]
     whole = filled(name, dtype, Region.whole(shape), shape)
     for region, _ in Layout(Mesh((4, 2)), placements, shape).regions():
@@ -104,7 +106,7 @@ def test_long_and_short_runs_of_a_large_tensor_agree(columns: int) -> None:
         assert torch.equal(part, whole[region.slices()])
 
 
-def test_elements_far_out_in_a_huge_tensor_have_numbers() -> None:
+def test_huge_tensors_have_numbers_at_large_indices() -> None:
     shape = (2**31, 2**30)
     region = Region((2**31 - 2, 2**30 - 3), (2, 3))
     below = Region((2**31 - 1, 2**30 - 3), (1, 3))
@@ -113,7 +115,7 @@ def test_elements_far_out_in_a_huge_tensor_have_numbers() -> None:
 
 
 @every_fill
-def test_memory_format_changes_nothing(name: str) -> None:
+def test_values_do_not_depend_on_the_memory_format(name: str) -> None:
     fill, dtypes, parameters = FILLS[name]
     shape, region = (6, 10), Region((1, 2), (4, 7))
     expected = filled(name, dtypes[0], region, shape)
@@ -125,13 +127,13 @@ def test_memory_format_changes_nothing(name: str) -> None:
 
 
 @every_fill
-def test_a_scalar_and_an_empty_tensor_are_filled(name: str) -> None:
+def test_scalars_and_empty_tensors_are_filled(name: str) -> None:
     dtype = FILLS[name][1][0]
     assert filled(name, dtype, Region((), ()), ()).shape == ()
     assert filled(name, dtype, Region((3, 0), (0, 5)), (9, 5)).numel() == 0
 
 
-def test_a_parameter_that_requires_grad_is_filled() -> None:
+def test_parameters_that_require_grad_are_filled() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     version = parameter._version
     fill_normal(parameter, Region.whole((4,)), (4,), 0, 0)
@@ -142,17 +144,17 @@ def test_a_parameter_that_requires_grad_is_filled() -> None:
     assert torch.equal(strided, parameter)
 
 
-def test_a_tensor_of_probabilities_gives_what_a_number_gives() -> None:
+def test_tensor_of_probabilities_equals_a_scalar_probability() -> None:
     shape, region = (5, 8), Region((1, 2), (3, 5))
     by_number = fill_bernoulli(torch.empty(3, 5), region, shape, 1, 2, p=0.37)
     by_tensor = fill_bernoulli(torch.empty(3, 5), region, shape, 1, 2, p=torch.full((3, 5), 0.37, dtype=torch.float64))
     assert torch.equal(by_number, by_tensor)
     probabilities = torch.tensor([0.0, 1.0]).repeat(500)
-    sure = fill_bernoulli(torch.empty(1000), Region.whole((1000,)), (1000,), 0, 0, p=probabilities)
-    assert torch.equal(sure, probabilities)
+    certain = fill_bernoulli(torch.empty(1000), Region.whole((1000,)), (1000,), 0, 0, p=probabilities)
+    assert torch.equal(certain, probabilities)
 
 
-def test_the_mask_of_dropout_is_the_same_in_every_type() -> None:
+def test_dropout_mask_is_the_same_for_every_dtype() -> None:
     shape, region = (50, 30), Region((10, 5), (20, 20))
     kept = keep_mask(region, shape, 1, 2, 0.8)
     for dtype in NUMBERS:
@@ -161,7 +163,7 @@ def test_the_mask_of_dropout_is_the_same_in_every_type() -> None:
         assert set(mask[kept].tolist()) == {torch.tensor(1 / 0.8, dtype=dtype).item()}
 
 
-def test_a_tensor_that_is_not_of_the_regions_size_is_refused() -> None:
+def test_tensor_of_another_size_than_the_region_raises() -> None:
     with pytest.raises(RegionError, match=r"shape \(3,\) cannot hold region \[0:4\], of size \(4,\)"):
         fill_uniform(torch.empty(3), Region((0,), (4,)), (8,), 0, 0)
     with pytest.raises(RegionError, match="is not inside"):
@@ -170,7 +172,7 @@ def test_a_tensor_that_is_not_of_the_regions_size_is_refused() -> None:
 
 @pytest.mark.gpu
 @every_fill_and_type
-def test_cuda_gives_the_numbers_of_the_cpu(name: str, dtype: torch.dtype) -> None:
+def test_cuda_gives_the_same_numbers_as_cpu(name: str, dtype: torch.dtype) -> None:
     shape = (301, 1007)
     for region in (Region.whole(shape), Region((3, 0), (200, 1007)), Region((5, 11), (250, 123))):
         on_cuda = filled(name, dtype, region, shape, "cuda").cpu()
@@ -178,7 +180,7 @@ def test_cuda_gives_the_numbers_of_the_cpu(name: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.gpu
-def test_cuda_gives_the_masks_and_orders_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_gives_the_same_masks_and_permutations_as_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "_DEVICE_PIECE", 1000)
     region, shape = Region((5, 11), (250, 123)), (301, 1007)
     assert torch.equal(keep_mask(region, shape, 1, 2, 0.3, "cuda").cpu(), keep_mask(region, shape, 1, 2, 0.3))

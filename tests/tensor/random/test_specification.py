@@ -1,4 +1,4 @@
-"""The numbers are those of the specification, computed here from its words, and do not change between versions."""
+"""Numbers follow the specification, computed here from the words, and do not change between versions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardwright.tensor.random import (
 
 SEED, OFFSET, N = 2026, 3, 40
 
-# Change nothing here: users' checkpoints of seeds rely on these numbers.
+# Never change these: checkpointed seeds rely on them.
 GOLDEN: dict[str, tuple[Callable[..., Tensor], torch.dtype, tuple[float, ...], list[complex]]] = {
     "uniform, float32": (
         fill_uniform,
@@ -104,7 +104,7 @@ def first_numbers(fill: Callable[..., Tensor], dtype: torch.dtype, parameters: t
 
 
 def lanes(bits: int) -> list[int]:
-    """Signed lanes of the key, from numpy's generator as its documentation has it."""
+    """Return signed lanes of the key, from numpy's documented generator."""
     generator = np.random.Philox(key=SEED + (OFFSET << 64), counter=2**256 - 1)
     words = [int(word) for word in generator.random_raw(N)]
     if bits == 32:
@@ -124,16 +124,16 @@ def normals(bits: int) -> Iterator[float]:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_the_first_numbers_of_a_seed_stay_what_they_are(name: str) -> None:
+def test_first_numbers_of_a_seed_match_the_golden_values(name: str) -> None:
     fill, dtype, parameters, expected = GOLDEN[name]
     assert first_numbers(fill, dtype, parameters, n=len(expected)).tolist() == expected
 
 
-def test_the_permutation_of_a_seed_stays_what_it_is() -> None:
+def test_permutation_of_a_seed_matches_the_golden_values() -> None:
     assert permutation(8, SEED, OFFSET).tolist() == GOLDEN_PERMUTATION
 
 
-def test_uniform_and_integers_and_choices_are_exactly_as_specified() -> None:
+def test_uniform_integers_and_bernoulli_match_the_specification_exactly() -> None:
     found = first_numbers(fill_uniform, torch.float32, ()).tolist()
     assert found == [(lane % 2**24) / 2**24 for lane in lanes(32)]
     found = first_numbers(fill_uniform, torch.float64, ()).tolist()
@@ -146,7 +146,7 @@ def test_uniform_and_integers_and_choices_are_exactly_as_specified() -> None:
     assert permutation(N, SEED, OFFSET).tolist() == order
 
 
-def test_the_others_are_as_specified_to_the_last_digits() -> None:
+def test_other_distributions_match_the_specification_closely() -> None:
     close = {torch.float32: 2e-6, torch.float64: 1e-14}
     for dtype, bits in ((torch.float32, 32), (torch.float64, 64)):
         found = first_numbers(fill_normal, dtype, (1.0, 2.0))

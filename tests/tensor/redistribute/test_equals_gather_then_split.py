@@ -1,6 +1,6 @@
-"""Redistribution equals gathering everything and splitting it again, and moves no byte more than it must.
+"""Redistribution equals gathering everything and splitting it again, and receives no unnecessary byte.
 
-The reference is plain torch on whole tensors: `torch.chunk` and `torch.split`, never `Layout.region`.
+The reference is plain torch on global tensors: `torch.chunk` and `torch.split`, never `Layout.region`.
 """
 
 from __future__ import annotations
@@ -63,28 +63,28 @@ def partial_dims(layout: Layout) -> list[int]:
     return [m for m, placement in enumerate(layout.placements) if isinstance(placement, Partial)]
 
 
-def reduce(addends: Tensor, layout: Layout) -> Tensor:
-    """The value of addends, stacked along a leading dimension per partial mesh dimension: the last is reduced first."""
+def reduce(partials: Tensor, layout: Layout) -> Tensor:
+    """Reduce partial values stacked along one leading dimension per partial mesh dimension, the last one first."""
     for number, mesh_dim in reversed(list(enumerate(partial_dims(layout)))):
-        addends = REDUCE[layout.placements[mesh_dim].op](addends, number)  # type: ignore[attr-defined]  # a Partial
-    return addends
+        partials = REDUCE[layout.placements[mesh_dim].op](partials, number)  # type: ignore[attr-defined]  # a Partial
+    return partials
 
 
-def addends_of(layout: Layout, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def partial_values_of(layout: Layout, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     shape = (*(layout.mesh.shape[m] for m in partial_dims(layout)), *layout.shape)
     numbers = torch.randint(-60, 60, shape, generator=torch.Generator().manual_seed(seed))
     return numbers.to(dtype)
 
 
-def local_of(addends: Tensor, layout: Layout, rank: int) -> Tensor:
+def local_of(partials: Tensor, layout: Layout, rank: int) -> Tensor:
     if rank not in layout.mesh:
-        return addends.new_empty((0,) * max(1, layout.ndim))
+        return partials.new_empty((0,) * max(1, layout.ndim))
     coordinate = layout.mesh.coordinate(rank)
-    return split(addends[tuple(coordinate[m] for m in partial_dims(layout))], layout, coordinate)
+    return split(partials[tuple(coordinate[m] for m in partial_dims(layout))], layout, coordinate)
 
 
 def assert_holds(value: Tensor, layout: Layout, locals_: dict[int, Tensor]) -> None:
-    """Every rank's local tensor is its part of the value; addends reduce to it."""
+    """Check that the local tensors of all ranks are their parts of the value, or reduce to them."""
     partial = partial_dims(layout)
     sizes = [layout.mesh.shape[m] for m in partial]
     for rank, local in locals_.items():
@@ -95,24 +95,24 @@ def assert_holds(value: Tensor, layout: Layout, locals_: dict[int, Tensor]) -> N
         expected = split(value, layout, tuple(coordinate))
         assert local.shape == expected.shape, (rank, local.shape, expected.shape)
         stack = []
-        for place in product(*map(range, sizes)):
-            for mesh_dim, here in zip(partial, place, strict=True):
+        for index in product(*map(range, sizes)):
+            for mesh_dim, here in zip(partial, index, strict=True):
                 coordinate[mesh_dim] = here
             stack.append(locals_[layout.mesh.rank_at(coordinate)])
-        together = torch.stack(stack).view((*sizes, *expected.shape))
-        torch.testing.assert_close(reduce(together, layout), expected, rtol=1e-12, atol=1e-9)
+        stacked = torch.stack(stack).view((*sizes, *expected.shape))
+        torch.testing.assert_close(reduce(stacked, layout), expected, rtol=1e-12, atol=1e-9)
 
 
 def elements(layout: Layout, rank: int) -> set[int]:
-    """The elements of the whole tensor that a rank holds, by number."""
+    """Return the flat indices of the elements that a rank holds."""
     if rank not in layout.mesh:
         return set()
     numbers = torch.arange(prod(layout.shape)).view(layout.shape)
     return set(split(numbers, layout, layout.mesh.coordinate(rank)).reshape(-1).tolist())
 
 
-def only_moves(source: Layout, target: Layout) -> bool:
-    """Whether no addends are reduced and none are made."""
+def reduces_nothing(source: Layout, target: Layout) -> bool:
+    """Return whether the redistribution neither reduces partial values nor creates any."""
     ops = [
         {m: p.op for m, p in enumerate(layout.placements) if isinstance(p, Partial) and layout.mesh.shape[m] > 1}
         for layout in (source, target)
@@ -121,7 +121,7 @@ def only_moves(source: Layout, target: Layout) -> bool:
     return ops[0] == ops[1] and (same_mesh or not ops[0])
 
 
-# A simulator: every step, for all ranks, in one process.
+# A simulator: run every step for all ranks in one process.
 
 
 def simulate(steps: tuple[Step, ...], locals_: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -167,7 +167,7 @@ def deliver(step: Step, locals_: dict[int, Tensor], rank: int, out: Tensor) -> T
     if part.kept is not None:
         out[part.kept.slices(mine)] = locals_[rank][part.kept.slices(step.before.region(rank))]
     for message in part.receives:
-        # Both ends derive the same message, without talking.
+        # Both ends compute the same message without communication.
         [sent] = [m for m in schedule(step.before, step.after, message.peer).sends if m.peer == rank]
         assert sent.boxes == message.boxes
         for box in message.boxes:
@@ -211,21 +211,21 @@ def pairs(draw: st.DrawFn) -> tuple[Layout, Layout]:
 
 
 @given(pairs(), st.integers(1, 64))
-def test_the_steps_equal_gather_then_split(pair: tuple[Layout, Layout], buffer: int) -> None:
+def test_simulated_steps_equal_gather_then_split(pair: tuple[Layout, Layout], buffer: int) -> None:
     source, target = pair
     steps = plan(source, target, 8, buffer)
-    addends = addends_of(source, seed=7)
-    locals_ = {rank: local_of(addends, source, rank) for rank in steps.ranks}
-    assert_holds(reduce(addends, source), target, simulate(steps.steps, locals_))
+    partials = partial_values_of(source, seed=7)
+    locals_ = {rank: local_of(partials, source, rank) for rank in steps.ranks}
+    assert_holds(reduce(partials, source), target, simulate(steps.steps, locals_))
 
 
 @given(pairs())
-def test_a_rank_receives_exactly_what_it_lacks(pair: tuple[Layout, Layout]) -> None:
+def test_ranks_receive_exactly_the_elements_they_lack(pair: tuple[Layout, Layout]) -> None:
     source, target = pair
     steps = plan(source, target, 8)
     for rank in steps.ranks:
         lacking = 8 * len(elements(target, rank) - elements(source, rank))
-        if only_moves(source, target):
+        if reduces_nothing(source, target):
             assert steps.received_bytes(rank) == lacking
         elif not any(isinstance(step, ReduceScatter | AllReduce) for step in steps.steps):
             assert steps.received_bytes(rank) <= lacking
@@ -233,14 +233,14 @@ def test_a_rank_receives_exactly_what_it_lacks(pair: tuple[Layout, Layout]) -> N
 
 
 @given(pairs(), st.integers(1, 64))
-def test_extra_memory_is_the_larger_shard_and_a_buffer(pair: tuple[Layout, Layout], buffer: int) -> None:
+def test_peak_memory_is_bounded_by_the_larger_shard_and_two_buffers(pair: tuple[Layout, Layout], buffer: int) -> None:
     source, target = pair
     steps = plan(source, target, 8, buffer)
     for rank in steps.ranks:
         largest = 8 * max(len(elements(source, rank)), len(elements(target, rank)))
-        # Only where addends are reduced or made does a piece lie between two steps.
+        # Only reducing or creating partial values needs a tensor between two steps.
         between = 0
-        if not only_moves(source, target):
+        if not reduces_nothing(source, target):
             between = 8 * max((len(elements(step.after, rank)) for step in steps.steps[:-1]), default=0)
         assert steps.peak_bytes(rank) <= largest + between + 2 * (buffer + 8)
 
@@ -309,22 +309,22 @@ def random_cases(seed: int, count: int, dtypes: list[torch.dtype], partial: bool
 
 
 class PreparedGroups:
-    """All groups of four ranks, made beforehand by all of them: also shows that a plan runs on any binding."""
+    """All groups of four ranks, created in advance: shows that a plan runs with any `Groups`."""
 
     def __init__(self) -> None:
         self.everyone = comm.world()
         self.rank = self.everyone.rank
-        self.made = {self.everyone.ranks: self.everyone}
-        for ranks in [some for count in (2, 3) for some in combinations(range(4), count)]:
+        self.groups = {self.everyone.ranks: self.everyone}
+        for ranks in [subset for count in (2, 3) for subset in combinations(range(4), count)]:
             process_group = dist.new_group(list(ranks))
             if self.rank in ranks:
-                self.made[ranks] = comm.Group.of(process_group)
+                self.groups[ranks] = comm.Group.of(process_group)
 
     def group_along(self, mesh: Mesh, mesh_dim: int) -> comm.Group:
-        return self.made[tuple(sorted(mesh.peers(self.rank, mesh_dim)))]
+        return self.groups[tuple(sorted(mesh.peers(self.rank, mesh_dim)))]
 
     def group_of(self, ranks: tuple[int, ...]) -> comm.Group:
-        return self.made[ranks]
+        return self.groups[ranks]
 
 
 def raw(tensor: Tensor) -> Tensor:
@@ -332,38 +332,38 @@ def raw(tensor: Tensor) -> Tensor:
 
 
 def run_cases(cases: list[Case]) -> list[tuple[Tensor, int]]:
-    """What this rank holds after each redistribution, and the bytes it received."""
+    """Return this rank's local tensor after each redistribution, and the bytes it received."""
     groups, results = PreparedGroups(), []
     rank = groups.rank
     for number, case in enumerate(cases):
-        local = local_of(addends_of(case.source, case.seed, case.dtype), case.source, rank)
+        local = local_of(partial_values_of(case.source, case.seed, case.dtype), case.source, rank)
         before = local.clone()
         steps = plan(case.source, case.target, local.itemsize, case.buffer)
         with comm.count() as traffic:
             moved = execute(steps, local, groups) if number % 2 else start(steps, local, groups).wait()
         assert moved is local or moved.is_contiguous()
         assert moved is local or not moved.numel() or moved.untyped_storage()._cdata != local.untyped_storage()._cdata
-        assert torch.equal(raw(local), raw(before))  # what was given is not written to
+        assert torch.equal(raw(local), raw(before))  # the input is not modified
         assert traffic.bytes == steps.received_bytes(rank), (case, traffic, str(steps))
         results.append((moved, traffic.bytes))
     return results
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_on_ranks_it_equals_gather_then_split(seed: int) -> None:
+def test_execution_on_ranks_equals_gather_then_split(seed: int) -> None:
     cases = random_cases(1000 * seed, 40, [torch.float64], partial=True)
     results = run_ranks(4, run_cases, cases)
     for number, case in enumerate(cases):
-        value = reduce(addends_of(case.source, case.seed, case.dtype), case.source)
+        value = reduce(partial_values_of(case.source, case.seed, case.dtype), case.source)
         locals_ = {rank: result[number][0] for rank, result in enumerate(results)}
         assert_holds(value, case.target, locals_)
 
 
 def compare_bits(cases: list[Case]) -> None:
-    """On a rank itself: torch cannot pickle every dtype."""
+    """Compare on the rank itself: torch cannot pickle every dtype."""
     rank = comm.world().rank
     for case, (moved, received) in zip(cases, run_cases(cases), strict=True):
-        expected = local_of(addends_of(case.source, case.seed, case.dtype), case.target, rank)
+        expected = local_of(partial_values_of(case.source, case.seed, case.dtype), case.target, rank)
         assert moved.dtype == case.dtype
         assert moved.shape == expected.shape
         assert torch.equal(raw(moved), raw(expected))
@@ -372,7 +372,7 @@ def compare_bits(cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_on_ranks_every_dtype_arrives_bit_by_bit(seed: int) -> None:
+def test_every_dtype_is_transferred_bit_by_bit(seed: int) -> None:
     run_ranks(4, compare_bits, random_cases(77 + 1000 * seed, 40, COPIED, partial=False))
 
 
@@ -387,14 +387,14 @@ def default_groups() -> list[Tensor]:
     rank = comm.world().rank
     results: list[Tensor] = []
     for target in TARGETS:
-        local = local_of(addends_of(TWISTED, 5), TWISTED, rank).t().contiguous().t()  # any strides will do
+        local = local_of(partial_values_of(TWISTED, 5), TWISTED, rank).t().contiguous().t()  # any strides are accepted
         results.append(execute(plan(TWISTED, TWISTED.replace(placements=target), 8), local))
         assert results[-1].is_contiguous()
     return results
 
 
-def test_on_ranks_the_world_makes_the_groups_by_default() -> None:
+def test_groups_are_created_from_the_world_by_default() -> None:
     results = run_ranks(4, default_groups)
-    value = reduce(addends_of(TWISTED, 5), TWISTED)
+    value = reduce(partial_values_of(TWISTED, 5), TWISTED)
     for number, target in enumerate(TARGETS):
         assert_holds(value, TWISTED.replace(placements=target), {rank: r[number] for rank, r in enumerate(results)})

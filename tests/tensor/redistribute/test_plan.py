@@ -1,4 +1,4 @@
-"""What a plan is made of: the right collective where there is one, figures that can be read, and no growth."""
+"""Plans: the collective for each pattern, bytes and memory, printing, and bounded caches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 SHAPE = (8, 12)
 
 
-def moving(mesh: Mesh, source: list[Placement], target: list[Placement], shape: tuple[int, ...] = SHAPE) -> Plan:
+def plan_between(mesh: Mesh, source: list[Placement], target: list[Placement], shape: tuple[int, ...] = SHAPE) -> Plan:
     return plan(Layout(mesh, source, shape), Layout(mesh, target, shape), 4)
 
 
@@ -60,29 +60,29 @@ ONE, TWO = Mesh((4,)), Mesh((2, 2))
     ],
     ids=str,
 )
-def test_a_pattern_becomes_its_collective(
+def test_plan_uses_the_collective_of_each_pattern(
     mesh: Mesh, source: list[Placement], target: list[Placement], expected: list[str]
 ) -> None:
-    assert kinds(moving(mesh, source, target)) == expected
+    assert kinds(plan_between(mesh, source, target)) == expected
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 5])
-def test_a_reduction_receives_the_bytes_of_a_reduce_scatter(ranks: int) -> None:
+def test_reduction_receives_the_bytes_of_a_reduce_scatter(ranks: int) -> None:
     mesh, shape = Mesh((ranks,)), (11, 3)
     rows = [len(piece) for piece in torch.arange(11).chunk(ranks)] + [0] * ranks
     flat = [len(piece) for piece in torch.arange(33).chunk(ranks)] + [0] * ranks
     for rank in range(ranks):
-        assert moving(mesh, [P], [S0], shape).received_bytes(rank) == 4 * (ranks - 1) * rows[rank] * 3
-        assert moving(mesh, [P], [R], shape).received_bytes(rank) == 4 * ((ranks - 2) * flat[rank] + 33)
+        assert plan_between(mesh, [P], [S0], shape).received_bytes(rank) == 4 * (ranks - 1) * rows[rank] * 3
+        assert plan_between(mesh, [P], [R], shape).received_bytes(rank) == 4 * ((ranks - 2) * flat[rank] + 33)
 
 
-def test_two_reductions_to_replicas_cost_one_all_reduce_of_all_ranks() -> None:
-    assert moving(TWO, [P, P], [R, R]).received_bytes(0) == 2 * 3 * (8 * 12 * 4) // 4
+def test_reduction_over_two_mesh_dimensions_costs_one_all_reduce() -> None:
+    assert plan_between(TWO, [P, P], [R, R]).received_bytes(0) == 2 * 3 * (8 * 12 * 4) // 4
 
 
 @pytest.mark.parametrize("order", [None, ("tp", "dp")], ids=str)
 @pytest.mark.parametrize("shape", [(1024, 8192), (8192, 8192), (28672, 8192), (128256, 8192)], ids=str)
-def test_a_reduction_into_nested_shards_is_one_reduce_scatter_and_at_most_two_messages_a_rank(
+def test_reduction_into_nested_shards_is_one_reduce_scatter_and_at_most_two_messages_per_rank(
     shape: tuple[int, int], order: tuple[str, str] | None
 ) -> None:
     mesh = Mesh((64, 8), ("dp", "tp"))
@@ -90,16 +90,16 @@ def test_a_reduction_into_nested_shards_is_one_reduce_scatter_and_at_most_two_me
     first, *rest = plan(gradient, sharded, 4).steps
     assert first.kind == "reduce-scatter"
     assert [step.kind for step in rest] == ([] if order else ["exchange"])
-    most = 1 if shape[0] % 512 == 0 else 2  # pieces that do not line up lie on two ranks
+    most = 1 if shape[0] % 512 == 0 else 2  # unaligned shards overlap two ranks
     for step in rest:
         for rank in (0, 1, 7, 100, 511):
-            moved = schedule(step.before, step.after, rank)
-            assert len(moved.sends) <= most
-            assert len(moved.receives) <= most
+            messages = schedule(step.before, step.after, rank)
+            assert len(messages.sends) <= most
+            assert len(messages.receives) <= most
 
 
 @pytest.mark.parametrize("order", [None, ("dp", "tp")], ids=str)
-def test_an_activation_reduced_over_tp_into_rows_sharded_over_dp_is_one_reduce_scatter(
+def test_partial_over_tp_to_rows_sharded_over_dp_and_tp_is_one_reduce_scatter(
     order: tuple[str, str] | None,
 ) -> None:
     mesh = Mesh((64, 8), ("dp", "tp"))
@@ -107,22 +107,22 @@ def test_an_activation_reduced_over_tp_into_rows_sharded_over_dp_is_one_reduce_s
     assert kinds(plan(partial, rows, 2)) == ["reduce-scatter"]
 
 
-def test_meshes_that_differ_in_names_only_are_one() -> None:
+def test_meshes_that_differ_only_in_names_are_treated_as_the_same() -> None:
     source = Layout(Mesh((4,)), [S0], SHAPE)
     assert kinds(plan(source, Layout(Mesh((4,), ("dp",)), [R], SHAPE), 4)) == ["all-gather"]
 
 
-def test_the_same_regions_on_a_mesh_of_another_shape_do_not_move() -> None:
+def test_same_regions_on_a_mesh_of_another_shape_need_no_step() -> None:
     assert kinds(plan(Layout(ONE, [S0], SHAPE), Layout(TWO, [S0, S0], SHAPE), 4)) == []
 
 
-def test_replicas_serve_equally_many() -> None:
+def test_replicas_send_equally_many_messages() -> None:
     source = Layout(Mesh((4,)), [R], SHAPE)
     target = Layout(Mesh((8,), None, range(4, 12)), [S0], SHAPE)
     assert [len(schedule(source, target, rank).sends) for rank in range(4)] == [2, 2, 2, 2]
 
 
-def test_a_plan_prints_its_steps_bytes_memory_and_time() -> None:
+def test_str_of_a_plan_shows_steps_bytes_memory_and_time() -> None:
     mesh = Mesh((2, 4), ("dp", "tp"))
     source = Layout(mesh, [P, S0], (1024, 512))
     assert str(plan(source, source.replace(placements=[S0, S1]), 4)) == (
@@ -135,57 +135,57 @@ def test_a_plan_prints_its_steps_bytes_memory_and_time() -> None:
     assert str(plan(source, source, 4)).endswith("\nnothing to do")
 
 
-def test_a_plan_for_many_ranks_looks_at_few_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_for_many_ranks_examines_few_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = Mesh((8, 16, 8))
     source = Layout(mesh, [S0, R, S1], (4096, 4096))
     target = Layout(Mesh((1024,)), [S1], (4096, 4096))
-    looked: list[int] = []
+    examined: list[int] = []
 
     def counting(layout: Layout, rank: int) -> Region | None:
-        looked.append(rank)
+        examined.append(rank)
         return held(layout, rank)
 
     held = schedule_module.held
     monkeypatch.setattr(schedule_module, "held", counting)
     steps = plan(source, target, 4)
     assert kinds(steps) == ["exchange"]
-    assert not looked
+    assert not examined
     assert steps.received_bytes(77) == 4 * (4096 * 4 - 512 * 4 * (77 % 8 == 0))
     assert steps.sent_bytes(77) > 0
-    # A rank looks at those that want a part of its region, never at pairs of ranks.
-    assert len(looked) < 4 * 1024
+    # A rank examines only its receivers, never pairs of other ranks.
+    assert len(examined) < 4 * 1024
     assert len(str(steps).splitlines()) == 4
 
 
-def test_no_cache_grows_with_the_number_of_shapes() -> None:
+def test_caches_are_bounded_for_many_shapes() -> None:
     mesh = Mesh((4,))
     for rows in range(10_000):
         steps = plan(Layout(mesh, [S0], (rows, 2)), Layout(mesh, [Ragged(0, (rows, 0, 0, 0))], (rows, 2)), 4)
         assert steps.sent_bytes(1) + steps.peak_bytes(1) >= 0
     gc.collect()
-    alive = [type(thing) for thing in gc.get_objects()]
+    alive = [type(value) for value in gc.get_objects()]
     assert alive.count(Plan) <= 4096 + 100
     assert alive.count(Layout) <= 4 * 4096
 
 
-def test_the_same_layouts_give_the_same_plan() -> None:
-    assert moving(ONE, [S0], [R]) is moving(ONE, [S0], [R])
+def test_plans_are_cached() -> None:
+    assert plan_between(ONE, [S0], [R]) is plan_between(ONE, [S0], [R])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 100])
-def test_parts_tile_their_box_and_none_is_over_its_share(count: int) -> None:
+def test_split_region_tiles_the_box_with_parts_within_their_share(count: int) -> None:
     box = Region((3, 1, 2), (4, 3, 5))
     parts = split_region(box, count)
     assert box.covers(parts)
     assert max(part.volume for part in parts) <= max(1, 60 // count)
 
 
-def test_unequal_shapes_are_refused_with_the_numbers() -> None:
+def test_different_shapes_raise() -> None:
     with pytest.raises(LayoutError, match=r"the shapes \(8, 12\) and \(8, 13\) differ.*reshape it first"):
         plan(Layout(ONE, [S0], (8, 12)), Layout(ONE, [S0], (8, 13)), 4)
 
 
-def test_a_local_tensor_of_the_wrong_kind_is_refused() -> None:
+def test_local_tensor_of_another_shape_or_itemsize_raises() -> None:
     layout = Layout(Mesh((1,)), [S0], (4,))
     steps = plan(layout, layout.replace(placements=[R]), 4)
     with pytest.raises(LayoutError, match=r"rank 0 has shape \(3,\), but \[4\] \(0: S\(0\)\) gives it \(4,\)"):
@@ -194,7 +194,7 @@ def test_a_local_tensor_of_the_wrong_kind_is_refused() -> None:
         execute(steps, torch.ones(4, dtype=torch.float64))
 
 
-def test_where_nothing_changes_the_tensor_is_the_one_given() -> None:
+def test_execute_returns_the_input_if_nothing_changes() -> None:
     layout = Layout(Mesh((1,)), [P], (4,))
     local = torch.ones(4)
     assert execute(plan(layout, layout.replace(placements=[S0]), 4), local) is local
@@ -213,11 +213,11 @@ def test_where_nothing_changes_the_tensor_is_the_one_given() -> None:
         (torch.complex64, "product", 1),
     ],
 )
-def test_padding_changes_nothing_in_a_reduction(dtype: torch.dtype, op: str, expected: float) -> None:
+def test_identity_element_of_each_dtype_and_reduction(dtype: torch.dtype, op: str, expected: float) -> None:
     assert identity_element(dtype, op) == expected
     torch.full((2,), identity_element(dtype, op), dtype=dtype)
 
 
-def test_dtype_without_an_identity_element_is_rejected() -> None:
+def test_dtype_without_an_identity_element_raises() -> None:
     with pytest.raises(ArgumentTypeError, match="float8_e8m0fnu has no identity element for 'sum'"):
         identity_element(torch.float8_e8m0fnu, "sum")
