@@ -17,7 +17,7 @@ ShardwrightError
 │   ├── MixedTensorsError                  plain tensors beside DTensors
 │   ├── MeshMismatchError                  DTensors on different meshes in one call
 │   ├── InPlaceError                       a write that would change its target's layout, or be lost
-│   ├── CommunicationError                 a movement nobody asked for, where the policy forbids it
+│   ├── CommunicationError                 implicit communication that the policy forbids
 │   ├── PartialGradientError               a gradient through a partial maximum, which has none
 │   ├── RandomArgumentError  (ValueError)  a parameter that a distribution does not have
 │   ├── ShardError           (ValueError)  a shard that does not fit its metadata
@@ -294,13 +294,13 @@ class InPlaceError(TensorError):
 
 
 class CommunicationError(TensorError):
-    """A movement nobody asked for, where the policy forbids it.
+    """An operator needs to redistribute its inputs, and the policy forbids implicit communication.
 
     >>> import shardwright as sw
     >>> with sw.communication("never"):
     ...     pass
     Traceback (most recent call last):
-    shardwright.errors.CommunicationError: communication policy 'never' is unknown: ...
+    shardwright.errors.CommunicationError: policy must be 'implicit', 'warn' or 'explicit', got 'never'
     """
 
 

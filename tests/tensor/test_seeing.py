@@ -103,7 +103,10 @@ def test_communication_policy_warns_about_or_rejects_implicit_redistribution() -
 
 
 def test_unknown_policy_raises() -> None:
-    with pytest.raises(CommunicationError, match="'sometimes' is unknown"), sw.communication("sometimes"):
+    with (
+        pytest.raises(CommunicationError, match="policy must be 'implicit', 'warn' or 'explicit', got 'sometimes'"),
+        sw.communication("sometimes"),
+    ):
         pass
 
 

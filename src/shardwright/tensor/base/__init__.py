@@ -1,1 +1,1 @@
-"""What lies beneath the dispatcher: tags, gradient types, strategies, the registry, traces and policies."""
+"""What the dispatcher is built on: tagging, gradient types, strategies, the registry, traces and policies."""

@@ -1,8 +1,8 @@
-"""Programs being captured: what is recorded as one step of them, and what cannot be part of one.
+"""Capture of programs by `sw.compile`: which calls become one node of the graph, and which cannot be captured.
 
-`sw.compile` runs a program once and records what it does to local tensors. Most of that is torch's own operators, which
-torch records. What is not (movements, random numbers, autograd functions) passes through `capture_call`: it is run, and
-recorded as one call, to be made again at every replay.
+`sw.compile` runs a program once and records what it does to local tensors. torch's tracer records torch's
+operators. Everything else (redistributions, random numbers, autograd Functions) goes through `capture_call`, which runs
+the call and records it as one node, to be run again at every replay.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ __all__ = [
     "uncaptured_tensor_message",
 ]
 
-_on = False  # of the process: torch's own capturing, which `capture_call` asks for, is of the thread
+_on = False  # per process; torch's proxy mode, which `capture_call` uses, is per thread
 
 
 def is_capturing() -> bool:
-    """Whether a program is being captured, and this is not inside one of its steps."""
+    """Return whether a program is being captured, and this is not inside a captured call."""
     return _on
 
 
 @contextmanager
 def capturing(on: bool = True) -> Iterator[None]:
-    """Has steps recorded while it is open; `on=False`: not."""
+    """Capture calls inside the context; with `on=False`, pause capturing."""
     global _on
     before, _on = _on, on
     try:
@@ -52,7 +52,7 @@ def capturing(on: bool = True) -> Iterator[None]:
 
 @contextmanager
 def not_captured() -> Iterator[None]:
-    """What is computed within it, on tensors of its own, is no part of a program that is being captured."""
+    """Keep what is computed inside the context, on its own tensors, out of the captured program."""
     if not _on:
         yield
         return
@@ -64,8 +64,8 @@ def not_captured() -> Iterator[None]:
 
 @contextmanager
 def below_modes() -> Iterator[None]:
-    """Hide what is computed within it from dispatch modes: planning happens once, and is no part of the program."""
-    if _on or not torch._C._len_torch_dispatch_stack():  # `not_captured` hides it from the mode that captures
+    """Hide what is computed inside the context from dispatch modes: planning is not part of the program."""
+    if _on or not torch._C._len_torch_dispatch_stack():  # `not_captured` hides it from the capturing mode
         yield
         return
     with torch._C._DisableTorchDispatch():
@@ -73,35 +73,35 @@ def below_modes() -> Iterator[None]:
 
 
 def refuse_capture(what: str) -> None:
-    """Raises where a program is being captured: this cannot be a part of one."""
+    """Raise CaptureError with this reason if a program is being captured."""
     if _on:
         raise CaptureError(f"{source_line()}: {what}")
 
 
 def capture_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The function's result; where a program is being captured, its call becomes one step of it."""
+    """Call the function and return its result; while a program is captured, the call becomes one node of the graph."""
     if not _on:
         return function(*args, **kwargs)
-    from torch.fx.experimental import proxy_tensor  # slow to import, and needed only by those who compile
+    from torch.fx.experimental import proxy_tensor  # slow to import, and needed only to compile
 
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:  # another thread is capturing
         return function(*args, **kwargs)
     flat, spec = pytree.tree_flatten((args, kwargs))
-    places = [place for place, value in enumerate(flat) if isinstance(value, Tensor)]
-    proxies = [_proxy_of(flat[place], mode.tracer) for place in places]
-    layouts = _layouts([flat[place] for place in places])
-    step = _Step(function, flat, spec, places, layouts).as_function()
+    indices = [index for index, value in enumerate(flat) if isinstance(value, Tensor)]
+    proxies = [_proxy_of(flat[index], mode.tracer) for index in indices]
+    layouts = _layouts([flat[index] for index in indices])
+    call = _CapturedCall(function, flat, spec, indices, layouts).as_function()
     with not_captured():
         result = function(*args, **kwargs)
-        made = mode.tracer.create_proxy("call_function", step, tuple(proxies), {})
+        proxy = mode.tracer.create_proxy("call_function", call, tuple(proxies), {})
         with torch._C.DisableTorchFunctionSubclass():
-            proxy_tensor.track_tensor_tree(result, made, constant=None, tracer=mode.tracer)
+            proxy_tensor.track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
     return result
 
 
 def _proxy_of(tensor: Tensor, tracer: Any) -> Any:
-    from torch.fx.experimental.proxy_tensor import get_proxy_slot  # likewise
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot  # slow to import
 
     slot: Any = get_proxy_slot(tensor, tracer, None)
     if slot is None:
@@ -110,68 +110,68 @@ def _proxy_of(tensor: Tensor, tracer: Any) -> Any:
 
 
 def uncaptured_tensor_message(tensor: Tensor) -> str:
-    """What is wrong with a tensor that the program did not get as an argument."""
+    """Return the error message for a tensor that the program did not get as an argument."""
     what = f"a DTensor {tensor._layout}" if isinstance(tensor, DTensorBase) else f"a tensor {tuple(tensor.shape)}"
     return (
-        f"the program uses {what} that is neither an argument of it nor held by a module or variable that it names: "
+        f"the program uses {what} that is neither an argument nor held by a module or variable that the program names: "
         "its values would be frozen; pass it as an argument"
     )
 
 
 def _layouts(tensors: Sequence[Tensor]) -> list[Layout | None] | None:
-    """How a step's tensors are laid out, where it computes with DTensors; None where it sees local tensors."""
+    """Return the layouts of a call's tensors if it computes with DTensors; None if it sees local tensors."""
     if not torch._C._is_torch_function_enabled():
         return None
-    found = [tensor._layout if isinstance(tensor, DTensorBase) else None for tensor in tensors]
-    return found if any(found) else None
+    layouts = [tensor._layout if isinstance(tensor, DTensorBase) else None for tensor in tensors]
+    return layouts if any(layouts) else None
 
 
 def captured_function(target: Any) -> Callable[..., Any] | None:
-    """The function that a recorded call makes as one step; None where it is no such call."""
-    return getattr(target, "does", None) if getattr(target, "__module__", "") == __name__ else None
+    """Return the function behind a node recorded by `capture_call`; None for other targets."""
+    return getattr(target, "captured", None) if getattr(target, "__module__", "") == __name__ else None
 
 
-class _Step:
-    """A call to be made again with other tensors in the places of tensors."""
+class _CapturedCall:
+    """A call that can be repeated with other tensors."""
 
     def __init__(
         self,
         function: Callable[..., Any],
         flat: list[Any],
         spec: pytree.TreeSpec,
-        places: list[int],
+        indices: list[int],
         layouts: list[Layout | None] | None,
     ) -> None:
-        self.function, self.spec, self.places, self.layouts = function, spec, places, layouts
-        self.flat = [None if place in places else value for place, value in enumerate(flat)]  # keeps no tensor
+        self.function, self.spec, self.indices, self.layouts = function, spec, indices, layouts
+        self.flat = [None if index in indices else value for index, value in enumerate(flat)]  # keeps no tensor alive
 
     def as_function(self) -> Callable[..., Any]:
-        """The step as a function of its tensors alone, named after what it does."""
+        """Return the call as a function of its tensors alone, with the name of the captured function."""
         args, kwargs = pytree.tree_unflatten(self.flat, self.spec)
-        if self.places == [0] and self.layouts is None and len(self.flat) == len(args) and not kwargs:
+        if self.indices == [0] and self.layouts is None and len(self.flat) == len(args) and not kwargs:
             function, rest = self.function, args[1:]
 
-            def step(tensor: Tensor) -> Any:  # by far the most frequent: a movement
+            def call(tensor: Tensor) -> Any:  # the most frequent: a redistribution
                 return function(tensor, *rest)
 
         elif self.layouts is None:
 
-            def step(*tensors: Tensor) -> Any:  # type: ignore[misc]  # a variant for any number of tensors
+            def call(*tensors: Tensor) -> Any:  # type: ignore[misc]  # a variant for any number of tensors
                 return self._call(tensors)
         else:
 
-            def step(*tensors: Tensor) -> Any:  # type: ignore[misc]  # likewise
+            def call(*tensors: Tensor) -> Any:  # type: ignore[misc]  # likewise
                 return self._call_tagged(tensors)
 
-        step.__name__ = step.__qualname__ = getattr(self.function, "__name__", "step").strip("_<>")
-        step.__module__ = __name__
-        step.does = self.function  # type: ignore[attr-defined]  # functions may have attributes
-        return step
+        call.__name__ = call.__qualname__ = getattr(self.function, "__name__", "call").strip("_<>")
+        call.__module__ = __name__
+        call.captured = self.function  # type: ignore[attr-defined]  # functions may have attributes
+        return call
 
     def _call(self, tensors: Sequence[Tensor]) -> Any:
         flat = list(self.flat)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            flat[place] = tensor
+        for index, tensor in zip(self.indices, tensors, strict=True):
+            flat[index] = tensor
         args, kwargs = pytree.tree_unflatten(flat, self.spec)
         return self.function(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint asks of a tensor by dunder names; `checkpoint`, a layer above, answers."""
+"""The methods that torch.distributed.checkpoint calls on a tensor; `checkpoint`, a layer above, provides them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Copies that look like views: `x[i]` along a sharded dimension, `x.view(…)` that had to move its input.
 
-Torch's view would show what is written to the original later, and pass on what is written to it. A copy remembers what
-it is a copy of, and the state of that memory when it was made. Where it would show something else than torch's view,
-using it is refused. What the state is, is the same on every rank: so is the refusal.
+torch's view would show later writes to its base, and writes to the view would reach the base. Such a copy records its
+base and the version of the base's memory (`memory_version`) when it was made. Using a copy whose base was written to
+since raises. The version is the same on every rank, so all ranks raise together.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["is_copied", "mark_copied", "memory_owner", "record_base_index", "ref
 
 
 def is_copied(tensor: Tensor) -> bool:
-    """Return whether a tensor looks like a view but is a copy, or shares the memory of one that is."""
+    """Return whether a tensor looks like a view but is a copy, or shares the memory of such a copy."""
     return "_copied_by" in tensor.__dict__
 
 
 def mark_copied(results: Any, operator: str, base: DTensorBase, sharing: Tensor | None = None) -> None:
-    """Record that what looks like a view of `base` is a copy; given `sharing`, only what shares memory with it."""
+    """Mark results that look like views of `base` as copies; given `sharing`, only those that share its memory."""
     if isinstance(results, DTensorBase):
         if results is not base and (sharing is None or storage_of(results) is storage_of(sharing)):
             results.__class__ = DTensorBase.copies
@@ -36,30 +36,30 @@ def mark_copied(results: Any, operator: str, base: DTensorBase, sharing: Tensor 
 
 
 def record_base_index(copied: Any, name: str, base: DTensorBase, args: Any, kwargs: dict[str, Any]) -> None:
-    """Record which index of `base` a copy is, where one index says it: what is written to it is written there too."""
+    """Record the index of a copy in `base`, if one index describes it, so that writes to the copy can be passed on."""
     if name == "unbind" and isinstance(copied, tuple):
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        for place, each in enumerate(copied):
-            each._base_index = (base, _along(base, dim, place))
+        for index, item in enumerate(copied):
+            item._base_index = (base, _along(base, dim, index))
     elif name == "__getitem__" and len(args) == 2:
         copied._base_index = (base, args[1])
     elif name == "select" and len(args) == 3:
         copied._base_index = (base, _along(base, args[1], args[2]))
 
 
-def _along(base: DTensorBase, dim: int, place: int) -> tuple[Any, ...]:
-    return (*[slice(None)] * (dim % len(base._layout.shape)), place)
+def _along(base: DTensorBase, dim: int, index: int) -> tuple[Any, ...]:
+    return (*[slice(None)] * (dim % len(base._layout.shape)), index)
 
 
 def memory_owner(tensor: DTensorBase) -> DTensorBase:
-    """Return the copy whose memory a tensor shares: itself, where it was not made as a view of a copy."""
+    """Return the copy whose memory a tensor shares: itself, unless it is a view of a copy."""
     while tensor._base_version[1] is None:
         tensor = tensor._base_version[0]
     return tensor
 
 
 def refuse_stale(name: str, tensor: Any) -> None:
-    """Raise InPlaceError if the original of a copy was written to since the copy was made."""
+    """Raise InPlaceError if the base of a copy was written to since the copy was made."""
     link = tensor
     while is_copied(link):
         base, before = link._base_version

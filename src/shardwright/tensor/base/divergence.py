@@ -1,8 +1,8 @@
-"""Ranks that run different programs, found and named instead of left hanging.
+"""Detect ranks that run different programs, and name them instead of hanging.
 
-A movement is collective: ranks that disagree about the next one wait for each other for ever. `verify_ranks` has
-them compare notes before each; without it they do so once a collective has failed, so that the error names the
-ranks, the operators and the source lines.
+Redistribution is collective: ranks that disagree about the next one would wait for each other forever. With
+`verify_ranks` they compare what they are about to do before each; without it they do so once a collective has failed,
+so that the error names the ranks, the operators and the source lines.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ POST_MORTEM_SECONDS = 5.0
 
 @contextmanager
 def verify_ranks() -> Iterator[None]:
-    """Has the ranks check, before every movement, that all of them are about to make the same one.
+    """Check before every redistribution that all ranks are about to run the same one.
 
-    It costs a message a movement: for debugging. Open it on all ranks.
+    For debugging: it costs one message per redistribution. Use it on all ranks.
 
     >>> import shardwright as sw
     >>> with sw.verify_ranks():
@@ -41,22 +41,22 @@ def verify_ranks() -> Iterator[None]:
 
 
 def check_same_program(source: Layout, target: Layout) -> None:
-    """Raises on every rank where they are about to make different movements, if `verify_ranks` is open."""
+    """Inside `verify_ranks`, raise ProgramMismatchError on every rank if they are about to redistribute differently."""
     if _verifying:
         _compare(source, target, None)
 
 
 def post_mortem(source: Layout, target: Layout, error: CommError) -> CommError:
-    """Return the error to raise after a collective has failed: who was where, if all ranks still answer."""
+    """Return the error to raise after a collective failed; a ProgramMismatchError if the ranks' programs differ."""
     if isinstance(error, RankLostError):
-        return error  # there is nobody to compare with, and it says where the others are
+        return error  # a rank is lost: there is nothing to compare, and the error says where the others are
     try:
         _compare(source, target, POST_MORTEM_SECONDS)
     except ProgramMismatchError as mismatch:
         mismatch.__cause__ = error
         return mismatch
-    except CommError as silence:
-        error.add_note(f"afterwards: {silence}")
+    except CommError as failure:
+        error.add_note(f"comparing the ranks' programs failed as well: {failure}")
     return error
 
 
@@ -64,11 +64,11 @@ def _compare(source: Layout, target: Layout, timeout: float | None) -> None:
     ranks = sorted({*source.mesh.ranks, *target.mesh.ranks})
     if len(ranks) == 1 or comm.rank() not in ranks:
         return
-    note = json.dumps([operation_name() or "redistribute", f"{source} → {target}", source_line()])
+    message = json.dumps([operation_name() or "redistribute", f"{source} → {target}", source_line()])
     group = comm.subgroup(ranks)
-    heard = comm.gather_bytes(note.encode(), group, what="comparing programs", timeout=timeout)
-    notes = dict(zip(group.ranks, (json.loads(entry) for entry in heard), strict=True))
-    if len({(name, movement) for name, movement, _ in notes.values()}) == 1:
+    gathered = comm.gather_bytes(message.encode(), group, what="comparing programs", timeout=timeout)
+    programs = dict(zip(group.ranks, map(json.loads, gathered), strict=True))
+    if len({(name, layouts) for name, layouts, _ in programs.values()}) == 1:
         return
-    said = "\n  ".join(f"rank {rank}: {name} at {line}: {what}" for rank, (name, what, line) in notes.items())
-    raise ProgramMismatchError(f"the ranks run different programs:\n  {said}")
+    lines = "\n  ".join(f"rank {rank}: {name} at {line}: {what}" for rank, (name, what, line) in programs.items())
+    raise ProgramMismatchError(f"the ranks run different programs:\n  {lines}")

@@ -1,7 +1,8 @@
 """The four types a value has per mesh dimension, and the dual type of its gradient.
 
-`S`, `R` and `P` are the placements users see. The fourth, `Entered`, lives inside an operator only: the same whole
-value on every rank, about to be used differently by each, so that its gradient is partial.
+`S`, `R` and `P` are the placements users see. The fourth, `Entered`, exists only inside an operator: a replicated value
+that each rank uses differently, so that its gradient is partial. JAX's `shard_map` calls such a value *varying* with an
+*unreduced* cotangent; in Megatron-LM it is the output of the *f* operator (`copy_to_tensor_model_parallel_region`).
 
     S ↔ S      R ↔ R      P ↔ Entered
 """
@@ -14,13 +15,13 @@ from typing import final
 from shardwright.layout import Layout, Partial, Placement, Replicate
 from shardwright.tensor.base.layout_cache import cache_of
 
-__all__ = ["ENTERED", "REPLICATE", "SUM", "Entered", "dual", "settled"]
+__all__ = ["ENTERED", "REPLICATE", "SUM", "Entered", "dual", "without_entered"]
 
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Entered(Placement):
-    """Whole on every rank, as `Replicate` is, with a gradient that differs from rank to rank."""
+    """Replicated, with a partial gradient: JAX's varying value with an unreduced cotangent, Megatron's *f* operator."""
 
     def __str__(self) -> str:
         return "Re"
@@ -33,29 +34,29 @@ ENTERED, REPLICATE, SUM = Entered(), Replicate(), Partial("sum")
 
 
 _DUAL: dict[type[Placement], Placement] = {Partial: ENTERED, Entered: SUM}
-_SETTLED: dict[type[Placement], Placement] = {Entered: REPLICATE}
+_WITHOUT_ENTERED: dict[type[Placement], Placement] = {Entered: REPLICATE}
 
 
 def dual(layout: Layout) -> Layout:
-    """The layout of the gradient of a value laid out like this."""
+    """Return the layout of the gradient of a value with this layout."""
     try:
-        known: Layout | None = layout.attached.dual  # remembered: `.grad` asks all the time
+        known: Layout | None = layout.attached.dual  # cached: every `.grad` needs it
     except AttributeError:
-        known = cache_of(layout).dual = _exchanged(layout, _DUAL)
-    return layout if known is None else known  # None: it is its own, and must not keep itself alive
+        known = cache_of(layout).dual = _replaced(layout, _DUAL)
+    return layout if known is None else known  # None: the layout itself, which must not keep itself alive
 
 
-def settled(layout: Layout) -> Layout:
-    """The layout as users see it: what has entered is a replicate again."""
+def without_entered(layout: Layout) -> Layout:
+    """Return the layout as users see it, with `Replicate` for `Entered`."""
     try:
-        known: Layout | None = layout.attached.settled
+        known: Layout | None = layout.attached.without_entered
     except AttributeError:
-        known = cache_of(layout).settled = _exchanged(layout, _SETTLED)
+        known = cache_of(layout).without_entered = _replaced(layout, _WITHOUT_ENTERED)
     return layout if known is None else known
 
 
-def _exchanged(layout: Layout, by: dict[type[Placement], Placement]) -> Layout | None:
-    """The layout with some types of placements exchanged for others; None where it has none of them."""
+def _replaced(layout: Layout, by: dict[type[Placement], Placement]) -> Layout | None:
+    """Return the layout with placements of some types replaced by others; None if it has none of them."""
     if not any(type(placement) in by for placement in layout.placements):
         return None
     placements = [by.get(type(placement), placement) for placement in layout.placements]

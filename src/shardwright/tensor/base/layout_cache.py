@@ -1,4 +1,4 @@
-"""What this layer keeps with a layout: equal layouts are one object, so it is found again, and dies with the layout."""
+"""Caches attached to layouts: equal layouts are one object, so a cache is found again and freed with its layout."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ __all__ = ["LayoutCache", "cache_of", "forget_caches"]
 
 
 class LayoutCache(dict[Any, dict[Any, Any]]):
-    """The tables of one layout, attached to it. As a mapping it is the dispatcher's shortest path, by function.
+    """The caches of one layout. The mapping itself is the dispatcher's fast path, by function.
 
     `dispatch.cache` reads and writes the mapping and `plans`; `gradient_types` the two layouts, which are unset until
-    they are asked for, and None where the layout is its own.
+    first used, and None if they equal the layout itself.
     """
 
-    __slots__ = ("derived", "dual", "plans", "settled")
+    __slots__ = ("derived", "dual", "plans", "without_entered")
 
     dual: Layout | None
-    settled: Layout | None
+    without_entered: Layout | None
 
     def __init__(self) -> None:
         super().__init__()
-        self.plans: dict[tuple[Any, ...], Any] = {}  # of calls whose first operand is laid out like this
-        self.derived: dict[tuple[Any, int], Any] = {}  # of the layout alone: (what it is, a dimension or rank)
+        self.plans: dict[tuple[Any, ...], Any] = {}  # of calls whose first operand has this layout
+        self.derived: dict[tuple[Any, int], Any] = {}  # by function, and dimension or rank
 
 
 def cache_of(layout: Layout) -> LayoutCache:
-    """Return the tables of a layout, made where there are none yet."""
+    """Return the cache of a layout; create it on first use."""
     cache: LayoutCache = layout.attached
     if type(cache) is not LayoutCache:
         cache = LayoutCache()
@@ -39,7 +39,7 @@ def cache_of(layout: Layout) -> LayoutCache:
 
 
 def forget_caches() -> None:
-    """Drop all tables: rules have changed, or this process has become another rank, which plans know."""
+    """Drop all caches, because rules changed or this process has a new rank, which plans depend on."""
     detach_all()
 
 

@@ -1,4 +1,4 @@
-"""What an unrequested movement does, and whether plain tensors may be taken for replicates."""
+"""Policies: what to do about implicit communication, and whether plain tensors count as replicated."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ _replicating: contextvars.ContextVar[bool] = contextvars.ContextVar("shardwright
 
 
 class CommunicationWarning(UserWarning):
-    """An operator moved data that nobody asked it to move.
+    """An operator communicated although the program did not ask for it.
 
     >>> import warnings, shardwright as sw
-    >>> warnings.simplefilter("error", sw.CommunicationWarning)  # under sw.communication("warn"): refuse after all
+    >>> warnings.simplefilter("error", sw.CommunicationWarning)  # make sw.communication("warn") raise
     """
 
 
 @contextmanager
 def communication(policy: Policy) -> Iterator[None]:
-    """Says what an operator that needs to move data does: `implicit` (moves it), `warn`, or `explicit` (refuses).
+    """Set what an operator that needs to redistribute its inputs does.
 
-    Movements you ask for (`redistribute`, `full_tensor`, `to_local`) are always made.
+    `implicit` redistributes them, `warn` does so with a `CommunicationWarning`, `explicit` raises `CommunicationError`.
+    Redistributions that the program asks for (`redistribute`, `full_tensor`, `to_local`) always run.
 
     >>> import shardwright as sw
     >>> with sw.communication("explicit"):
     ...     pass
     """
     if policy not in ("implicit", "warn", "explicit"):
-        raise CommunicationError(f"communication policy {policy!r} is unknown: it is implicit, warn or explicit")
+        raise CommunicationError(f"policy must be 'implicit', 'warn' or 'explicit', got {policy!r}")
     token = _policy.set(policy)
     try:
         yield
@@ -48,7 +49,7 @@ def communication(policy: Policy) -> Iterator[None]:
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Takes plain tensors beside DTensors for replicates: say so only where every rank holds the same values.
+    """Treat plain tensors beside DTensors as replicated. Every rank must hold the same values in them.
 
     >>> import shardwright as sw
     >>> with sw.implicit_replication():
@@ -62,26 +63,26 @@ def implicit_replication() -> Iterator[None]:
 
 
 def current() -> Policy:
-    """What an operator that needs to move data does now."""
+    """Return the current communication policy."""
     return _policy.get()
 
 
 def replicates_implicitly() -> bool:
-    """Whether `implicit_replication` is on."""
+    """Return whether `implicit_replication` is active."""
     return _replicating.get()
 
 
 def check(name: str, moves: Sequence[tuple[Layout, Layout] | None]) -> None:
-    """Lets an operator's movements pass, or warns, or refuses, as the policy says."""
+    """Allow an operator's redistributions, warn or raise, according to the policy."""
     policy = _policy.get()
     if policy == "implicit" or not any(moves):
         return
-    needed = [step for step in moves if step is not None and _communicates(*step)]
+    needed = [layouts for layouts in moves if layouts is not None and _communicates(*layouts)]
     if not needed:
         return
     source, target = needed[0]
     message = (
-        f"{name} needs {source} as {target}, which moves data nobody asked for: redistribute it before the call, "
+        f"{name} needs {source} as {target}, which takes implicit communication: redistribute it before the call, "
         'or allow it with sw.communication("implicit")'
     )
     if policy == "explicit":

@@ -1,4 +1,4 @@
-"""Which rule an operator has, found by its canonical name.
+"""The registry of operators: rules and compositions by canonical name.
 
 `torch.add`, `Tensor.add`, `Tensor.__radd__`, `Tensor.add_` and `torch.ops.aten.add.Tensor` are one operator, "add".
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-if TYPE_CHECKING:  # the rules register themselves here: this module comes before them
+if TYPE_CHECKING:  # rules import this module
     from shardwright.tensor.base.strategy import MeshStrategy, Strategies
 
 __all__ = [
@@ -30,7 +30,7 @@ Rule: TypeAlias = "Callable[..., Strategies | MeshStrategy | None]"
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operator that is known: a rule for its placements, or a composition of other operators."""
+    """A registered operator: a rule for its placements, or a composition of other operators."""
 
     name: str
     rule: Rule | None = None
@@ -42,7 +42,7 @@ OPERATORS: dict[str, Op] = {}
 _by_function: dict[Any, tuple[str, bool]] = {}
 _by_type: dict[Any, bool] = {}
 
-# Python's operator protocol; reflected operands change nothing about placements, except in a quotient.
+# Python's operator protocol; reflected operands make no difference to placements, except in a quotient.
 _DUNDER = {"truediv": "div", "rtruediv": "rdiv", "floordiv": "floor_divide", "rfloordiv": "floor_divide"}
 _DUNDER |= {"rdiv": "rdiv", "mod": "remainder", "rmod": "remainder", "invert": "bitwise_not", "pos": "positive"}
 _DUNDER |= {"and": "bitwise_and", "rand": "bitwise_and", "or": "bitwise_or", "ror": "bitwise_or"}
@@ -64,12 +64,12 @@ _ALIASES |= {"special_log_softmax": "log_softmax", "special_log1p": "log1p", "sp
 _ALIASES |= {"special_logit": "logit", "special_round": "round", "special_sinc": "sinc", "special_digamma": "digamma"}
 
 
-# Functions whose names are those of other operators: `F.unfold` takes patches, `Tensor.unfold` takes windows.
+# Functions that share their name with another operator: `F.unfold` extracts patches, `Tensor.unfold` windows.
 _OWN_NAMES = {torch.nn.functional.unfold: "im2col", torch.nn.functional.fold: "col2im"}
 
 
 def canonical_name(func: Any) -> tuple[str, bool]:
-    """An operator's name, and whether this spelling of it writes into its first argument."""
+    """Return the name of the operator that a function calls, and whether it is the in-place variant."""
     known = _by_function.get(func)
     if known is None:
         known = _by_function[func] = _canonical_name(func)
@@ -79,11 +79,11 @@ def canonical_name(func: Any) -> tuple[str, bool]:
 def _canonical_name(func: Any) -> tuple[str, bool]:
     if func in _OWN_NAMES:
         return _OWN_NAMES[func], False
-    func = getattr(func, "_opoverload", func)  # what torch.library.custom_op makes
+    func = getattr(func, "_opoverload", func)  # made by torch.library.custom_op
     packet = getattr(func, "_overloadpacket", func)  # torch.ops.aten.add.Tensor
-    whole: str = getattr(packet, "_qualified_op_name", "aten::")
-    if not whole.startswith("aten::"):
-        return whole, False  # an operator of somebody's own: no spelling of one of torch's
+    qualified: str = getattr(packet, "_qualified_op_name", "aten::")
+    if not qualified.startswith("aten::"):
+        return qualified, False  # a custom operator
     name: str = packet.__name__
     if name.startswith("__") and name.endswith("__"):
         name = name[2:-2]
@@ -112,12 +112,12 @@ def overloads_of(func: Any) -> list[Any]:
 
 
 def operator(name: str) -> Op | None:
-    """The operator of this canonical name, where one is known."""
+    """Return the operator of this canonical name, or None if it is not registered."""
     return OPERATORS.get(name)
 
 
 def takes_numbers_by_type(func: Any) -> bool:
-    """Whether plain numbers given to this function are operands, whose values do not change the plan."""
+    """Return whether plain numbers are operands of this function, so that their values do not change the plan."""
     known = _by_type.get(func)
     if known is None:
         op = operator(canonical_name(func)[0])
@@ -126,19 +126,19 @@ def takes_numbers_by_type(func: Any) -> bool:
 
 
 def forget_types() -> None:
-    """Has `takes_numbers_by_type` ask again: operators have changed."""
+    """Clear the cache of `takes_numbers_by_type`, because operators were registered."""
     _by_type.clear()
 
 
 def rule(*names: str, numbers_by_type: bool = False) -> Callable[[Rule], Rule]:
-    """Registers a rule: a function with the operator's own signature, called with `Operand`s for tensors.
+    """Register a rule: a function with the operator's own signature, called with an `Operand` for each tensor.
 
-    It returns `Strategies`, or `MeshStrategy`, or None where it has no answer (the operator then falls back).
+    It returns `Strategies` or a `MeshStrategy`, or None to decline: the operator then runs on replicated tensors.
     """
 
     def register(function: Rule) -> Rule:
         for name in names:
-            known = OPERATORS.get(name, Op(name))  # a composition is asked first, whichever came first
+            known = OPERATORS.get(name, Op(name))  # the composition comes first, whichever was registered first
             OPERATORS[name] = Op(name, function, known.composite, numbers_by_type)
         forget_types()
         return function
@@ -147,9 +147,9 @@ def rule(*names: str, numbers_by_type: bool = False) -> Callable[[Rule], Rule]:
 
 
 def composite(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers an operator written in terms of others, on DTensors; it returns NotImplemented to decline.
+    """Register an operator written in terms of others, on DTensors; it returns NotImplemented to decline.
 
-    A rule of the same name is asked where the composition declines.
+    If it declines, the rule of the same name is used.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Functions that replace torch's: made once, also where another package has replaced the same function before."""
+"""Replacements of torch's functions: marked, so that installing them twice does nothing even if others wrapped them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 __all__ = ["is_replaced", "replacing"]
 
-_MARK = "_replaced_by_shardwright"  # functools.wraps copies it to what others put around our function
+_MARK = "_replaced_by_shardwright"  # functools.wraps copies it to wrappers of our function
 
 
 def replacing(original: Any) -> Callable[[Any], Any]:
-    """Return a decorator that makes a function look like the one it replaces, and marks it as ours.
+    """Return a decorator that makes a function look like the one it replaces and marks it as our replacement.
 
     >>> is_replaced(replacing(len)(lambda values: 0)), is_replaced(len)
     (True, False)
@@ -27,5 +27,5 @@ def replacing(original: Any) -> Callable[[Any], Any]:
 
 
 def is_replaced(function: Any) -> bool:
-    """Return whether a function of torch was replaced by this package already. Other packages may wrap it as well."""
+    """Return whether a function of torch was replaced by this package, even if another package has wrapped it since."""
     return getattr(function, _MARK, False)

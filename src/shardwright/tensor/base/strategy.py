@@ -1,12 +1,12 @@
-"""How rules are written: for one mesh dimension, which placements of the inputs give which of the outputs.
+"""Strategies: for one mesh dimension, which placements of the inputs give which placements of the outputs.
 
-Most operators are an index notation. Every dimension of every input and output gets a label; what carries the same
-label is cut together. From that alone follow the strategies to run it on one mesh dimension:
+Most operators can be written in index notation. Every dimension of every input and output gets a label, and dimensions
+with the same label are sharded together. The strategies for one mesh dimension follow from the labels:
 
 - everything replicated;
-- for each label: inputs that carry it are cut there, the others are whole; outputs that carry it are cut, outputs
-  that do not are partial sums (the label was contracted);
-- where the operator is linear: partial in, partial out.
+- for each label: inputs with the label are sharded there, the others are replicated; outputs with the label are
+  sharded, outputs without it are partial sums (the label was contracted);
+- if the operator is linear: partial in, partial out.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from shardwright.tensor.base.gradient_types import REPLICATE, SUM
 
 __all__ = ["Labels", "MeshStrategy", "Operand", "Run", "Strategies", "Strategy", "index_strategies", "spell"]
 
-Label: TypeAlias = Hashable  # None: this dimension is never cut (it is broadcast, or used whole)
+Label: TypeAlias = Hashable  # None: this dimension is never sharded (it is broadcast, or needed whole)
 Labels: TypeAlias = Sequence[Label]
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """What a rule knows of a tensor argument: never its values."""
+    """A tensor argument as a rule sees it: metadata, never values."""
 
     layout: Layout
     dtype: torch.dtype
-    grad: bool  # whether a gradient will be asked for
+    grad: bool  # whether it requires grad
     parameter: bool = False  # whether it is an nn.Parameter
 
     @property
@@ -44,21 +44,21 @@ class Operand:
         return len(self.layout.shape)
 
     def dim(self, dim: int) -> int:
-        """A dimension by number, negative ones from the end."""
+        """Return a dimension as a non-negative number."""
         if not -max(self.ndim, 1) <= dim < max(self.ndim, 1):
             raise IndexError(f"dimension {dim} is out of range for a tensor of {self.ndim} dimensions")
         return dim % max(self.ndim, 1)
 
 
 class Strategy(NamedTuple):
-    """One strategy to run an operator on one mesh dimension: the inputs' placements, and the outputs' that follow."""
+    """A way to run an operator on one mesh dimension: the placements it needs and those of its outputs."""
 
     ins: tuple[Placement, ...]
     outs: tuple[Placement, ...]
 
 
 class LocalContext(NamedTuple):
-    """What a local call is made for: layouts of the inputs (as moved) and outputs, and this process's rank."""
+    """The context of a local call: layouts of the redistributed inputs and of the outputs, and this process's rank."""
 
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
@@ -71,21 +71,21 @@ Run: TypeAlias = Callable[[LocalContext], Local | None]  # None: the same call o
 
 @dataclass(frozen=True, slots=True)
 class Strategies:
-    """A rule's answer, mesh dimension by mesh dimension: `at(mesh_dim)` lists the strategies there."""
+    """The strategies of an operator, chosen for each mesh dimension separately: `at(mesh_dim)` lists them."""
 
     at: Callable[[int], list[Strategy]]
     run: Run | None = None  # None: the same call on local tensors
     fresh: bool = True  # whether the result is always a new tensor object
-    shapes: tuple[tuple[int, ...], ...] | None = None  # of the outputs, where running on meta tensors cannot tell
-    unmoved: int | None = None  # an input that must stay where it is, because it is written to: the first, if any
-    written_back: bool = False  # in place, where no strategy keeps the target's layout: computed whole and written back
+    shapes: tuple[tuple[int, ...], ...] | None = None  # of the outputs, if a call on meta tensors does not give them
+    unmoved: int | None = None  # an input that must keep its layout, because it is written to: the first, if any
+    written_back: bool = False  # in place: if no strategy keeps the target's layout, compute replicated and write back
     copied: bool = False  # the result looks like a view, but is none
     draws: bool = False  # whether a call takes a key of the random number generator
 
 
 @dataclass(frozen=True, slots=True)
 class MeshStrategy:
-    """A rule's answer for the mesh as a whole, where its dimensions cannot be decided one by one."""
+    """A strategy for all mesh dimensions at once, if they cannot be decided one by one."""
 
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
@@ -96,13 +96,13 @@ class MeshStrategy:
 
 
 @dataclass(slots=True)
-class _Cut:
-    """A label and one manner of cutting it: evenly (None), or into given sizes."""
+class _Split:
+    """A label and one way of splitting it: evenly (None), or into given sizes."""
 
     label: Label
     sizes: tuple[int, ...] | None
 
-    def place(self, labels: Labels) -> Placement | None:
+    def placement(self, labels: Labels) -> Placement | None:
         if self.label not in labels:
             return None
         dim = list(labels).index(self.label)
@@ -111,14 +111,14 @@ class _Cut:
 
 @dataclass(slots=True)
 class Contraction:
-    """What an output that lacks a label becomes when that label is cut: a partial reduction, or it is not allowed."""
+    """How outputs without a label are reduced if that label is sharded; None: it must not be sharded."""
 
     op: str | None = "sum"
     labels: dict[Label, str | None] = field(default_factory=dict)
 
 
 def spell(*terms: str) -> list[list[str]]:
-    """Labels from strings, a letter a dimension: `spell("mk", "kn")`."""
+    """Return labels from strings with one letter per dimension: `spell("mk", "kn")`."""
     return [list(term) for term in terms]
 
 
@@ -131,11 +131,11 @@ def index_strategies(
     reduction: str | None = "sum",
     whole: frozenset[Label] | set[Label] = frozenset(),
 ) -> Callable[[int], list[Strategy]]:
-    """The strategies of an operator in index notation, for `Strategies(at=...)`.
+    """Return the strategies of an operator in index notation, for `Strategies(at=...)`.
 
-    `terms` says in what the operator is linear: a sum of products of inputs, given by their places
-    (`[[0], [1]]` for an addition, `[[0, 1]]` for a product). Inputs in no term enter non-linearly. `reduction` is
-    how a contracted label reduces (None: contracted labels are not cut). Labels in `whole` are never cut.
+    `terms` lists what the operator is linear in, as a sum of products of inputs given by index (`[[0], [1]]` for an
+    addition, `[[0, 1]]` for a product). Inputs in no term are used non-linearly. `reduction` is how a contracted label
+    reduces (None: contracted labels are not sharded). Labels in `whole` are never sharded.
     """
     labels = [label for term in ins for label in term if label is not None and label not in whole]
     unique = list(dict.fromkeys(labels))
@@ -145,42 +145,42 @@ def index_strategies(
     def at(mesh_dim: int) -> list[Strategy]:
         strategies = [replicated]
         for label in unique:
-            for cut in _cuts(label, operands, ins, mesh_dim):
-                strategy = _cut_strategy(cut, ins, outs, terms, reduction)
+            for split in _splits(label, operands, ins, mesh_dim):
+                strategy = _sharded_strategy(split, ins, outs, terms, reduction)
                 if strategy is not None:
                     strategies.append(strategy)
-        # A cut is never made a partial sum for nothing: every rank would hold the whole.
+        # Offer partial inputs only if one is partial already: a partial value has the size of the global tensor.
         partial = any(operand.layout.placements[mesh_dim].is_partial() for operand in operands)
         return strategies + linear if partial else strategies
 
     return at
 
 
-def _cuts(label: Label, operands: Sequence[Operand], ins: Sequence[Labels], mesh_dim: int) -> list[_Cut]:
-    """Evenly, and as any input is cut now."""
+def _splits(label: Label, operands: Sequence[Operand], ins: Sequence[Labels], mesh_dim: int) -> list[_Split]:
+    """Return the ways to split a label: evenly, and as any input is split already."""
     sizes: list[tuple[int, ...] | None] = [None]
     for operand, labels in zip(operands, ins, strict=True):
         placement = operand.layout.placements[mesh_dim]
         if isinstance(placement, Ragged) and labels[placement.dim] == label and placement.sizes not in sizes:
             sizes.append(placement.sizes)
-    return [_Cut(label, size) for size in sizes]
+    return [_Split(label, size) for size in sizes]
 
 
-def _cut_strategy(
-    cut: _Cut,
+def _sharded_strategy(
+    split: _Split,
     ins: Sequence[Labels],
     outs: Sequence[Labels],
     terms: Sequence[Sequence[int]] | None,
     reduction: str | None,
 ) -> Strategy | None:
-    placed = [cut.place(labels) for labels in ins]
-    out = [cut.place(labels) for labels in outs]
+    placed = [split.placement(labels) for labels in ins]
+    out = [split.placement(labels) for labels in outs]
     if all(placement is not None for placement in out):
         return Strategy(tuple(p or REPLICATE for p in placed), tuple(p or REPLICATE for p in out))
     if reduction is None:
         return None
     if reduction == "sum" and terms is not None:
-        # A term that does not carry the label is added on every rank: one of its factors must be partial instead.
+        # A term without the label would be added on every rank: make one of its factors partial.
         for term in terms:
             if all(placed[i] is None for i in term):
                 placed[term[0]] = SUM
@@ -188,7 +188,7 @@ def _cut_strategy(
 
 
 def _linear_strategies(inputs: int, outputs: int, terms: Sequence[Sequence[int]]) -> list[Strategy]:
-    """Partial sums in, partial sums out: one factor of every term is partial."""
+    """Return the strategies with partial inputs and outputs: one factor of every term is partial."""
     choices: list[list[int]] = [[]]
     for term in terms:
         choices = [[*chosen, factor] for chosen in choices for factor in term]

@@ -1,8 +1,8 @@
-"""The strides a global tensor would have on one device: they decide whether torch copies or returns an alias.
+"""The strides of a global tensor on one device: they decide whether torch copies or returns an alias.
 
-They follow from the shard's strides, unless a shard cannot tell: the shard of a transposed tensor that has one column
-looks contiguous, and so does one that a slice of a sharded dimension leaves whole. Such a tensor has its strides noted.
-So every rank comes to the same strides, and with them to the same decision.
+They follow from the shard's strides, unless the shard is ambiguous: a shard of a transposed tensor with one column
+looks contiguous, and so does the part that a slice of a sharded dimension leaves on a rank. The strides of such a
+tensor are recorded. So every rank computes the same strides, and takes the same decision.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def meta_of(tensor: DTensorBase) -> Tensor:
     with no_torch_function():
         dtype = tensor.dtype
     if dtype in _CAST and torch._C._is_any_autocast_enabled():
-        dtype = torch.float32  # autocast makes dtypes alike, on real devices only; shapes do not depend on them
+        dtype = torch.float32  # autocast does not cast meta tensors: avoid mixed dtypes
     return torch.empty_strided(tensor._layout.shape, global_stride(tensor), dtype=dtype, device="meta")
 
 
 def is_contiguous(tensor: DTensorBase) -> bool:
-    """Return whether the global tensor would be contiguous on one device: the same answer on every rank."""
-    # Strides are noted only where they are not those of a contiguous tensor.
+    """Return whether the global tensor would be contiguous on one device. Deterministic across ranks."""
+    # Strides are recorded only if they are not those of a contiguous tensor.
     return "_strides" not in tensor.__dict__ and bool(disabled(_is_contiguous, (), (tensor,), {}))
 
 
 def record_strides(tensor: DTensorBase, strides: tuple[int, ...], always: bool = False) -> None:
-    """Note the strides of a new tensor that is not contiguous, where some rank's shard does not tell them."""
+    """Record the strides of a new non-contiguous tensor if some rank's shard does not determine them."""
     if always or _hides(tensor._layout, strides):
         tensor._strides = strides
         if type(tensor) is DTensorBase.concrete:
@@ -45,7 +45,7 @@ def record_strides(tensor: DTensorBase, strides: tuple[int, ...], always: bool =
 
 
 def copy_strides(target: DTensorBase, source: DTensorBase) -> None:
-    """Give `target` the strides noted of `source`, whose memory it has got."""
+    """Copy the recorded strides of `source` to `target`, which now shares its memory."""
     target.__dict__.pop("_strides", None)
     if type(target) is DTensorBase.strided:
         target.__class__ = DTensorBase.concrete
@@ -54,7 +54,7 @@ def copy_strides(target: DTensorBase, source: DTensorBase) -> None:
 
 
 def global_stride(tensor: DTensorBase) -> tuple[int, ...]:
-    """Return the strides of the global tensor: as noted, or those of the shard, scaled to global sizes."""
+    """Return the strides of the global tensor: as recorded, or those of the shard, scaled to global sizes."""
     known: tuple[int, ...] | None = tensor.__dict__.get("_strides")
     if known is not None:
         return known
@@ -64,7 +64,7 @@ def global_stride(tensor: DTensorBase) -> tuple[int, ...]:
         if tensor.is_contiguous():
             return torch.empty(shape, device="meta").stride()
     strides = [0] * len(shape)
-    # From the innermost dimension outwards. Of two equal strides, that of a dimension of one element is the inner one.
+    # From the innermost dimension outwards. Of two equal strides, that of a dimension of size 1 is the inner one.
     before: int | None = None
     for dim in sorted(range(len(shape)), key=lambda dim: (local[dim], sizes[dim] > 1, -dim)):
         if local[dim] == 0:
@@ -79,7 +79,7 @@ def global_stride(tensor: DTensorBase) -> tuple[int, ...]:
 
 
 def has_thin_shards(layout: Layout) -> bool:
-    """Return whether some rank has less than two elements of a longer dimension: its strides tell little."""
+    """Return whether some rank has fewer than two elements of a longer dimension, so that its strides are ambiguous."""
     return any(least < min(size, 2) for least, size in zip(_least_sizes(layout), layout.shape, strict=True))
 
 
@@ -88,21 +88,21 @@ def _least_sizes(layout: Layout) -> tuple[int, ...]:
 
 
 def _hides(layout: Layout, strides: tuple[int, ...]) -> bool:
-    """Return whether some rank's shard may look contiguous, though the global tensor, of these strides, is not."""
+    """Return whether some rank's shard may look contiguous although the global tensor has these strides."""
     least = _least_sizes(layout)
     if 0 in least and 0 not in layout.shape:
         return True
-    cut = {dim for dim, size in enumerate(layout.shape) if least[dim] < size or len(layout.cut_by(dim)) > 0}
+    sharded = {dim for dim, size in enumerate(layout.shape) if least[dim] < size or len(layout.cut_by(dim)) > 0}
     left = [dim for dim in range(layout.ndim) if least[dim] > 1]  # of the smallest shard
     if not left:
         return True
     inner = left[-1]
-    if strides[inner] != 1 and not any(strides[d] < strides[inner] for d in cut):
-        return False  # steps, or another dimension is the innermost: to be seen in every shard
+    if strides[inner] != 1 and not any(strides[d] < strides[inner] for d in sharded):
+        return False  # strided, or another dimension is innermost: visible in every shard
     for outer, inner in pairwise(left):
         if strides[outer] < strides[inner] or strides[outer] == 0:
-            return False  # in another order, in every shard
-        between = any(strides[inner] <= strides[d] < strides[outer] for d in cut if d != outer)
+            return False  # permuted: visible in every shard
+        between = any(strides[inner] <= strides[d] < strides[outer] for d in sharded if d != outer)
         if not between and strides[outer] != strides[inner] * layout.shape[inner]:
-            return False  # a gap behind a dimension that is not sharded, in every shard
+            return False  # a gap after an unsharded dimension: visible in every shard
     return True

@@ -1,7 +1,7 @@
-"""A DTensor *is* its local tensor, tagged with a layout: how the tag is put on, read and taken off.
+"""Tagging: make a local tensor a DTensor by setting its class and layout. A DTensor *is* its local tensor.
 
-Tagging changes the class of a tensor object: no copy, no autograd node. So only objects nobody else holds may be
-tagged: fresh results. Everything else is aliased first.
+Tagging changes the class of a tensor object, without a copy or an autograd node. So only fresh results, which
+nothing else refers to, may be tagged. Everything else is aliased first.
 """
 
 from __future__ import annotations
@@ -37,22 +37,20 @@ no_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 class DTensorBase(Tensor):
-    """What the modules below `DTensor` know of it: a tensor with a layout. `DTensor` is the one concrete class."""
+    """A tensor with a layout: the part of `DTensor` that lower modules use. `DTensor` is its only direct subclass."""
 
     _layout: Layout
-    _copied_by: str  # set where the tensor looks like a view but is a copy: which operator made it
-    _base_index: tuple[DTensorBase, Any]  # what it was picked of, and by which index, where one index says it
-    _base_version: tuple[
-        DTensorBase, Any
-    ]  # what it is a copy of, and the state of its memory then; None: it shares its memory
+    _copied_by: str  # set on a copy that looks like a view: the operator that made it
+    _base_index: tuple[DTensorBase, Any]  # the base of a copy, and the copy's index in it, if one index describes it
+    _base_version: tuple[DTensorBase, Any]  # the base of a copy, and its memory_version; None: shares the base's memory
     _lookup_result: bool  # set on partial results of lookups, which are new tensors in torch and may be overwritten
-    _strides: tuple[int, ...]  # the global tensor's, where it is not contiguous and shards do not tell
-    _number: int  # among the tensors that `distribute_tensor` has sent over the mesh, the same on all its ranks
-    _untracked: bool  # set where its memory may be written to behind autograd's back
+    _strides: tuple[int, ...]  # of the global tensor, if it is not contiguous and the shards do not determine them
+    _number: int  # counts the tensors that `distribute_tensor` has sent over the mesh; the same on all its ranks
+    _untracked: bool  # set if its memory may be written to without autograd's knowledge
     concrete: ClassVar[type[DTensorBase]]
-    copies: ClassVar[type[DTensorBase]]  # of what looks like a view and is none
-    strided: ClassVar[type[DTensorBase]]  # of what has its global strides noted
-    pending: ClassVar[type[DTensorBase]]  # of what is still being received
+    copies: ClassVar[type[DTensorBase]]  # TrackedCopy: a copy that looks like a view
+    strided: ClassVar[type[DTensorBase]]  # a tensor with recorded global strides
+    pending: ClassVar[type[DTensorBase]]  # a tensor that is still being received
 
     def __init_subclass__(cls) -> None:
         if cls.__base__ is DTensorBase:
@@ -60,12 +58,12 @@ class DTensorBase(Tensor):
 
 
 def layout_of(tensor: DTensorBase) -> Layout:
-    """The layout a tensor is tagged with."""
+    """Return the layout of a DTensor."""
     return tensor._layout
 
 
 def local_region(layout: Layout) -> Region:
-    """The region this process holds; an empty one at the origin where it is not in the mesh."""
+    """Return the region this process holds; an empty one at the origin if it is not in the mesh."""
     rank = comm.rank()
     if rank in layout.mesh:
         return layout.region(rank)
@@ -73,13 +71,13 @@ def local_region(layout: Layout) -> Region:
 
 
 def local_size(layout: Layout) -> tuple[int, ...]:
-    """Return the shape of this process's local tensor; outside the mesh that of an empty one, which is never 0-d."""
+    """Return the shape of this process's local tensor; outside the mesh an empty shape, which is never 0-d."""
     rank = comm.rank()
     return layout.local_shape(rank) if rank in layout.mesh else (0,) * max(1, layout.ndim)
 
 
 def empty_outside_mesh(tensor: Tensor, layout: Layout) -> Tensor:
-    """Return what a rank outside the mesh holds in place of `tensor`: an empty tensor, whose gradient is zero."""
+    """Return the empty tensor that a rank outside the mesh holds in place of `tensor`; its gradient is zero."""
     with no_torch_function():
         if tensor.ndim != layout.ndim or not layout.ndim:
             return tensor.reshape(-1)[:0].view((0,) * max(1, layout.ndim))
@@ -87,38 +85,38 @@ def empty_outside_mesh(tensor: Tensor, layout: Layout) -> Tensor:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """The same memory and history as a plain tensor object of its own."""
+    """Return a new plain tensor object with the same memory and autograd history."""
     with no_torch_function():
         return tensor.view_as(tensor)
 
 
 def tag(fresh: Tensor, layout: Layout) -> Any:
-    """A tensor object nobody else holds, as a DTensor."""
+    """Make a fresh tensor, which nothing else refers to, a DTensor."""
     fresh.__class__ = DTensorBase.concrete
-    fresh._layout = layout  # type: ignore[attr-defined]  # it has just become one
+    fresh._layout = layout  # type: ignore[attr-defined]  # it is a DTensor now
     return fresh
 
 
 def tag_replicated(fresh: Tensor, mesh: Mesh) -> Any:
-    """A tensor object nobody else holds, whole on every rank, as a DTensor."""
+    """Make a fresh tensor, the same on every rank, a replicated DTensor."""
     layout = Layout(mesh, [REPLICATE] * mesh.ndim, fresh.shape)
     return tag(fresh if comm.rank() in mesh else empty_outside_mesh(fresh, layout), layout)
 
 
 def tag_results(result: Any, layouts: Sequence[Layout], inputs: Iterable[Tensor]) -> Any:
-    """A local call's result with its tensors tagged, in order; what is not a tensor is left as it is."""
-    if type(result) is Tensor:  # by far the most frequent: one new tensor
+    """Tag the tensors in a local call's result, in order; other values are left as they are."""
+    if type(result) is Tensor:  # the most frequent: one new tensor
         return tag(result, layouts[0])
     given = {id(tensor) for tensor in inputs}
-    each = iter(layouts)
+    remaining = iter(layouts)
 
     def visit(value: Any) -> Any:
         if isinstance(value, Tensor):
-            layout = next(each)
+            layout = next(remaining)
             if id(value) in given or type(value) is not Tensor:
                 if isinstance(value, DTensorBase) and value._layout is layout:
                     return value
-                value = alias(value)  # some functions return their input: it keeps its own layout
+                value = alias(value)  # some functions return an input, which keeps its own layout
             return tag(value, layout)
         if isinstance(value, list | tuple):
             items = [visit(item) for item in value]
@@ -131,14 +129,16 @@ def tag_results(result: Any, layouts: Sequence[Layout], inputs: Iterable[Tensor]
 
 
 def with_dtypes(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
-    """Return a local call's result with its tensors, in order, in these dtypes: what a rank without elements computes
-    in place of the operator may have another one, and ranks that disagree about it misread each other's messages.
+    """Cast the tensors in a local call's result, in order, to these dtypes.
+
+    What a rank without elements computes in place of the operator may have another dtype, and ranks that disagree
+    about the dtype would misread each other's messages.
     """
-    each = iter(dtypes)
+    remaining = iter(dtypes)
 
     def visit(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value if value.dtype == (dtype := next(each, value.dtype)) else value.to(dtype)
+            return value if value.dtype == (dtype := next(remaining, value.dtype)) else value.to(dtype)
         if isinstance(value, list | tuple):
             items = [visit(item) for item in value]
             if all(new is old for new, old in zip(items, value, strict=True)):
@@ -153,6 +153,6 @@ def with_dtypes(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor's memory was written to; tensors of inference mode do not count."""
+    """Return autograd's version counter of a tensor; 0 for inference tensors, which have none."""
     with no_torch_function():
         return 0 if tensor.is_inference() else tensor._version

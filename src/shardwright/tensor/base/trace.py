@@ -1,4 +1,4 @@
-"""Seeing it: every operator, movement and collective, with its bytes, its source line, and whether it was asked for."""
+"""Traces: every operator, redistribution and collective, with its bytes and source line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Operation:
 
     name: str
     where: str
-    fell_back: bool = False  # it had no rule: everything was replicated first
+    fell_back: bool = False  # no rule: it ran on replicated tensors
 
 
 @dataclass(slots=True)
@@ -63,13 +63,13 @@ class Redistribution:
     source: Layout
     target: Layout
     received: int  # bytes this rank receives from others, as planned
-    requested: bool  # by the user, as opposed to needed by an operator
+    requested: bool  # by the program, as opposed to needed by an operator
     backward: bool = False
 
 
 @dataclass(slots=True)
 class Trace:
-    """What was recorded, in order: `operations`, `redistributions`, and the `collectives` they were made of.
+    """The recorded events in order: `operations`, `redistributions`, and the `collectives` that they ran.
 
     >>> import shardwright as sw
     >>> x = sw.ones(4, mesh=sw.init_device_mesh("cpu", (1,)), placements=[sw.Shard(0)])
@@ -98,12 +98,12 @@ class Trace:
 
     @property
     def received(self) -> int:
-        """The bytes this rank received from others, or would, where nothing was really moved."""
+        """The bytes this rank received from others, or would have received, if nothing was communicated."""
         collectives = self.collectives
         return sum(c.received for c in collectives) if collectives else sum(m.received for m in self.redistributions)
 
     def table(self) -> Table:
-        """A rich table: a row an operator, the movements it needed below it."""
+        """Return a rich table with a row for each operator, and below it the redistributions that it needed."""
         table = Table(box=box.SIMPLE_HEAD)
         for name, justify in (("operator", "left"), ("moves", "left"), ("bytes in", "right"), ("where", "left")):
             table.add_column(name, justify=justify)  # type: ignore[arg-type]  # rich's own literals
@@ -111,7 +111,7 @@ class Trace:
             if isinstance(event, Operation):
                 table.add_row(event.name, "everything replicated: no rule" if event.fell_back else "", "", event.where)
             elif isinstance(event, Redistribution):
-                why = "asked for" if event.requested else "backward" if event.backward else f"for {event.operation}"
+                why = "requested" if event.requested else "backward" if event.backward else f"for {event.operation}"
                 table.add_row("", f"{event.source} → {event.target} ({why})", f"{event.received:,}", event.where)
         table.add_section()
         table.add_row("", "bytes received by this rank", f"{self.received:,}", "")
@@ -124,14 +124,14 @@ class Trace:
         return capture.get()
 
 
-_open: list[Trace] = []  # of the process, the innermost last: autograd runs backward on threads of its own
+_open: list[Trace] = []  # per process, innermost last: autograd runs backward on its own threads
 _operation: ContextVar[Operation | None] = ContextVar("shardwright_operation", default=None)
-_asked: ContextVar[bool] = ContextVar("shardwright_asked", default=False)
+_requested: ContextVar[bool] = ContextVar("shardwright_requested", default=False)
 
 
 @contextmanager
 def trace() -> Iterator[Trace]:
-    """Records every operator, movement and collective while it is open; print what it gives.
+    """Record every operator, redistribution and collective inside the context, in a `Trace` that can be printed.
 
     >>> import shardwright as sw
     >>> with sw.trace() as seen:
@@ -141,37 +141,37 @@ def trace() -> Iterator[Trace]:
     """
     mine = Trace()
     _open.append(mine)
-    _tell(True)
+    _notify(True)
     try:
         with comm.listen(mine.events.append):
             yield mine
     finally:
-        # By identity: another thread may have opened one meanwhile, and close it later.
+        # By identity: another thread may have opened a trace meanwhile, and close it later.
         _open[:] = [other for other in _open if other is not mine]
-        _tell(bool(_open))
+        _notify(bool(_open))
 
 
-_interested: list[Callable[[bool], None]] = []
+_callbacks: list[Callable[[bool], None]] = []
 
 
-def on_trace(tell: Callable[[bool], None]) -> None:
-    """Has `tell` called when tracing begins (True) and ends (False)."""
-    _interested.append(tell)
+def on_trace(callback: Callable[[bool], None]) -> None:
+    """Register a callback for the begin (True) and the end (False) of tracing."""
+    _callbacks.append(callback)
 
 
-def _tell(on: bool) -> None:
-    for tell in _interested:
-        tell(on)
+def _notify(on: bool) -> None:
+    for callback in _callbacks:
+        callback(on)
 
 
 def current() -> Trace | None:
-    """The trace that is open, if any."""
+    """Return the innermost open trace, if any."""
     return _open[-1] if _open else None
 
 
 @contextmanager
 def operation(name: str) -> Iterator[Operation]:
-    """Records one operator, and that what moves meanwhile moves for it."""
+    """Record one operator; redistributions inside the context are attributed to it."""
     seen = current()
     record = Operation(name, source_line() if seen is not None else "")
     if seen is not None:
@@ -185,38 +185,38 @@ def operation(name: str) -> Iterator[Operation]:
 
 @contextmanager
 def requested() -> Iterator[None]:
-    """Marks the movements inside as asked for by the user."""
-    token = _asked.set(True)
+    """Mark the redistributions inside the context as requested by the program."""
+    token = _requested.set(True)
     try:
         yield
     finally:
-        _asked.reset(token)
+        _requested.reset(token)
 
 
 def record_redistribution(source: Layout, target: Layout, received: int, backward: bool) -> None:
-    """Records one movement, where a trace is open."""
+    """Record one redistribution, if a trace is open."""
     seen = current()
     if seen is None:
         return
     record = _operation.get()
     name, where = (record.name, record.where) if record is not None else ("", source_line())
-    seen.events.append(Redistribution(name, where, source, target, received, _asked.get(), backward))
+    seen.events.append(Redistribution(name, where, source, target, received, _requested.get(), backward))
 
 
 def operation_name() -> str:
-    """The operator being run, or nothing."""
+    """Return the name of the operator being run, or an empty string."""
     record = _operation.get()
     return record.name if record is not None else ""
 
 
 def is_user_frame(frame: Any) -> bool:
-    """Whether a frame is neither ours nor torch's."""
+    """Return whether a frame is user code: neither shardwright's nor torch's."""
     module = frame.f_globals.get("__name__", "")
     return not module.startswith(("shardwright.", "torch.", "contextlib")) and module not in ("torch", "shardwright")
 
 
 def source_line() -> str:
-    """The line of the user's program that is being run: the nearest frame that is neither ours nor torch's."""
+    """Return the line of user code being run: that of the nearest frame outside shardwright and torch."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if is_user_frame(frame):
@@ -226,9 +226,9 @@ def source_line() -> str:
 
 
 def source_location() -> str:
-    """The user's line being run with its code, and the module it belongs to with its path in the outermost one.
+    """Return the line of user code being run, and the nn.Module it belongs to with its path in the outermost module.
 
-    It walks the stack and reads the file: meant for error messages.
+    This walks the stack and reads the file: use it in error messages only.
     """
     frame: Any = sys._getframe(1)
     line, modules = "", list[nn.Module]()

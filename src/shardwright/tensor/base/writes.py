@@ -1,9 +1,9 @@
 """Count the writes to a tensor's memory, including those that autograd does not count.
 
-A copy that looks like a view compares the counts to find out whether its original was written to. Autograd's version
-counter is shared by a tensor and its views, but `x.data` has a counter of its own, and after `x.data = y` or
-`x.set_(y)` the memory of `y` is written through the counter of `x` too. These further counters are kept on the storage,
-as tensors without memory: a counter lives in a tensor, and a tensor with memory would keep the storage alive.
+A copy that looks like a view compares the counts to find out whether its base was written to. Autograd's version
+counter is shared by a tensor and its views, but `x.data` has its own counter, and after `x.data = y` or `x.set_(y)`
+writes to the memory of `y` also increment the counter of `x`. These further counters are kept on the storage, as
+tensors without memory: a counter lives in a tensor, and a tensor with memory would keep the storage alive.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DATA_COUNTER, _OTHER_COUNTERS, _OWNER = "_shardwright_data_counter", "_shardwri
 
 
 class _Watch:
-    """Whether writes to tensors of inference mode are counted: as soon as one of them has a copy that may be stale."""
+    """Whether writes to inference tensors are counted: set once one of them has a copy that may become stale."""
 
     __slots__ = ("inference",)
 
@@ -49,7 +49,7 @@ WATCH = _Watch()
 
 
 class MemoryVersion(NamedTuple):
-    """The state of a tensor's memory, as far as it can be told without looking at values."""
+    """The version of a tensor's memory: it changes whenever the memory may have been written to or replaced."""
 
     storage: Any
     layout: Layout
@@ -57,15 +57,15 @@ class MemoryVersion(NamedTuple):
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """Return the storage of a tensor: the same object as long as anything holds it."""
+    """Return the storage of a tensor: the same object as long as it is referenced."""
     return disabled(Tensor.untyped_storage, (), (tensor,), {})
 
 
 def memory_version(tensor: DTensorBase) -> MemoryVersion:
-    """Return the present state of a tensor's memory.
+    """Return the current version of a tensor's memory.
 
-    Tensors of inference mode have no version counter: from the first time on that one is asked for here, operators
-    count their writes with `count_write`.
+    Inference tensors have no version counter: from the first call for one of them, operators count their writes with
+    `count_write`.
     """
     with no_torch_function():
         storage: Any = storage_of(tensor)
@@ -87,7 +87,7 @@ def was_written(tensor: DTensorBase, before: MemoryVersion) -> bool:
 
 
 def count_write(tensor: Tensor) -> None:
-    """Count a write to a tensor, if it is one of inference mode. Call it if `WATCH.inference` is set."""
+    """Count a write to a tensor, if it is an inference tensor. Call it if `WATCH.inference` is set."""
     with no_torch_function():
         if tensor.is_inference():
             counters = storage_of(tensor).__dict__
@@ -105,17 +105,17 @@ def data_of(tensor: DTensorBase) -> Tensor:
         if known is None:
             counters[_DATA_COUNTER], counters[_OWNER] = _without_memory(plain), TensorWeakRef(tensor)
             return plain
-        counted: Tensor = known.detach()  # it shares the counter
+        counted: Tensor = known.detach()  # shares the counter
         counted.data = plain
         return counted
 
 
 def count_writes_through(tensor: DTensorBase, source: DTensorBase) -> None:
-    """Count writes through `tensor` as writes to the memory of `source`, which it has just been given.
+    """Count writes through `tensor` as writes to the memory of `source`, which it now shares.
 
-    Writes are counted as long as anything may write through that counter. That is not only `tensor`, but also what was
-    detached from it and outlives it. So the counter of a tensor that is gone, or has other memory now, is dropped only
-    if nothing but tensors that are known here holds the storage.
+    Writes are counted as long as anything may write through that counter: `tensor` itself, and tensors that were
+    detached from it and outlive it. So the counter of a tensor that was freed, or has other memory now, is dropped only
+    if no tensors but those known here hold the storage.
     """
     with no_torch_function():
         if tensor.is_inference():
@@ -134,20 +134,20 @@ def count_writes_through(tensor: DTensorBase, source: DTensorBase) -> None:
 
 
 class _Counter(NamedTuple):
-    """The version counter of a tensor that was given memory after it was made."""
+    """The version counter of a tensor whose memory was replaced by that of another tensor."""
 
     tensor: Any  # a weak reference
-    address: int  # of its C++ object, which `swap_tensors` replaces, and the counter with it
+    address: int  # of its C++ object, which `swap_tensors` replaces together with the counter
     counter: Tensor
 
     def is_of(self, storage: Any) -> bool:
-        """Return whether the tensor lives, counts its writes here and still has this storage."""
+        """Return whether the tensor is alive, has this counter and still has this storage."""
         tensor = self.tensor()
         return tensor is not None and tensor._cdata == self.address and storage_of(tensor) is storage
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor that shares the version counter of another, and none of its memory."""
+    """Return a tensor that shares the version counter of another, but not its memory."""
     counter = tensor.detach()
     counter.data = counter.new_empty(0)
     return counter

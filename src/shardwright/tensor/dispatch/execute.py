@@ -20,7 +20,7 @@ from shardwright.layout import Layout
 from shardwright.tensor.base import policy
 from shardwright.tensor.base.capture import below_modes
 from shardwright.tensor.base.copied import mark_copied, record_base_index, refuse_copied
-from shardwright.tensor.base.gradient_types import settled
+from shardwright.tensor.base.gradient_types import without_entered
 from shardwright.tensor.base.registry import Op
 from shardwright.tensor.base.rounding import without_rounding
 from shardwright.tensor.base.strategy import Local, LocalContext, MeshStrategy, Operand, Strategies
@@ -160,9 +160,9 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
             raise _cannot_keep(op, operands[0], where.mesh_dim) from None
     if inplace and outs[0] is not operands[0].layout:  # `t_` and its like
         raise _cannot_keep(op, operands[0], None)
-    enters = any(settled(layout) is not layout for layout in ins)
+    enters = any(without_entered(layout) is not layout for layout in ins)
     # Without a gradient, entering is nothing.
-    ins = [layout if operand.grad else settled(layout) for operand, layout in zip(operands, ins, strict=True)]
+    ins = [layout if operand.grad else without_entered(layout) for operand, layout in zip(operands, ins, strict=True)]
     moves = tuple(
         (operand.layout, layout) if differs(operand.layout, layout) else None
         for operand, layout in zip(operands, ins, strict=True)

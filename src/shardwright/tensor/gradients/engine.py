@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 from shardwright.errors import MixedTensorsError, TensorError, UnsupportedError
 from shardwright.layout import Layout, Partial
 from shardwright.tensor.base.capture import refuse_capture
-from shardwright.tensor.base.gradient_types import dual, settled
+from shardwright.tensor.base.gradient_types import dual, without_entered
 from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.gradients.below_autograd import run_backward
 from shardwright.tensor.gradients.enter import forget_entered, reduce_immediately
@@ -27,7 +27,7 @@ __all__ = ["backward", "grad", "gradient_layout", "local_gradient", "register_ho
 
 def gradient_layout(layout: Layout) -> Layout:
     """The layout, as users see it, of the gradient of a tensor laid out like this."""
-    return settled(dual(layout))
+    return without_entered(dual(layout))
 
 
 def backward(

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwright.layout import Layout
 from shardwright.tensor.base.capture import capture_call, is_capturing
 from shardwright.tensor.base.custom_op import is_traced
-from shardwright.tensor.base.gradient_types import ENTERED, dual, settled
+from shardwright.tensor.base.gradient_types import ENTERED, dual, without_entered
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.redistribute.autograd import differs, redistribute_local
 
@@ -61,7 +61,7 @@ def prepare_operand(tensor: DTensorBase, source: Layout, target: Layout) -> Tens
     if known is not None and known.owner is tensor and known.version == version and "_untracked" not in tensor.__dict__:
         return known.result
     result: Tensor = EnterParameter.apply(tensor, source, target)  # type: ignore[no-untyped-call]  # torch's is untyped
-    if "_untracked" in tensor.__dict__ or (differs(source, settled(target)) and _saving_is_hooked()):
+    if "_untracked" in tensor.__dict__ or (differs(source, without_entered(target)) and _saving_is_hooked()):
         return result
     if len(_shared) >= MAX_ENTERED:
         _shared.clear()
@@ -137,7 +137,7 @@ def defer_gradient_reduction() -> Iterator[None]:
         _deferred = None
     with no_torch_function(), torch.no_grad():
         for deferral in waiting:
-            layout = settled(dual(deferral.parameter._layout))
+            layout = without_entered(dual(deferral.parameter._layout))
             reduced = redistribute_local(deferral.gradient[0], deferral.layout, layout)
             if deferral.parameter.grad is None:
                 deferral.parameter.grad = tag(reduced.detach(), layout)

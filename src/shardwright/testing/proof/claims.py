@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shardwright.errors import ShardwrightError, TensorError
 from shardwright.layout import Layout, Mesh, Placement
-from shardwright.tensor.base.gradient_types import settled
+from shardwright.tensor.base.gradient_types import without_entered
 from shardwright.tensor.base.registry import Rule
 from shardwright.tensor.base.rounding import rounded_operands, without_rounding
 from shardwright.tensor.base.strategy import MeshStrategy, Operand, Run, Strategies, Strategy
@@ -89,7 +89,7 @@ def _claims(
         known.update(strategies)
         found = [_claim(answer, *_choose(answer, [strategy], operands, reference), operands) for strategy in strategies]
     # In place, the target keeps its layout, or the dispatcher refuses.
-    yield from (claim for claim in found if not sample.inplace or settled(claim.ins[0]) is claim.outs[0])
+    yield from (claim for claim in found if not sample.inplace or without_entered(claim.ins[0]) is claim.outs[0])
 
 
 def _choose(
@@ -116,7 +116,9 @@ def _claim(
     answer: Strategies | MeshStrategy, ins: Sequence[Layout], outs: Sequence[Layout], operands: Sequence[Operand]
 ) -> Claim:
     # As dispatch does: without a gradient, entering is nothing.
-    needed = [layout if operand.grad else settled(layout) for operand, layout in zip(operands, ins, strict=True)]
+    needed = [
+        layout if operand.grad else without_entered(layout) for operand, layout in zip(operands, ins, strict=True)
+    ]
     return Claim(tuple(needed), tuple(outs), answer.run, answer.fresh)
 
 
@@ -139,4 +141,4 @@ def _taken(
             return None
         claim = _claim(answer, *chosen, operands)
     keeps = not sample.inplace or claim.outs[0] is given[0]
-    return claim if keeps and tuple(settled(layout) for layout in claim.ins) == given else None
+    return claim if keeps and tuple(without_entered(layout) for layout in claim.ins) == given else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.layout import Layout
-from shardwright.tensor.base.gradient_types import REPLICATE, settled
+from shardwright.tensor.base.gradient_types import REPLICATE, without_entered
 from shardwright.tensor.base.registry import rule
 from shardwright.tensor.base.strategy import MeshStrategy, Operand
 
@@ -20,7 +20,7 @@ def _zeros_like(input: Operand, **_: Any) -> MeshStrategy:
 @rule("ones_like", "full_like", numbers_by_type=True)
 def _ones_like(input: Operand, *_: Any, **__: Any) -> MeshStrategy:
     """A nonzero constant: its sum over ranks would be wrong, so partial placements become replicated."""
-    placements = [REPLICATE if p.is_partial() else p for p in settled(input.layout).placements]
+    placements = [REPLICATE if p.is_partial() else p for p in without_entered(input.layout).placements]
     return MeshStrategy((input.layout,), (input.layout.replace(placements=placements, order=input.layout.order),))
 
 

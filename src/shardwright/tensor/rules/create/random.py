@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import Region
-from shardwright.tensor.base.gradient_types import REPLICATE, settled
+from shardwright.tensor.base.gradient_types import REPLICATE, without_entered
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Local, LocalContext, MeshStrategy, Operand, Strategies, index_strategies
 from shardwright.tensor.random import (
@@ -126,7 +126,7 @@ def _like(fill: Fill) -> Callable[..., MeshStrategy]:
 
     def answer(input: Operand, *_: Any, **options: Any) -> MeshStrategy:
         refuse_generator("*_like", options.get("generator"))
-        source = settled(input.layout)
+        source = without_entered(input.layout)
         placements = [REPLICATE if p.is_partial() else p for p in source.placements]
         layout = source.replace(placements=placements, order=source.order)
 

@@ -10,7 +10,7 @@ import torch
 from shardwright.errors import TensorError
 from shardwright.layout import Layout
 from shardwright.tensor.base import policy
-from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE, settled
+from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE, without_entered
 from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import Operand, Strategies, index_strategies
 from shardwright.tensor.base.tagging import DTensorBase, layout_of, no_torch_function, tag
@@ -76,9 +76,10 @@ def _masked_scatter_by_rows(input: Any, mask: Any, source: Any) -> Any:
     assert shards is not None
     given = layout_of(source)
     target = given.replace(placements=[ENTERED if p.is_shard() else REPLICATE for p in layouts[0].placements])
-    policy.check("masked_scatter", [(given, settled(target))])
+    policy.check("masked_scatter", [(given, without_entered(target))])
     with no_torch_function():
-        flat = redistribute_local(source, given, target if source.requires_grad else settled(target)).reshape(-1)
+        target = target if source.requires_grad else without_entered(target)
+        flat = redistribute_local(source, given, target).reshape(-1)
         if values.is_meta:
             return tag(values + connected_zero(flat), layouts[0])
         counts = shards.counts("masked_scatter", int(chosen.sum()), values.device)

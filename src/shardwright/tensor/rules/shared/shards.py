@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.layout import Layout, Placement, Shard
 from shardwright.tensor.base import policy
-from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE, settled
+from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE, without_entered
 from shardwright.tensor.base.layout_cache import cache_of
 from shardwright.tensor.redistribute.autograd import redistribute_local
 from shardwright.tensor.rules.shared.basic_index import sharded_over
@@ -74,7 +74,7 @@ class Shards:
         source = base.replace(shape=shape)
         replicated = ENTERED if entered else REPLICATE
         target = source.replace(placements=[replicated if p.is_shard(dim) else p for p in source.placements])
-        policy.check(name, [(source, settled(target))])
+        policy.check(name, [(source, without_entered(target))])
         everything = redistribute_local(rows, source, target)
         if all(count == max_rows for count in counts):
             return everything
