@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -167,3 +168,27 @@ def test_collective_timeout_names_the_ranks_that_did_not_join() -> None:
         assert re.search(rf"rank {rank}: it computes, at \S+test_seeing.py:\d+", second.message)
     assert isinstance(first, Returned)
     assert isinstance(third, Returned)
+
+
+def test_traces_of_two_threads_may_overlap() -> None:
+    untraced = vars(sw.DTensor)["__torch_function__"]
+    opened, closed = threading.Event(), threading.Event()
+    mesh = sw.init_device_mesh("cpu", (1,))
+
+    def other() -> None:
+        with sw.trace():
+            opened.set()
+            closed.wait(10)
+
+    thread = threading.Thread(target=other)
+    with sw.trace():
+        assert vars(sw.DTensor)["__torch_function__"] is not untraced
+        thread.start()
+        opened.wait(10)
+    closed.set()
+    thread.join(10)
+    with sw.trace() as seen:
+        pass
+    sw.ones(2, mesh=mesh) * 2
+    assert seen.events == []
+    assert vars(sw.DTensor)["__torch_function__"] is untraced

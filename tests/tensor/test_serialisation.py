@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import shardwright as sw
+from shardwright import comm
 from shardwright.errors import TensorError
-from shardwright.testing import Returned, outcomes, run_ranks
+from shardwright.testing import Returned, on_ranks, outcomes, run_ranks
 
 R, S0, S1, P = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()
 
@@ -106,3 +107,15 @@ def test_loading_in_another_world_says_what_is_missing() -> None:
     assert isinstance(first, Returned)
     for rank, other in enumerate(others, start=1):
         assert f"was saved by rank 0 and does not belong to rank {rank}" in other.message
+
+
+@on_ranks(2, timeout=30)
+def test_loading_another_ranks_shard_raises() -> None:
+    buffer = io.BytesIO()
+    torch.save(sw.distribute_tensor(torch.arange(8.0), sw.init_device_mesh("cpu", (2,)), [sw.Shard(0)]), buffer)
+    data = comm.gather_bytes(buffer.getvalue())[0]
+    if comm.rank() == 0:
+        assert torch.load(io.BytesIO(data)).to_local().tolist() == [0, 1, 2, 3]
+    else:
+        with pytest.raises(TensorError, match="saved by rank 0 and does not belong to rank 1"):
+            torch.load(io.BytesIO(data))

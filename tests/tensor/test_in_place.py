@@ -1,0 +1,86 @@
+"""In-place operators and `out=` keep the layout of their target, follow torch's rules, and never write to a copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardwright as sw
+from shardwright.errors import InPlaceError
+from shardwright.layout import Partial, Replicate, Shard
+from shardwright.testing import on_ranks
+from tests.tensor.values import close, line, partial_sums, randn, spread
+
+R, P = Replicate(), Partial()
+ROWS = Shard(0)
+
+
+@on_ranks(3)
+def test_in_place_shape_changes_update_the_layout_or_are_refused() -> None:
+    """The layout would otherwise describe a shape that the tensor no longer has."""
+    for placement in (R, ROWS, P):
+        for write in (
+            lambda x: x.t_(),
+            lambda x: x.unsqueeze_(0),
+            lambda x: x.transpose_(0, 1),
+            lambda x: x.squeeze_(),
+        ):
+            x = (
+                partial_sums(randn(4, 1)).detach()
+                if placement == P
+                else sw.distribute_tensor(randn(4, 1), line(), [placement])
+            )
+            try:
+                write(x)
+            except InPlaceError:
+                close(x, randn(4, 1))
+            else:
+                close(x, write(randn(4, 1)))
+
+
+@on_ranks(2, timeout=30)
+def test_copy_that_looks_like_a_view_is_never_written_to() -> None:
+    for _ in range(3):
+        x = spread(torch.zeros(6, 4), Shard(1))
+        y = x.view(24)  # moved: a copy
+        for write in (
+            lambda y=y: y.add_(1),
+            lambda y=y: y.detach().add_(1),
+            lambda y=y: y.view(6, 4).add_(1),
+            lambda y=y: torch.add(y, y, out=y),
+        ):
+            with pytest.raises(InPlaceError, match="copy"):
+                write()
+
+
+@on_ranks(2, timeout=30)
+def test_out_with_a_dtype_that_cannot_hold_the_result_is_refused() -> None:
+    x, z = spread(torch.full((4,), 1.5), Shard(0)), spread(torch.zeros(4, dtype=torch.int64), R)
+    with pytest.raises(InPlaceError, match=r"torch.int64 cannot hold the result of torch.float32"):
+        torch.mul(x, x, out=z)
+
+
+@on_ranks(4, timeout=30)
+def test_target_keeps_its_shard_order_beside_an_operand_of_another_order() -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(16.0).reshape(2, 8)
+    x = sw.distribute_tensor(whole, mesh, [Shard(1), Shard(1)])
+    x.add_(sw.distribute_tensor(whole, mesh, [Shard(1), Shard(1)], order=(1, 0)))
+    assert torch.equal(x.full_tensor(), whole * 2)
+
+
+@on_ranks(2, timeout=30)
+def test_writing_to_a_tensor_during_async_redistribution_does_not_change_the_result() -> None:
+    x = spread(torch.zeros(4), Shard(0))
+    y = x.redistribute(placements=[R], async_op=True)
+    x.add_(1)
+    assert y.tolist() == [0, 0, 0, 0]
+
+
+@on_ranks(2, timeout=30)
+def test_operators_without_rules_and_their_writes_work_in_inference_mode() -> None:
+    with torch.inference_mode():
+        x = spread(torch.eye(4) * 2, Shard(0))
+        assert torch.equal(torch.linalg.inv(x).full_tensor(), torch.eye(4) / 2)
+        x.renorm_(2, 0, 1.0)  # no rule, in place
+        assert torch.allclose(x.full_tensor(), torch.eye(4), atol=1e-4)
