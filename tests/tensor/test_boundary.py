@@ -1,4 +1,4 @@
-"""Between plain tensors and DTensors nothing is lost, guessed or moved unasked."""
+"""Conversion between plain tensors and DTensors: `distribute_tensor`, `redistribute`, `distribute_module`, errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def values(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @given(st.lists(layouts(shapes(max_dims=3), meshes(size=4), partial=False), min_size=6, max_size=6))
-def test_a_whole_tensor_comes_back_from_any_layout(cases: list[Layout]) -> None:
+def test_full_tensor_restores_the_distributed_tensor_for_any_layout(cases: list[Layout]) -> None:
     def work() -> None:
         for layout in cases:
             whole = values(layout.shape)
@@ -45,7 +45,7 @@ def test_a_whole_tensor_comes_back_from_any_layout(cases: list[Layout]) -> None:
 
 
 @given(st.lists(layouts(shapes(max_dims=3), meshes(size=4)), min_size=6, max_size=6))
-def test_from_local_of_to_local_is_the_same_tensor(cases: list[Layout]) -> None:
+def test_from_local_inverts_to_local(cases: list[Layout]) -> None:
     def work() -> None:
         for layout in cases:
             if layout.order != tuple(range(layout.mesh.ndim)):
@@ -59,7 +59,7 @@ def test_from_local_of_to_local_is_the_same_tensor(cases: list[Layout]) -> None:
     run_ranks(4, work)
 
 
-def test_distributing_sends_the_source_ranks_values_and_trusts_copies_when_told() -> None:
+def test_distribute_tensor_sends_the_source_ranks_values_unless_src_data_rank_is_none() -> None:
     def work() -> tuple[float, float, int]:
         mesh = sw.init_device_mesh("cpu", (4,))
         mine = torch.full((4,), float(comm.rank()))
@@ -71,7 +71,7 @@ def test_distributing_sends_the_source_ranks_values_and_trusts_copies_when_told(
     assert run_ranks(4, work) == [(2.0, float(rank), 0) for rank in range(4)]
 
 
-def test_parameters_and_meta_tensors_are_distributed_as_what_they_are() -> None:
+def test_parameters_stay_parameters_and_meta_tensors_stay_meta() -> None:
     mesh = sw.init_device_mesh("cpu", (1,))
     parameter = sw.distribute_tensor(torch.nn.Parameter(torch.ones(4)), mesh, [sw.Shard(0)])
     assert isinstance(parameter, torch.nn.Parameter)
@@ -82,14 +82,14 @@ def test_parameters_and_meta_tensors_are_distributed_as_what_they_are() -> None:
     assert meta.shape == (4, 6)
 
 
-def test_what_is_distributed_does_not_share_the_callers_memory() -> None:
+def test_distribute_tensor_does_not_share_the_callers_memory() -> None:
     plain = torch.zeros(4)
     x = sw.distribute_tensor(plain, sw.init_device_mesh("cpu", (1,)), [sw.Shard(0)])
     x.add_(1)
     assert plain.sum() == 0
 
 
-def test_redistributing_to_another_mesh_keeps_the_value() -> None:
+def test_redistribute_to_another_mesh_keeps_the_value() -> None:
     def work() -> tuple[bool, bool, tuple[int, ...]]:
         square = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         line = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
@@ -104,7 +104,7 @@ def test_redistributing_to_another_mesh_keeps_the_value() -> None:
     assert run_ranks(4, work) == [(True, True, shape) for shape in ((0, 0), (4, 5), (0, 0), (3, 5))]
 
 
-def test_an_asynchronous_movement_waits_when_it_is_used() -> None:
+def test_asynchronous_redistribution_waits_when_it_is_used() -> None:
     def work() -> tuple[Any, ...]:
         mesh = sw.init_device_mesh("cpu", (4,))
         whole = values((10, 4))
@@ -118,7 +118,7 @@ def test_an_asynchronous_movement_waits_when_it_is_used() -> None:
     assert run_ranks(4, work) == [("AsyncDTensor", "[10, 4] (0: S(1))", True, True, "DTensor", "DTensor")] * 4
 
 
-def test_distribute_module_runs_its_functions_and_replicates_the_rest() -> None:
+def test_distribute_module_calls_its_functions_and_replicates_the_rest() -> None:
     mesh = sw.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     seen: list[str] = []
 
@@ -143,7 +143,7 @@ def test_distribute_module_runs_its_functions_and_replicates_the_rest() -> None:
     assert out.shape == (5, 4)
 
 
-def test_functions_of_a_distributed_module_may_leave_out_the_module_as_in_pytorch() -> None:
+def test_input_fn_and_output_fn_may_omit_the_module_as_in_pytorch() -> None:
     mesh = sw.init_device_mesh("cpu", (1,))
     layer = nn.Linear(3, 2)
     with pytest.warns(FutureWarning) as warned:
@@ -153,14 +153,14 @@ def test_functions_of_a_distributed_module_may_leave_out_the_module_as_in_pytorc
             input_fn=lambda inputs, mesh: sw.distribute_tensor(inputs[0], mesh),
             output_fn=lambda outputs, mesh: (outputs.to_local(), mesh),
         )
-    assert [str(one.message).split()[1] for one in warned] == ["input_fn", "output_fn"]
+    assert [str(warning.message).split()[1] for warning in warned] == ["input_fn", "output_fn"]
     assert warned[0].filename == __file__
     out, seen = layer(torch.ones(4, 3))
     assert type(out) is torch.Tensor
     assert seen is mesh
 
 
-def test_a_module_is_distributed_once_and_functions_are_checked_before() -> None:
+def test_distributing_a_module_twice_or_with_invalid_functions_raises() -> None:
     seen: list[object] = []
     layer = nn.Linear(3, 2)
     with pytest.raises(ArgumentTypeError, match=r"output_fn must take three arguments, .*, got output_fn\(outputs\)"):
@@ -173,7 +173,7 @@ def test_a_module_is_distributed_once_and_functions_are_checked_before() -> None
     assert isinstance(layer.weight, sw.DTensor)
     with pytest.raises(TensorError, match="distribute_module was already called on this Linear"):
         sw.distribute_module(layer, mesh)
-    whole = sw.distribute_module(nn.Sequential(layer, nn.Linear(2, 2)), mesh)  # a part of it was distributed before
+    whole = sw.distribute_module(nn.Sequential(layer, nn.Linear(2, 2)), mesh)  # a submodule was distributed before
     assert whole[0].weight is layer.weight
 
 
@@ -231,22 +231,22 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("text", NONSENSE)
-def test_nonsense_is_refused_with_the_argument_and_the_fix(text: str) -> None:
+def test_invalid_arguments_raise_with_the_remedy(text: str) -> None:
     error, call = NONSENSE[text]
     with pytest.raises(error, match=text):
         call()
 
 
-def test_mixed_tensors_are_taken_for_replicates_only_where_that_is_said() -> None:
+def test_plain_tensors_are_replicated_only_under_implicit_replication() -> None:
     x = sw.ones(2, mesh=MESH)
-    assert (x + torch.tensor(2.0)).tolist() == [3.0, 3.0]  # no dimensions, no gradient: it cannot be wrong
+    assert (x + torch.tensor(2.0)).tolist() == [3.0, 3.0]  # a 0-dimensional tensor without gradient is always accepted
     with sw.implicit_replication():
         assert (x + torch.ones(2)).tolist() == [2.0, 2.0]
     with pytest.raises(MixedTensorsError):
         x + torch.ones((), requires_grad=True)
 
 
-def test_an_error_on_a_mixed_call_is_raised_on_every_rank() -> None:
+def test_mixing_plain_tensors_raises_on_every_rank() -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (3,))
         sw.ones(6, mesh=mesh, placements=[sw.Shard(0)]) + torch.ones(6)
@@ -254,7 +254,7 @@ def test_an_error_on_a_mixed_call_is_raised_on_every_rank() -> None:
     assert {outcome.kind for outcome in outcomes(3, work)} == {"MixedTensorsError"}
 
 
-def test_the_enclosing_mesh_is_the_one_meant_where_none_is_given() -> None:
+def test_enclosing_mesh_is_the_default() -> None:
     def work() -> None:
         pairs = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         placements = [sw.Shard(0), sw.Replicate()]
@@ -264,7 +264,7 @@ def test_the_enclosing_mesh_is_the_one_meant_where_none_is_given() -> None:
                 sw.DTensor.from_local(torch.ones(2, 2), placements=placements),
                 sw.zeros(4, 2, placements=placements, layout=torch.strided),
             ]
-            with pairs["tp"] as inner:  # slicing makes a new object each time
+            with pairs["tp"] as inner:  # slicing creates a new object each time
                 assert sw.ones(4).device_mesh is inner
         for x in made:
             assert x.device_mesh is pairs
@@ -274,14 +274,14 @@ def test_the_enclosing_mesh_is_the_one_meant_where_none_is_given() -> None:
     run_ranks(4, work)
 
 
-def test_a_dtensor_that_has_the_layout_already_is_distributed_as_it_is() -> None:
+def test_distribute_tensor_returns_a_dtensor_of_the_same_layout_unchanged() -> None:
     x = sw.ones(2, 3, mesh=MESH, placements=[sw.Shard(1)])
     assert sw.distribute_tensor(x, MESH, [sw.Shard(-1)]) is x
     with pytest.raises(TensorError, match="use redistribute"):
         sw.distribute_tensor(x, MESH, [sw.Shard(0)])
 
 
-def test_pytorchs_names_of_arguments_are_taken() -> None:
+def test_pytorchs_argument_names_are_accepted() -> None:
     assert sw.Partial(reduce_op="avg") == sw.Partial("avg")
     with pytest.raises(PlacementError, match="Partial op 'median' is unknown"):
         sw.Partial(reduce_op="median")

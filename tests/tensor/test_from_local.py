@@ -1,4 +1,4 @@
-"""Local tensors become one DTensor with the right global shape, or are refused on every rank."""
+"""`from_local`: the global shape follows from local tensors, and those that do not fit raise on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SQUARE = sw.Mesh((2, 2), ("dp", "tp"))
 
 
 def rows(*sizes: int) -> torch.Tensor:
-    """A local tensor of this rank's number of rows, whose values say where they are in the global one."""
+    """Return a local tensor with this rank's number of rows; its values are their global row indices."""
     start = sum(sizes[: comm.rank()])
     return torch.arange(float(2 * start), float(2 * (start + sizes[comm.rank()]))).reshape(-1, 2)
 
@@ -36,7 +36,7 @@ def rows(*sizes: int) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("run_check", [None, True])
-def test_uneven_local_sizes_give_the_layout_they_are(sizes: Any, placement: Any, run_check: bool | None) -> None:
+def test_uneven_local_sizes_give_the_matching_layout(sizes: Any, placement: Any, run_check: bool | None) -> None:
     def work() -> None:
         local = rows(*sizes)
         x = sw.DTensor.from_local(local, FOUR, [sw.Shard(0)], run_check=run_check)
@@ -48,7 +48,7 @@ def test_uneven_local_sizes_give_the_layout_they_are(sizes: Any, placement: Any,
     run_ranks(4, work)
 
 
-def test_nested_shards_of_uneven_sizes_are_found_out() -> None:
+def test_layout_of_uneven_nested_shards_is_deduced() -> None:
     def work() -> None:
         x = sw.DTensor.from_local(rows(2, 1, 2, 1), SQUARE, [sw.Shard(0), sw.Shard(0)])
         assert x.placements == (sw.Shard(0), sw.Shard(0))
@@ -104,13 +104,13 @@ REFUSED: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_local_tensors_that_are_no_parts_of_one_are_refused_on_every_rank(message: str) -> None:
+def test_local_tensors_that_do_not_fit_together_raise_on_every_rank(message: str) -> None:
     for outcome in outcomes(4, REFUSED[message]):
         assert outcome.kind == "LocalTensorError"
         assert message in outcome.message
 
 
-def test_local_tensors_whose_strides_differ_only_by_their_sizes_pass_the_check() -> None:
+def test_strides_that_differ_only_by_local_sizes_pass_the_check() -> None:
     def work() -> None:
         local = torch.ones(3, 2 if comm.rank() == 0 else 1)
         assert sw.DTensor.from_local(local, FOUR, [sw.Shard(1)], run_check=True).shape == (3, 5)
@@ -120,7 +120,7 @@ def test_local_tensors_whose_strides_differ_only_by_their_sizes_pass_the_check()
     run_ranks(4, work)
 
 
-def test_one_message_is_sent_along_the_sharding_dimensions_and_none_where_nothing_can_differ() -> None:
+def test_one_message_along_sharding_dimensions_and_none_if_nothing_can_differ() -> None:
     def work() -> None:
         sent: list[tuple[int, ...]] = []
         original = coordinate.Channel.round
@@ -129,7 +129,7 @@ def test_one_message_is_sent_along_the_sharding_dimensions_and_none_where_nothin
             sent.append(channel._group.ranks)
             return original(channel, *args)
 
-        coordinate.Channel.round = counted  # type: ignore[method-assign]  # put back below
+        coordinate.Channel.round = counted  # type: ignore[method-assign]  # restored below
         try:
             with comm.count() as traffic:
                 local = torch.ones(2, 2)
@@ -154,14 +154,14 @@ def test_one_message_is_sent_along_the_sharding_dimensions_and_none_where_nothin
     run_ranks(4, work)
 
 
-def test_without_a_check_shards_are_taken_to_be_of_one_size() -> None:
+def test_without_a_check_all_shards_are_assumed_to_have_one_size() -> None:
     def work() -> tuple[int, ...]:
         return tuple(sw.DTensor.from_local(torch.ones(3, 2), FOUR, [sw.Shard(0)], run_check=False).shape)
 
     assert run_ranks(4, work) == [(12, 2)] * 4
 
 
-def test_the_last_batch_of_an_epoch_trains_as_on_one_process() -> None:
+def test_training_on_an_uneven_last_batch_equals_one_process() -> None:
     def work() -> None:
         torch.manual_seed(0)
         data, weight = torch.randn(11, 3), torch.randn(3, 2)
@@ -178,7 +178,7 @@ def test_the_last_batch_of_an_epoch_trains_as_on_one_process() -> None:
     run_ranks(2, work)
 
 
-def test_the_gradient_that_leaves_is_placed_as_asked() -> None:
+def test_grad_placements_place_the_gradient_of_the_local_tensor() -> None:
     def work() -> None:
         mesh = sw.Mesh((2,))
         local = torch.ones(2, 2, requires_grad=True)
@@ -190,7 +190,7 @@ def test_the_gradient_that_leaves_is_placed_as_asked() -> None:
     run_ranks(2, work)
 
 
-def test_gathering_sizes_inside_a_captured_program_is_refused() -> None:
+def test_gathering_sizes_inside_a_captured_program_raises() -> None:
     def work() -> None:
         def step(local: Any) -> Any:
             return sw.DTensor.from_local(local, sw.Mesh((2,)), [sw.Shard(0)]).sum()
@@ -201,9 +201,9 @@ def test_gathering_sizes_inside_a_captured_program_is_refused() -> None:
     run_ranks(2, work)
 
 
-def test_the_device_mesh_that_was_given_is_the_one_returned_and_its_groups_are_used() -> None:
+def test_device_mesh_returns_the_given_mesh_and_its_groups_are_used() -> None:
     def work() -> None:
-        from torch.distributed.device_mesh import init_device_mesh  # torch's own, which nothing is told of
+        from torch.distributed.device_mesh import init_device_mesh  # torch's own, created without this library
 
         comm.forget()
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

@@ -1,4 +1,4 @@
-"""Modules whose parameters are DTensors: everything `nn.Module` does with parameters."""
+"""Modules with DTensor parameters: everything `nn.Module` does with parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Net(nn.Module):
         return self.second(self.first(x).relu()) * self.scale * self.hidden
 
 
-def _spread(module: nn.Module, mesh: Any, placements: list[Any]) -> nn.Module:
+def _distribute(module: nn.Module, mesh: Any, placements: list[Any]) -> nn.Module:
     def partition(name: str, part: nn.Module, mesh: Any) -> None:
         del name
         for key, parameter in part._parameters.items():
@@ -47,7 +47,7 @@ def _spread(module: nn.Module, mesh: Any, placements: list[Any]) -> nn.Module:
 def _net(mesh: Any = None, placements: list[Any] | None = None) -> nn.Module:
     torch.manual_seed(0)
     net = Net()
-    return net if mesh is None else _spread(net, mesh, placements or [S0, R])
+    return net if mesh is None else _distribute(net, mesh, placements or [S0, R])
 
 
 def _values(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -59,7 +59,7 @@ def _same(ours: nn.Module, reference: nn.Module) -> None:
     torch.testing.assert_close(_values(ours), _values(reference))
 
 
-def test_parameters_are_parameters_and_are_found_under_their_names() -> None:
+def test_dtensor_parameters_are_registered_under_their_names() -> None:
     def on_rank() -> None:
         net, plain = _net(_mesh()), _net()
         assert [name for name, _ in net.named_parameters()] == [name for name, _ in plain.named_parameters()]
@@ -157,7 +157,7 @@ def test_state_dicts_load_across_layouts_and_from_plain_tensors_by_assignment_or
     run_ranks(4, on_rank)
 
 
-def test_modules_are_copied_and_averaged() -> None:
+def test_modules_can_be_copied_and_averaged() -> None:
     def on_rank() -> None:
         mesh = _mesh()
         net, plain = _net(mesh), _net()
@@ -169,7 +169,7 @@ def test_modules_are_copied_and_averaged() -> None:
         assert isinstance(twin.first.weight, nn.Parameter)
         tied = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
         tied[1].weight = tied[0].weight
-        tied = _spread(tied, mesh, [S0, R])
+        tied = _distribute(tied, mesh, [S0, R])
         tied[1].weight = tied[0].weight
         copied = copy.deepcopy(tied)
         assert copied[0].weight is copied[1].weight
@@ -186,7 +186,7 @@ def test_modules_are_copied_and_averaged() -> None:
     run_ranks(4, on_rank)
 
 
-def test_parametrizations_and_vectors_of_parameters_work() -> None:
+def test_parametrizations_and_parameters_to_vector_work() -> None:
     def on_rank() -> None:
         mesh = _mesh()
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
@@ -213,7 +213,7 @@ def test_parametrizations_and_vectors_of_parameters_work() -> None:
 
 
 def test_memory_is_replaced_only_by_what_fits_a_layout() -> None:
-    """`.data =`, `set_`, `resize_`, `swap_tensors` and `.grad =` leave local sizes that the layout says."""
+    """`.data =`, `set_`, `resize_`, `swap_tensors` and `.grad =` keep local sizes that fit the layout."""
 
     def on_rank() -> None:
         mesh = _mesh()
@@ -264,7 +264,7 @@ def test_memory_is_replaced_only_by_what_fits_a_layout() -> None:
     run_ranks(4, on_rank)
 
 
-def test_conversion_by_swapping_keeps_layouts() -> None:
+def test_conversion_by_swap_tensors_keeps_layouts() -> None:
     def on_rank() -> None:
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
@@ -295,8 +295,8 @@ class _Model(nn.Module):
         return self.layers[0](x if plain is None else plain)
 
 
-def test_a_plain_tensor_in_a_model_is_refused_with_the_module_and_the_line() -> None:
-    """Models make plain tensors on their way (positions, masks): which one it was must be found without a debugger."""
+def test_error_about_a_plain_tensor_names_the_module_and_the_line() -> None:
+    """Models create plain tensors (positions, masks); the error shows which one without a debugger."""
     mesh = sw.init_device_mesh("cpu", (1,))
     model = sw.distribute_module(_Model(), mesh)
     with pytest.raises(MixedTensorsError) as made:

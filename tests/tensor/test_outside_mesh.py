@@ -1,4 +1,4 @@
-"""A program on some of the ranks runs on all of them: outside the mesh every step is a no-op."""
+"""A program on a submesh runs on all ranks: outside the mesh every operator is a no-op."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train(model: nn.Module, tokens: Any, targets: Any) -> list[float]:
     return seen
 
 
-def test_a_training_program_on_a_submesh_runs_on_every_rank() -> None:
+def test_training_on_a_submesh_runs_on_every_rank() -> None:
     def work() -> None:
         torch.manual_seed(0)
         plain = Net()
@@ -62,19 +62,19 @@ def test_a_training_program_on_a_submesh_runs_on_every_rank() -> None:
         ours.load_state_dict(plain.state_dict())
         sw.distribute_module(ours, SOME)
         rows = [sw.distribute_tensor(x, SOME, [sw.Shard(0)]) for x in (tokens, targets)]
-        found, expected = train(ours, *rows), train(plain, tokens, targets)
+        losses, expected = train(ours, *rows), train(plain, tokens, targets)
         if inside():
-            assert found == pytest.approx(expected, rel=1e-4)
+            assert losses == pytest.approx(expected, rel=1e-4)
         else:
-            assert all(math.isnan(value) for value in found)
+            assert all(math.isnan(value) for value in losses)
             assert all(p.grad is not None and not p.grad.to_local().numel() for p in ours.parameters())
-        weight = ours.head.weight.redistribute(ALL, [sw.Replicate()])  # to a mesh of all ranks it is there again
+        weight = ours.head.weight.redistribute(ALL, [sw.Replicate()])  # available again on a mesh of all ranks
         torch.testing.assert_close(weight.to_local(), plain.head.weight, rtol=1e-3, atol=1e-4)
 
     run_ranks(4, work)
 
 
-def test_values_outside_the_mesh_are_empty_nan_or_refused() -> None:
+def test_values_outside_the_mesh_are_empty_or_nan_or_raise() -> None:
     def work() -> None:
         x = sw.DTensor.from_local(torch.ones(4, 3), SOME, [sw.Shard(0)])
         y = sw.distribute_tensor(torch.ones(8, 3), SOME, [sw.Shard(0)])
@@ -103,7 +103,7 @@ def test_values_outside_the_mesh_are_empty_nan_or_refused() -> None:
     run_ranks(4, work)
 
 
-def test_operators_outside_the_mesh_give_what_they_give_inside_but_for_the_values() -> None:
+def test_operators_outside_the_mesh_give_the_same_layouts_without_values() -> None:
     def work() -> list[tuple[str, str, bool]]:
         x = sw.distribute_tensor(torch.randn(4, 6), SOME, [sw.Shard(0)]).requires_grad_()
         y = sw.zeros(4, 6, mesh=SOME, placements=[sw.Shard(0)])
@@ -138,7 +138,7 @@ def test_operators_outside_the_mesh_give_what_they_give_inside_but_for_the_value
     assert others == [first] * 3
 
 
-def test_numbers_drawn_on_a_submesh_leave_all_ranks_in_step() -> None:
+def test_random_numbers_on_a_submesh_advance_the_offsets_of_all_ranks() -> None:
     def work() -> list[float]:
         sw.manual_seed(5)
         sw.rand(3, mesh=SOME)
@@ -151,7 +151,7 @@ def test_numbers_drawn_on_a_submesh_leave_all_ranks_in_step() -> None:
     assert others == [first] * 3
 
 
-def test_a_number_on_a_submesh_comes_to_a_mesh_of_all_ranks() -> None:
+def test_scalar_on_a_submesh_can_be_redistributed_to_all_ranks() -> None:
     def work() -> float:
         loss = sw.distribute_tensor(torch.ones(4, 3), SOME, [sw.Shard(0)]).sum()
         return loss.redistribute(ALL, [sw.Replicate()]).item()
@@ -159,7 +159,7 @@ def test_a_number_on_a_submesh_comes_to_a_mesh_of_all_ranks() -> None:
     assert run_ranks(4, work) == [12.0] * 4
 
 
-def test_the_gradient_of_a_plain_tensor_outside_the_mesh_is_zero() -> None:
+def test_gradient_of_a_plain_tensor_outside_the_mesh_is_zero() -> None:
     def work() -> list[float]:
         local = torch.ones(2, requires_grad=True)
         (sw.DTensor.from_local(local, SOME, [sw.Shard(0)]) * 3).sum().backward()
@@ -169,10 +169,10 @@ def test_the_gradient_of_a_plain_tensor_outside_the_mesh_is_zero() -> None:
     assert run_ranks(4, work) == [[3.0, 3.0] if rank in (0, 2) else [0.0, 0.0] for rank in range(4)]
 
 
-def test_mapped_functions_outside_the_mesh_give_empty_tensors_of_the_layout_inside() -> None:
+def test_local_map_outside_the_mesh_gives_empty_tensors_of_the_same_layout() -> None:
     def work() -> tuple[str, ...]:
         x = sw.distribute_tensor(torch.arange(10.0).reshape(5, 2), SOME, [sw.Shard(0)]).requires_grad_()
-        bias = torch.ones(2)  # plain, and closed over
+        bias = torch.ones(2)  # a plain tensor in the closure
 
         def function(local: torch.Tensor, plain: torch.Tensor, factor: int) -> Any:
             shifted = local * factor + bias + plain
@@ -196,7 +196,7 @@ def test_mapped_functions_outside_the_mesh_give_empty_tensors_of_the_layout_insi
     assert len(set(run_ranks(4, work))) == 1
 
 
-def test_mapped_functions_that_need_values_are_refused_outside_the_mesh() -> None:
+def test_local_map_of_a_function_that_needs_values_raises_outside_the_mesh() -> None:
     def work() -> None:
         x = sw.ones(4, mesh=SOME, placements=[sw.Shard(0)])
         mapped = sw.local_map(lambda local: local[: int(local.sum())], [sw.Shard(0)], [[sw.Shard(0)]])

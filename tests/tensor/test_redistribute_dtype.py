@@ -19,7 +19,7 @@ def expected(x: Tensor, weights: Tensor, forward: torch.dtype, backward: torch.d
     return x.to(forward), weights.to(forward).to(backward).to(x.dtype)
 
 
-def test_values_and_gradients_are_rounded_as_they_are_sent() -> None:
+def test_values_and_gradients_are_rounded_to_the_dtypes_of_transfer() -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         torch.manual_seed(0)
@@ -45,7 +45,7 @@ def test_values_and_gradients_are_rounded_as_they_are_sent() -> None:
     run_ranks(2, work)
 
 
-def test_a_narrower_dtype_is_what_is_sent() -> None:
+def test_narrower_dtype_halves_the_bytes() -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         x = sw.ones(4, 4, mesh=mesh, placements=[sw.Shard(0)], requires_grad=True)
@@ -60,7 +60,7 @@ def test_a_narrower_dtype_is_what_is_sent() -> None:
 
 
 @pytest.mark.parametrize("target", [sw.Replicate(), sw.Shard(0), sw.Partial()])
-def test_a_cast_that_rounds_completes_sums_first(target: sw.Placement) -> None:
+def test_rounding_casts_complete_sums_first(target: sw.Placement) -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         local = torch.full((2, 2), 1.0 if mesh.get_rank() else 1e30, dtype=F64)
@@ -113,7 +113,7 @@ def test_sums_of_gradients_are_completed_before_they_are_rounded() -> None:
     run_ranks(2, work)
 
 
-def test_gradients_of_gradients_pass_through_the_casts() -> None:
+def test_second_order_gradients_pass_through_the_casts() -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         whole = torch.randn(4, dtype=F64, generator=torch.Generator().manual_seed(1))
@@ -144,7 +144,7 @@ def test_casts_work_asynchronously_on_other_meshes_and_outside_of_them() -> None
     run_ranks(3, work)
 
 
-def test_whole_numbers_get_no_gradient_and_hold_none() -> None:
+def test_integers_have_no_gradient_and_backward_dtype_must_be_floating() -> None:
     x = sw.ones(2, mesh=sw.Mesh((1,)), requires_grad=True)
     y = x.redistribute(placements=[sw.Shard(0)], forward_dtype=torch.int64)
     assert (y.dtype, y.requires_grad) == (torch.int64, False)

@@ -1,4 +1,4 @@
-"""Pickle, torch.save and torch.load carry a DTensor's own part and its layout, and bind to the world that loads."""
+"""Pickle, torch.save and torch.load store a DTensor's shard and layout, and bind it to the loading world."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _saved(value: Any) -> io.BytesIO:
     return file
 
 
-def test_pickled_tensors_come_back_with_layout_and_values() -> None:
+def test_pickle_keeps_layout_and_values() -> None:
     def on_rank() -> None:
         mesh = _mesh()
         whole = torch.arange(20.0).reshape(5, 4)
@@ -52,7 +52,7 @@ def test_pickled_tensors_come_back_with_layout_and_values() -> None:
     run_ranks(4, on_rank)
 
 
-def test_what_is_saved_is_the_shard_and_no_more() -> None:
+def test_only_the_shard_is_saved() -> None:
     def on_rank() -> None:
         x = sw.distribute_tensor(torch.zeros(4096, 16), _mesh(), [S0, S0])
         assert len(pickle.dumps(x)) < 4096 * 16 * 4 / 4 + 4096
@@ -63,7 +63,7 @@ def test_what_is_saved_is_the_shard_and_no_more() -> None:
     run_ranks(4, on_rank)
 
 
-def test_modules_and_optimizers_go_through_a_file_with_weights_only() -> None:
+def test_modules_and_optimizers_load_with_weights_only() -> None:
     def on_rank() -> None:
         mesh = _mesh()
         layer = sw.distribute_module(nn.Linear(4, 6), mesh)
@@ -88,7 +88,7 @@ def test_modules_and_optimizers_go_through_a_file_with_weights_only() -> None:
     run_ranks(4, on_rank)
 
 
-def test_loading_in_another_world_says_what_is_missing() -> None:
+def test_loading_in_another_world_raises_with_the_remedy() -> None:
     def save() -> bytes:
         return pickle.dumps(sw.distribute_tensor(torch.arange(8.0), sw.init_device_mesh("cpu", (4,)), [S0]))
 
@@ -101,7 +101,7 @@ def test_loading_in_another_world_says_what_is_missing() -> None:
         load(files[0])
 
     def swapped() -> None:
-        pickle.loads(files[0])  # everybody loads rank 0's part: its size fits, its values do not
+        pickle.loads(files[0])  # all ranks load rank 0's shard: its size fits, its values do not
 
     first, *others = outcomes(4, swapped)
     assert isinstance(first, Returned)

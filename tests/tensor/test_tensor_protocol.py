@@ -1,4 +1,4 @@
-"""Whatever a tensor answers, a DTensor answers for the global tensor, and reading about it never communicates."""
+"""Attributes and methods of a DTensor describe the global tensor, and reading metadata never communicates."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardwright import comm
 from shardwright.testing import run_ranks
 
 R, S0, S1, P = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()
-ATEN = operator.attrgetter("ops.aten")  # found by name: the pool sends functions, and torch.ops cannot be sent
+ATEN = operator.attrgetter("ops.aten")  # looked up by name: functions sent to the pool cannot refer to torch.ops
 
-# Not about the tensor's value: they say who it is, or what this process holds of it.
+# Not about the global value: identity, or local state of this process.
 OF_THIS_PROCESS = {
     *("data_ptr", "untyped_storage", "storage", "_typed_storage", "_cdata", "_use_count", "_backward_hooks"),
     *("_post_accumulate_grad_hooks", "_python_dispatch", "grad_fn", "_grad_fn", "_base", "_is_view"),
@@ -26,7 +26,7 @@ OF_THIS_PROCESS = {
 }
 COUNTERS = ("__hash__", "_version", "output_nr")
 COMPARABLE = (bool, int, str, tuple, torch.dtype, torch.device, type(None))
-# They compute a tensor, or are gone.
+# These compute a tensor, or no longer exist.
 VALUES = {
     *("volatile", "is_nonzero", "_is_all_true", "_is_any_true", "__cuda_array_interface__"),
     *("T", "mT", "H", "mH", "real", "imag", "data", "grad", "_grad"),
@@ -43,7 +43,7 @@ def _mesh() -> Any:
 
 
 def _answer(tensor: Any, name: str) -> Any:
-    """What a tensor says of itself under this name; the kind of error where it refuses."""
+    """Return the attribute or the result of the method; the type of the error if it raises."""
     try:
         value = getattr(tensor, name)
         return value() if callable(value) and not isinstance(value, torch.Tensor) else value
@@ -52,7 +52,7 @@ def _answer(tensor: Any, name: str) -> Any:
 
 
 def _about(kind: type) -> list[str]:
-    """Attributes that are no methods, and methods that ask something: generated, so that new ones are not missed."""
+    """Return all attributes and predicates of the class; generated, so that new ones are not missed."""
     names = []
     for name in dir(kind):
         value = getattr(kind, name, None)
@@ -63,7 +63,7 @@ def _about(kind: type) -> list[str]:
     return names
 
 
-def test_reading_about_a_tensor_never_communicates_and_answers_for_the_whole() -> None:
+def test_metadata_describes_the_global_tensor_without_communication() -> None:
     """Every getter and predicate of torch.Tensor."""
 
     def on_rank() -> dict[str, str]:
@@ -89,7 +89,7 @@ def test_reading_about_a_tensor_never_communicates_and_answers_for_the_whole() -
         assert wrong == {}
 
 
-def test_functions_that_ask_about_tensors_answer_for_the_whole() -> None:
+def test_predicates_describe_the_global_tensor() -> None:
     def on_rank() -> None:
         mesh = _mesh()
         value = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
@@ -104,7 +104,7 @@ def test_functions_that_ask_about_tensors_answer_for_the_whole() -> None:
             assert torch.result_type(x, 1.0) == torch.float32
             assert torch.result_type(x, x.to(torch.float64)) == torch.float64
             assert torch.is_same_size(x, y)
-            assert not x.is_same_size(other)  # though rank 0 holds as much of both
+            assert not x.is_same_size(other)  # although rank 0 holds equally much of both
             assert torch.Tensor.dim(x) == 2
             assert torch.Tensor.size(x) == (5, 4)
             assert torch.broadcast_shapes(x.shape, y.shape) == (5, 4)
@@ -121,7 +121,7 @@ def test_functions_that_ask_about_tensors_answer_for_the_whole() -> None:
     run_ranks(4, on_rank)
 
 
-def test_values_are_read_whole_on_every_rank() -> None:
+def test_global_values_are_read_on_every_rank() -> None:
     def on_rank() -> None:
         mesh = _mesh()
         value = torch.arange(20.0).reshape(5, 4)
@@ -154,8 +154,8 @@ def test_values_are_read_whole_on_every_rank() -> None:
     run_ranks(4, on_rank)
 
 
-def test_copies_keep_layout_values_and_what_hangs_on_them() -> None:
-    """The class has no slots, and a Python object that comes back keeps its class and tag."""
+def test_copies_keep_layout_values_and_attributes() -> None:
+    """The class has no slots, and an object that returns from C++ keeps its class and layout."""
 
     def on_rank() -> None:
         mesh = _mesh()
@@ -183,7 +183,7 @@ def test_copies_keep_layout_values_and_what_hangs_on_them() -> None:
         assert node is not None
         (x * 3).sum().backward()
         gradient = x.grad
-        del gradient  # only C++ holds it now
+        del gradient  # only C++ refers to it now
         assert isinstance(x.grad, sw.DTensor)
         assert x.grad.sharding is x.sharding
 
@@ -219,7 +219,7 @@ RETURN_THEIR_INPUT: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_functions_that_may_return_their_input_leave_it_as_it_is() -> None:
+def test_functions_that_may_return_their_input_leave_it_unchanged() -> None:
     """An argument keeps class, layout, memory and identity."""
 
     def on_rank() -> dict[str, str]:
@@ -246,7 +246,7 @@ def test_functions_that_may_return_their_input_leave_it_as_it_is() -> None:
         assert wrong == {}
 
 
-def test_out_returns_the_given_tensor_and_plain_targets_are_refused() -> None:
+def test_out_returns_the_given_tensor_and_plain_targets_raise() -> None:
     """`out=` returns the tensor that was given."""
 
     def on_rank() -> None:
@@ -264,7 +264,7 @@ def test_out_returns_the_given_tensor_and_plain_targets_are_refused() -> None:
     run_ranks(4, on_rank)
 
 
-def test_errors_of_operators_reach_the_user_as_they_are() -> None:
+def test_errors_of_operators_reach_the_user_unchanged() -> None:
     """A TypeError would become "unsupported operand type(s)"."""
     x = sw.ones(3, mesh=sw.init_device_mesh("cpu", (1,)))
     for operate in (operator.add, operator.mul, operator.truediv, operator.matmul, operator.lt, operator.pow):
@@ -273,8 +273,8 @@ def test_errors_of_operators_reach_the_user_as_they_are() -> None:
                 operate(*sides)
 
 
-def test_aten_overloads_have_the_rules_of_their_operators() -> None:
-    """`torch.ops.aten.*` spellings, default overloads included, are one operator each."""
+def test_aten_overloads_use_the_rules_of_their_operators() -> None:
+    """`torch.ops.aten.*` packets and overloads use the rule of the torch function."""
 
     def on_rank() -> None:
         mesh = _mesh()
@@ -305,7 +305,7 @@ def test_aten_overloads_have_the_rules_of_their_operators() -> None:
 
 
 def test_writes_are_never_lost() -> None:
-    """Whatever torch writes to, the DTensor holds afterwards."""
+    """The DTensor holds whatever torch writes to it."""
 
     def on_rank() -> None:
         mesh = _mesh()
@@ -341,7 +341,7 @@ def test_writes_are_never_lost() -> None:
 
 
 def test_python_composites_read_global_sizes() -> None:
-    """Torch functions written in Python mix global and local sizes unless they are taken apart."""
+    """Torch functions written in Python would mix global and local sizes if they were not decomposed."""
 
     def on_rank() -> None:
         mesh = _mesh()

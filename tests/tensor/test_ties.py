@@ -1,4 +1,4 @@
-"""What is one tensor in a module before it is distributed is one tensor afterwards."""
+"""Tied parameters and buffers of a module stay tied when it is distributed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwright.testing import outcomes, run_ranks
 
 
 class Tied(nn.Module):
-    """A language model of one layer: embedding and output share their weight, and two modules a buffer."""
+    """A one-layer language model: embedding and output share their weight, and two modules share a buffer."""
 
     def __init__(self, head_first: bool = False) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class Tied(nn.Module):
         return self.head(self.embedding(tokens) * self.scale)
 
 
-def every_place(name: str, module: nn.Module, mesh: Any) -> None:
-    """Distribute each occurrence of a weight for itself, as a user's partition function does."""
+def every_name(name: str, module: nn.Module, mesh: Any) -> None:
+    """Distribute each occurrence of a weight separately, as a user's partition function does."""
     if "weight" in module._parameters:
         module.register_parameter("weight", sw.distribute_tensor(module.weight, mesh, [sw.Shard(0)]))
 
@@ -48,7 +48,7 @@ def only(kind: type[nn.Module], *placements: object) -> Callable[[str, nn.Module
 
 PARTITIONS: dict[str, Any] = {
     "none": None,
-    "every place": every_place,
+    "every name": every_name,
     "the embedding": only(nn.Embedding, sw.Shard(1)),
     "the head": only(nn.Linear, sw.Shard(0)),
 }
@@ -65,7 +65,7 @@ def train(model: nn.Module, tokens: Any, targets: Any) -> list[Any]:
     return [*gradients, model.embedding.weight.detach().clone()]
 
 
-def test_tied_weights_train_as_on_one_process_whichever_place_is_distributed() -> None:
+def test_tied_weights_train_as_on_one_process_whichever_name_is_distributed() -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         torch.manual_seed(0)
@@ -79,13 +79,13 @@ def test_tied_weights_train_as_on_one_process_whichever_place_is_distributed() -
                 assert ours.head.weight is ours.embedding.weight, name
                 assert ours.head.scale is ours.scale, name
                 assert len(list(ours.parameters())) == 1, name
-                for found, value in zip(train(ours, *rows), expected, strict=True):
-                    torch.testing.assert_close(found.full_tensor(), value)
+                for actual, value in zip(train(ours, *rows), expected, strict=True):
+                    torch.testing.assert_close(actual.full_tensor(), value)
 
     run_ranks(2, work)
 
 
-def test_two_places_of_a_tie_with_different_placements_are_refused_and_nothing_is_changed() -> None:
+def test_different_placements_for_tied_weights_raise_and_change_nothing() -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         model = Tied()
@@ -108,7 +108,7 @@ def test_two_places_of_a_tie_with_different_placements_are_refused_and_nothing_i
         assert "S(1)" in outcome.message
 
 
-def test_parameters_on_one_memory_stay_objects_of_their_own_on_one_memory() -> None:
+def test_distinct_parameters_on_one_memory_stay_distinct_and_share_memory() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = nn.Parameter(model[0].weight.data)
     sw.distribute_module(model, sw.init_device_mesh("cpu", (1,)))
@@ -120,11 +120,11 @@ def test_parameters_on_one_memory_stay_objects_of_their_own_on_one_memory() -> N
     assert second.sum().item() == 63
 
 
-def test_ties_survive_conversion_and_materialisation() -> None:
+def test_ties_survive_conversion_and_materialization() -> None:
     mesh = sw.init_device_mesh("cpu", (1,))
     with torch.device("meta"):
         model = Tied()
-    sw.distribute_module(model, mesh, every_place)
+    sw.distribute_module(model, mesh, every_name)
     weight = model.head.weight
     model.to_empty(device="cpu")
     assert model.head.weight is model.embedding.weight is weight
@@ -137,23 +137,23 @@ def test_ties_survive_conversion_and_materialisation() -> None:
     assert copy.deepcopy(model).head.weight is not weight
 
 
-def test_ties_survive_a_state_dict_that_is_assigned() -> None:
+def test_ties_survive_load_state_dict_with_assign() -> None:
     mesh = sw.init_device_mesh("cpu", (1,))
-    model, source = (sw.distribute_module(Tied(), mesh, every_place) for _ in range(2))
+    model, source = (sw.distribute_module(Tied(), mesh, every_name) for _ in range(2))
     loaded = {name: value.clone() for name, value in source.state_dict().items()}
     model.load_state_dict(loaded, assign=True)
     assert model.head.weight is model.embedding.weight
     assert model.head.scale is model.scale
     assert isinstance(model.head.weight, nn.Parameter)
     assert torch.equal(model.head.weight, source.head.weight)
-    del loaded["head.weight"]  # as files of Hugging Face leave it out
+    del loaded["head.weight"]  # as in files of Hugging Face
     loaded["embedding.weight"] = loaded["embedding.weight"] * 2
     model.load_state_dict(loaded, assign=True, strict=False)
     assert model.head.weight is model.embedding.weight
     assert torch.equal(model.head.weight, source.head.weight * 2)
 
 
-def test_a_module_that_was_untied_on_purpose_stays_untied() -> None:
+def test_deliberately_untied_module_stays_untied() -> None:
     mesh = sw.init_device_mesh("cpu", (1,))
     model = sw.distribute_module(Tied(), mesh)
     model.head.weight = nn.Parameter(model.head.weight.detach().clone() + 1)
@@ -162,7 +162,7 @@ def test_a_module_that_was_untied_on_purpose_stays_untied() -> None:
     assert not torch.equal(model.head.weight, model.embedding.weight)
 
 
-def test_assigning_different_placements_to_two_places_of_a_tie_is_refused() -> None:
+def test_assigning_different_placements_to_tied_weights_raises() -> None:
     mesh = sw.init_device_mesh("cpu", (1,))
     model = sw.distribute_module(Tied(), mesh)
     loaded = {name: value.clone() for name, value in model.state_dict().items()}
@@ -171,7 +171,7 @@ def test_assigning_different_placements_to_two_places_of_a_tie_is_refused() -> N
         model.load_state_dict(loaded, assign=True)
 
 
-def test_a_tied_gpt2_trains_as_on_one_process() -> None:
+def test_tied_gpt2_trains_as_on_one_process() -> None:
     pytest.importorskip("transformers")
 
     def work() -> None:
@@ -197,8 +197,8 @@ def test_a_tied_gpt2_trains_as_on_one_process() -> None:
                     loss = model(input_ids=batch, labels=batch).loss
                     loss.backward()
                 losses.append(loss.item())
-            found = ours.lm_head.weight.grad.full_tensor()
-            torch.testing.assert_close(found, plain.lm_head.weight.grad, rtol=1e-4, atol=1e-5)
+            gradient = ours.lm_head.weight.grad.full_tensor()
+            torch.testing.assert_close(gradient, plain.lm_head.weight.grad, rtol=1e-4, atol=1e-5)
             assert losses[1] == pytest.approx(losses[0], rel=1e-4)
             for optimizer in optimizers:
                 optimizer.step()
