@@ -181,7 +181,7 @@ def test_split_region_tiles_the_box_with_parts_within_their_share(count: int) ->
 
 
 def test_different_shapes_raise() -> None:
-    with pytest.raises(LayoutError, match=r"the shapes \(8, 12\) and \(8, 13\) differ.*reshape it first"):
+    with pytest.raises(LayoutError, match=r"the shapes \(8, 12\) and \(8, 13\) differ.*reshape the tensor first"):
         plan(Layout(ONE, [S0], (8, 12)), Layout(ONE, [S0], (8, 13)), 4)
 
 

@@ -278,7 +278,7 @@ class DTensor(DTensorBase):
     # torch does not dispatch these to __torch_function__.
     set_ = storage_ops.set_
     detach_ = storage_ops.detach_
-    as_subclass = refusals.as_subclass  # type: ignore[assignment]  # it only refuses
+    as_subclass = refusals.as_subclass  # type: ignore[assignment]  # it always raises
     resize_ = storage_ops.resize_
     resize_as_ = storage_ops.resize_as_  # type: ignore[assignment]  # narrower than torch's
     is_same_size = storage_ops.is_same_size
@@ -498,7 +498,7 @@ _untraced = DTensor.__dict__["__torch_function__"]
 
 
 def _switch(on: bool) -> None:
-    setattr(DTensor, "__torch_function__", classmethod(_traced) if on else _untraced)  # noqa: B010  # mypy refuses it plain
+    setattr(DTensor, "__torch_function__", classmethod(_traced) if on else _untraced)  # noqa: B010  # mypy rejects an assignment
 
 
 on_trace(_switch)

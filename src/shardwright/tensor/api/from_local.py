@@ -226,12 +226,12 @@ def _deduced(described: Mapping[int, _Description], mesh: Mesh, placements: list
     """Return the layout that fits the local shapes: even shards if possible, else given sizes (`Ragged`)."""
     first = mesh.coordinate(min(described))
     shape = list(described[min(described)].shape)
-    cuts: dict[int, list[int]] = {}
+    sharded_by: dict[int, list[int]] = {}
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Shard | Ragged | StridedShard):
-            cuts.setdefault(_dimension(placement, len(shape)), []).append(mesh_dim)
+            sharded_by.setdefault(_dimension(placement, len(shape)), []).append(mesh_dim)
     ragged = list(placements)
-    for dim, (outermost, *inner) in cuts.items():
+    for dim, (outermost, *inner) in sharded_by.items():
         sizes = []
         for index in range(mesh.shape[outermost]):
             within = [slice(None) if m in inner else index if m == outermost else first[m] for m in range(mesh.ndim)]

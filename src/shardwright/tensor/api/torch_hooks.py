@@ -53,7 +53,7 @@ def _keep_recurrent_weights() -> None:
         if not any(isinstance(weight, DTensorBase) for weight in self._flat_weights):
             original(self)
 
-    nn.RNNBase.flatten_parameters = flatten_parameters  # type: ignore[method-assign]  # torch offers no other place
+    nn.RNNBase.flatten_parameters = flatten_parameters  # type: ignore[method-assign]  # torch has no hook for this
 
 
 def functions_of(kind: type) -> Iterator[FunctionType]:

@@ -92,11 +92,11 @@ def _without_hooks() -> Iterator[None]:
     """Raise if a tensor hook is registered; those of DTensors are registered below what `_Checker` sees."""
     register = Tensor.register_hook
 
-    def refused(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+    def refuse_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
         refuse_capture(HOOKS.format("register_hook"))
         return register(tensor, hook)  # type: ignore[no-untyped-call]  # torch's own
 
-    Tensor.register_hook = refused  # type: ignore[method-assign]  # restored below
+    Tensor.register_hook = refuse_hook  # type: ignore[method-assign]  # restored below
     try:
         yield
     finally:

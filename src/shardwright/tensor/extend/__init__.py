@@ -1,1 +1,1 @@
-"""What users add: rules for their operators, functions of local tensors, autograd functions."""
+"""Extensions by users: rules for operators, and functions of local tensors."""

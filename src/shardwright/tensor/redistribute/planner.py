@@ -114,8 +114,8 @@ def _reduce(source: Layout, target: Layout, kept: frozenset[int], steps: list[St
             steps.append(AllReduce(now, after, (m,), ops[m]))
         else:
             wanted = target.placements[m] if same else None
-            cut = wanted if isinstance(wanted, Ragged) and not now.cut_by(dim) else Shard(dim)
-            after = _changed(now, {m: cut}, {dim: (*now.cut_by(dim), m)})
+            placement = wanted if isinstance(wanted, Ragged) and not now.cut_by(dim) else Shard(dim)
+            after = _changed(now, {m: placement}, {dim: (*now.cut_by(dim), m)})
             steps.append(ReduceScatter(now, after, m, ops[m]))
         now = after
     return now, late
@@ -154,7 +154,7 @@ def _before_partials(now: Layout, target: Layout, untouched: frozenset[int]) -> 
     """
     same = now.mesh is target.mesh
     changes: dict[int, Placement] = {m: now.placements[m] for m in untouched}
-    cuts: dict[int, tuple[int, ...]] = {}
+    nesting: dict[int, tuple[int, ...]] = {}
     # ToPartial pads the outermost mesh dimension first, so that one must shard last.
     for m in sorted(partial_ops(target).keys() - untouched, reverse=True):
         has = now.placements[m] if same else Replicate()
@@ -162,27 +162,27 @@ def _before_partials(now: Layout, target: Layout, untouched: frozenset[int]) -> 
         if dim is None:
             changes[m] = Replicate()
             continue
-        before = cuts.get(dim, target.cut_by(dim))
+        before = nesting.get(dim, target.cut_by(dim))
         changes[m] = has if isinstance(has, Ragged) and not before else Shard(dim)
-        cuts[dim] = (*before, m)
-    return _changed(target, changes, cuts)
+        nesting[dim] = (*before, m)
+    return _changed(target, changes, nesting)
 
 
 def _transfer(now: Layout, goal: Layout) -> list[Step]:
     """Return the steps that transfer regions: at most a slice and one collective."""
     if now.mesh is not goal.mesh:
         return _exchange(now, goal)
-    cut_now, cut_goal = _cuts(now), _cuts(goal)
-    if cut_now == cut_goal:
+    sharded_now, sharded_goal = _sharding(now), _sharding(goal)
+    if sharded_now == sharded_goal:
         return []
     sliced: set[int] = set()
     gathered: set[int] = set()
-    for dim, (has, wants) in enumerate(zip(cut_now, cut_goal, strict=True)):
+    for dim, (has, wants) in enumerate(zip(sharded_now, sharded_goal, strict=True)):
         both = min(len(has), len(wants))
         if has[:both] != wants[:both]:
             return _exchange(now, goal)  # other shard sizes or another nesting order
-        sliced.update(m for m, _ in cut_goal[dim][both:])
-        gathered.update(m for m, _ in cut_now[dim][both:])
+        sliced.update(m for m, _ in sharded_goal[dim][both:])
+        gathered.update(m for m, _ in sharded_now[dim][both:])
     if not sliced & gathered:
         return _slice_and_gather(now, goal, sliced, gathered)
     if sliced == gathered and len(sliced) == 1:
@@ -194,8 +194,8 @@ def _slice_and_gather(now: Layout, goal: Layout, sliced: set[int], gathered: set
     steps: list[Step] = []
     if sliced:
         # A tensor dimension is either sliced further or gathered, so sliced ones already have the goal's order.
-        cuts = {dim: goal.cut_by(dim) for dim in range(now.ndim) if len(goal.cut_by(dim)) > len(now.cut_by(dim))}
-        part = goal if not gathered else _changed(now, {m: goal.placements[m] for m in sliced}, cuts)
+        nesting = {dim: goal.cut_by(dim) for dim in range(now.ndim) if len(goal.cut_by(dim)) > len(now.cut_by(dim))}
+        part = goal if not gathered else _changed(now, {m: goal.placements[m] for m in sliced}, nesting)
         steps.append(Slice(now, part))
         now = part
     if gathered:
@@ -221,13 +221,13 @@ def _exchange(now: Layout, goal: Layout) -> list[Step]:
     return [Slice(now, goal)]
 
 
-def _cuts(layout: Layout) -> list[tuple[tuple[int, Placement], ...]]:
+def _sharding(layout: Layout) -> list[tuple[tuple[int, Placement], ...]]:
     """Return the mesh dimensions and placements that shard each tensor dimension, outermost first."""
     return [tuple((m, layout.placements[m]) for m in layout.cut_by(dim)) for dim in range(layout.ndim)]
 
 
 def _changed(
-    layout: Layout, changes: Mapping[int, Placement], cuts: Mapping[int, Sequence[int]] | None = None
+    layout: Layout, changes: Mapping[int, Placement], nesting: Mapping[int, Sequence[int]] | None = None
 ) -> Layout:
     """Return the layout with other placements in some mesh dimensions, and other nestings in some tensor dimensions."""
     if not changes:
@@ -235,7 +235,7 @@ def _changed(
     placements = [changes.get(m, placement) for m, placement in enumerate(layout.placements)]
     order: list[int] = []
     for dim in range(layout.ndim):
-        given = cuts.get(dim) if cuts else None
+        given = nesting.get(dim) if nesting else None
         order += layout.cut_by(dim) if given is None else given
     order = [m for m in order if isinstance(placements[m], Shard | Ragged)]
     order += [m for m in range(layout.mesh.ndim) if m not in order]
