@@ -38,6 +38,22 @@ def processes_of(session: int) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc and /dev/shm")
+def test_a_process_and_a_file_in_shared_memory_that_are_left_are_found() -> None:
+    before = left_in_shared_memory()
+    planted = Path(f"/dev/shm/shardwright-planted-{os.getpid()}")
+    program = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        planted.touch()
+        assert left_in_shared_memory() - before == {planted.name}
+        assert processes_of(program.pid) == [program.pid]
+    finally:
+        program.kill()
+        program.wait()
+        planted.unlink()
+    assert processes_of(program.pid) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc and /dev/shm")
 @pytest.mark.timeout(3000 if FULL else 300)
 @pytest.mark.parametrize("name", EXAMPLES if FULL else EXAMPLES[:1])
 def test_an_example_ends_without_a_signal_and_leaves_nothing(name: str, tmp_path: Path) -> None:
