@@ -49,13 +49,13 @@ BROKEN = {
         lambda storage, right, key: (storage.delete(key), right(key))[1],
     ),
     "replace writes in place": (
-        "test_readers_beside_a_replacement_see_the_one_or_the_other",
+        "test_readers_during_a_replacement_see_the_old_or_the_new_value",
         "replace",
         replace_in_place,
     ),
     "replace is seen by old readers": ("test_a_reader_survives_deletion_and_replacement", "replace", replace_in_place),
     "keys come as they come": (
-        "test_keys_come_in_order",
+        "test_keys_are_listed_in_order",
         "list_keys",
         lambda storage, right: right()[::-1],
     ),

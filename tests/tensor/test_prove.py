@@ -102,7 +102,12 @@ PLANTED: dict[str, tuple[Any, tuple[Any, ...], Any, str]] = {
         lambda x: replace(strategies(strategy(Shard(0), Shard(0))), fresh=False),
         "has shape",
     ),
-    "a dimension that is not there": (torch.sum, (randn(4),), lambda x: strategies(strategy(R, Shard(1))), "cannot be"),
+    "a dimension that is not there": (
+        torch.sum,
+        (randn(4),),
+        lambda x: strategies(strategy(R, Shard(1))),
+        "layouts are invalid",
+    ),
     "too few outputs": (
         torch.sum,
         (randn(4),),
@@ -217,7 +222,7 @@ def unattached_where_empty(context: LocalContext) -> Local:
 def test_a_rank_that_would_not_take_part_in_the_backward_pass_is_found() -> None:
     rule = lambda x: replace(strategies(strategy(Shard(0), Shard(0))), run=unattached_where_empty)  # noqa: E731  # short
     (fault,) = {verdict.fault for verdict in prove(torch.exp, randn(2), rule=rule).wrong}
-    assert fault == "output 0 hangs on the inputs on some ranks, and not on others"
+    assert fault == "output 0 depends on the inputs on some ranks, but not on others"
 
 
 def test_gradients_are_asked_for_what_requires_them() -> None:
@@ -232,7 +237,7 @@ def test_an_operator_without_a_rule_is_refused() -> None:
 
     with pytest.raises(TensorError, match="nobodys_operator has no rule to prove"):
         prove(nobodys_operator, randn(2, 2))
-    with pytest.raises(TensorError, match="no tensor among the arguments"):
+    with pytest.raises(TensorError, match="the arguments contain no tensor"):
         prove(torch.add, 1, 2)
 
 

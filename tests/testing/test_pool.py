@@ -119,7 +119,7 @@ def test_functions_of_a_test_module_travel_by_value_as_arguments_too():
 
 def test_a_result_that_cannot_be_pickled_is_named():
     (found,) = outcomes(1, threading.Lock)
-    assert "rank 0 returned a lock that cannot be pickled" in found.message
+    assert "rank 0: the result of type lock cannot be pickled" in found.message
 
 
 def test_an_exception_that_cannot_be_pickled_keeps_its_text():

@@ -1,4 +1,4 @@
-"""Ranks to test on: a pool of local processes that share a gloo process group. Proofs of rules and of storages."""
+"""Test tools: a pool of local rank processes, proofs of sharding rules, crash simulation and the storage contract."""
 
 from shardwright.testing.crashes import RecordedCalls, crash_states, put_tree
 from shardwright.testing.proof import Proof, Verdict, prove

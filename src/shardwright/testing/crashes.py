@@ -1,8 +1,8 @@
-"""What a crash of the machine may leave of a folder: a strict file system, where nothing is safe until it is flushed.
+"""Enumerate the states in which a crash of the machine may leave a directory, on a strict file system.
 
-Of every write that was not flushed, all, nothing, a half or only the length may be there; every change of a folder
-that was not flushed may be there or not, each on its own, whatever came later. Flushing a file keeps its contents, but
-not its name; flushing a folder keeps the names in it, but not what is in the files.
+Of every write that was not flushed, all, none, half or only the length may persist; every change of a directory that
+was not flushed may persist or not, independently of later changes. Flushing a file makes its contents durable, but not
+its name; flushing a directory makes the names in it durable, but not the contents of the files.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ __all__ = [
 ]
 
 Tree: TypeAlias = dict[str, bytes | None]
-"""The paths below a folder: the contents of a file, or None for a folder."""
+"""The paths below a directory: the contents of a file, or None for a directory."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Bytes written to a file, which is known by a number: its name may change."""
+    """Bytes written to a file. Files are identified by number, because their names may change."""
 
     file: int
     offset: int
@@ -51,7 +51,7 @@ class Write:
 @final
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A name that now means this file, or this folder."""
+    """A name that was created for, or changed to, this file or directory."""
 
     path: str
     file: int
@@ -61,7 +61,7 @@ class Link:
 @final
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """A name that is gone."""
+    """A name that was removed."""
 
     path: str
 
@@ -69,17 +69,17 @@ class Remove:
 @final
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """A file flushed, by its number, or a folder, by its path."""
+    """A flush of a file, by its number, or of a directory, by its path."""
 
     what: int | str
 
 
 Event: TypeAlias = tuple[Write | Link | Remove | Flush, ...]
-"""What one call did. A rename does two things, and a crash may keep either."""
+"""The changes made by one call. A rename makes two, and a crash may keep either."""
 
 
 class RecordedCalls(Calls):
-    """The calls of a `LocalStorage` below `root`, done and written down in `events`.
+    """Performs the calls of a `LocalStorage` below `root` and records them in `events`.
 
     >>> import tempfile
     >>> from shardwright.storage import LocalStorage
@@ -100,7 +100,7 @@ class RecordedCalls(Calls):
         self._guard = threading.Lock()
 
     def open(self, path: str, flags: int, mode: int = 0o666) -> int:
-        """Opens; a file that is new is a link to it."""
+        """Open a file; a new file is recorded as a link."""
         new = bool(flags & os.O_CREAT) and not os.path.lexists(path)
         fd = super().open(path, flags, mode)
         with self._guard:
@@ -114,29 +114,29 @@ class RecordedCalls(Calls):
         return fd
 
     def close(self, fd: int) -> None:
-        """Closes."""
+        """Close a file."""
         with self._guard:
             self._files.pop(fd, None)
         super().close(fd)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Writes."""
+        """Write to a file."""
         data = b"".join(buffers)
         written = super().pwritev(fd, buffers, offset)
         with self._guard:
             file = self._files[fd]
-            assert isinstance(file, int)  # nobody writes to a folder
+            assert isinstance(file, int)  # directories are not written to
             self.events.append((Write(file, offset, data[:written]),))
         return written
 
     def fsync(self, fd: int) -> None:
-        """Flushes; really doing it would only cost time."""
+        """Record a flush, without the cost of performing it."""
         with self._guard:
             if fd in self._files:
                 self.events.append((Flush(self._files[fd]),))
 
     def rename(self, source: str, target: str) -> None:
-        """Renames."""
+        """Rename a file."""
         super().rename(source, target)
         with self._guard:
             old, new = self._name(source), self._name(target)
@@ -144,14 +144,14 @@ class RecordedCalls(Calls):
             self.events.append((Link(new, self._numbers[new]), Remove(old)))
 
     def unlink(self, path: str) -> None:
-        """Removes."""
+        """Remove a file."""
         super().unlink(path)
         with self._guard:
             del self._numbers[self._name(path)]
             self.events.append((Remove(self._name(path)),))
 
     def mkdir(self, path: str) -> None:
-        """Makes a folder."""
+        """Create a directory."""
         super().mkdir(path)
         with self._guard:
             name = self._name(path)
@@ -159,7 +159,7 @@ class RecordedCalls(Calls):
             self.events.append((Link(name, self._numbers[name], is_folder=True),))
 
     def _name(self, path: str) -> str:
-        """A path below the root; "" for the root itself."""
+        """Return the path relative to the root; "" for the root itself."""
         name = os.path.relpath(path, self.root)
         return "" if name == "." else name
 
@@ -178,7 +178,7 @@ class _File:
 
 @final
 class CrashModel:
-    """A folder as the disk has it, and what is still on its way there.
+    """The durable state of a directory, and the changes that are not flushed yet.
 
     >>> model = CrashModel({"a": b"old"})
     >>> model.apply((Write(0, 0, b"NEW"),))
@@ -200,7 +200,7 @@ class CrashModel:
             self._parent(path).names[os.path.basename(path)] = number
 
     def apply(self, event: Event) -> None:
-        """One call was made."""
+        """Apply one recorded call."""
         for change in event:
             match change:
                 case Write():
@@ -225,34 +225,34 @@ class CrashModel:
                     folder.names, folder.pending = _changed(folder.names, folder.pending), []
 
     def states(self, limit: int, seed: int) -> Iterator[Tree]:
-        """What a crash now may leave: all of it, if there are at most `limit` ways, else as many, chosen at random.
+        """Yield the states a crash may leave now: all of them if there are at most `limit`, else a random selection.
 
-        Those in which all, nothing, or all but one of the changes got there are always among them.
+        States in which all, none, or all but one of the changes persist are always included.
         """
         writes = [write for file in self._files.values() if isinstance(file, _File) for write in file.pending]
         changes = [c for folder in self._files.values() if isinstance(folder, _Folder) for c in folder.pending]
-        options = [_WAYS] * len(writes) + [("all", "nothing")] * len(changes)
+        options = [_WRITE_EFFECTS] * len(writes) + [("all", "nothing")] * len(changes)
         seen: set[tuple[str, ...]] = set()
-        for ways in _choices(options, limit, random.Random(seed)):
-            if ways not in seen:
-                seen.add(ways)
-                how = {id(change): way for change, way in zip((*writes, *changes), ways, strict=True)}
-                yield self._left("", -1, how)
+        for effects in _choices(options, limit, random.Random(seed)):
+            if effects not in seen:
+                seen.add(effects)
+                effect_of = {id(change): effect for change, effect in zip((*writes, *changes), effects, strict=True)}
+                yield self._after_crash("", -1, effect_of)
 
-    def _left(self, path: str, number: int, how: dict[int, str]) -> Tree:
+    def _after_crash(self, path: str, number: int, effect_of: dict[int, str]) -> Tree:
         folder = self._files[number]
         assert isinstance(folder, _Folder)
-        found: Tree = {}
-        kept = [change for change in folder.pending if how[id(change)] == "all"]
+        tree: Tree = {}
+        kept = [change for change in folder.pending if effect_of[id(change)] == "all"]
         for name, inner in sorted(_changed(folder.names, kept).items()):
             below = os.path.join(path, name)
             match self._files[inner]:
                 case _File(data=data, pending=pending):
-                    found[below] = _written(data, [(write, how[id(write)]) for write in pending])
+                    tree[below] = _written(data, [(write, effect_of[id(write)]) for write in pending])
                 case _Folder():
-                    found[below] = None
-                    found |= self._left(below, inner, how)
-        return found
+                    tree[below] = None
+                    tree |= self._after_crash(below, inner, effect_of)
+        return tree
 
     def _parent(self, path: str) -> _Folder:
         folder = self._files[self._folders[os.path.dirname(path)]]
@@ -260,39 +260,39 @@ class CrashModel:
         return folder
 
 
-_WAYS = ("all", "nothing", "half", "length")
+_WRITE_EFFECTS = ("all", "nothing", "half", "length")
 
 
-def _choices(options: Sequence[tuple[str, ...]], limit: int, chance: random.Random) -> Iterator[tuple[str, ...]]:
+def _choices(options: Sequence[tuple[str, ...]], limit: int, generator: random.Random) -> Iterator[tuple[str, ...]]:
     count = 1
-    for ways in options:
-        count *= len(ways)
+    for effects in options:
+        count *= len(effects)
     if count <= limit:
         yield from itertools.product(*options)
         return
     everything, nothing = ("all",) * len(options), ("nothing",) * len(options)
     yield everything
     yield nothing
-    for place, ways in enumerate(options):
-        yield (*nothing[:place], "all", *nothing[place + 1 :])
-        yield (*everything[:place], *nothing[place:])  # in order
-        for way in ways[1:]:
-            yield (*everything[:place], way, *everything[place + 1 :])
+    for index, effects in enumerate(options):
+        yield (*nothing[:index], "all", *nothing[index + 1 :])
+        yield (*everything[:index], *nothing[index:])  # in order
+        for effect in effects[1:]:
+            yield (*everything[:index], effect, *everything[index + 1 :])
     for _ in range(limit):
-        yield tuple(chance.choice(ways) for ways in options)
+        yield tuple(generator.choice(effects) for effects in options)
 
 
 def _written(data: bytes, writes: Sequence[tuple[Write, str]]) -> bytes:
     result = bytearray(data)
-    for write, way in writes:
-        if way == "nothing":
+    for write, effect in writes:
+        if effect == "nothing":
             continue
         end = write.offset + len(write.data)
-        given = write.data[: len(write.data) // 2] if way == "half" else b"" if way == "length" else write.data
-        if way == "half":
-            end = write.offset + len(given)
+        kept = write.data[: len(write.data) // 2] if effect == "half" else b"" if effect == "length" else write.data
+        if effect == "half":
+            end = write.offset + len(kept)
         result.extend(bytes(max(0, end - len(result))))
-        result[write.offset : write.offset + len(given)] = given
+        result[write.offset : write.offset + len(kept)] = kept
     return bytes(result)
 
 
@@ -308,10 +308,10 @@ def _changed(names: dict[str, int], changes: Sequence[Link | Remove]) -> dict[st
 
 
 def crash_states(start: Tree, events: Sequence[Event], *, limit: int = 64, seed: int = 0) -> Iterator[tuple[int, Tree]]:
-    """What a crash may leave after each number of calls, from none to all: (number, tree), each tree once for each.
+    """Yield (number of calls made, tree) for the states a crash may leave after each call; each tree once per call.
 
-    >>> made = [(Link("a", 0),), (Write(0, 0, b"x"),), (Flush(0),)]
-    >>> [(number, tree) for number, tree in crash_states({}, made) if number == 3]
+    >>> events = [(Link("a", 0),), (Write(0, 0, b"x"),), (Flush(0),)]
+    >>> [(number, tree) for number, tree in crash_states({}, events) if number == 3]
     [(3, {'a': b'x'}), (3, {})]
     """
     model = CrashModel(start)
@@ -327,7 +327,7 @@ def crash_states(start: Tree, events: Sequence[Event], *, limit: int = 64, seed:
 
 
 def put_tree(tree: Tree, folder: Path) -> None:
-    """Makes a folder hold exactly this.
+    """Replace the contents of a directory with a tree.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

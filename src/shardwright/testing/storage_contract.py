@@ -1,4 +1,4 @@
-"""What any `Storage` must do, as tests: make a subclass that says how to make one, and let pytest find it."""
+"""The contract of `Storage`, as a test class: subclass it with a function that creates the storage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BAD_KEYS = ("", ".", "..", ".lock", "../x", "a/b", "/x", "A", "a b", "a\0", "a\
 
 
 class StorageContract(ABC):
-    """Tests that a storage passes, whatever it is. Name your subclass `Test...`, so that pytest collects it.
+    """Tests that every storage must pass. Name your subclass `Test...`, so that pytest collects it.
 
     >>> import tempfile
     >>> from shardwright.storage import MemoryStorage
@@ -31,9 +31,9 @@ class StorageContract(ABC):
 
     @abstractmethod
     def make(self, folder: Path) -> Storage:
-        """A new, empty place; `folder` is an empty folder that it may use."""
+        """Return a new, empty storage; `folder` is an empty directory that it may use."""
 
-    def test_what_is_written_in_any_order_is_read_by_ranges(self, tmp_path: Path) -> None:
+    def test_data_written_in_any_order_is_read_by_ranges(self, tmp_path: Path) -> None:
         storage = self._prepared(tmp_path)
         writer = storage.create("data")
         writer.write([memoryview(b"lo"), memoryview(b""), memoryview(b" world")], 3)
@@ -54,25 +54,25 @@ class StorageContract(ABC):
         writer = storage.create("data")
         writer.write([memoryview(data)[n : n + 1] for n in range(5000)], 0)
         writer.finish()
-        places = [bytearray(1) for _ in range(5000)]
+        buffers = [bytearray(1) for _ in range(5000)]
         with storage.open("data") as reader:
-            reader.read([memoryview(place) for place in places], 0)
-        assert b"".join(places) == data
+            reader.read([memoryview(buffer) for buffer in buffers], 0)
+        assert b"".join(buffers) == data
 
     def test_threads_write_and_read_different_ranges(self, tmp_path: Path) -> None:
         storage = self._prepared(tmp_path)
         parts = [bytes([n]) * 70_001 for n in range(8)]
         writer = storage.create("data")
-        _together([partial(writer.write, [memoryview(part)], n * len(part)) for n, part in enumerate(parts)])
+        _run_in_threads([partial(writer.write, [memoryview(part)], n * len(part)) for n, part in enumerate(parts)])
         writer.finish()
-        found: dict[int, bytes] = {}
+        received: dict[int, bytes] = {}
         with storage.open("data") as reader:
 
-            def take(n: int) -> None:
-                found[n] = _read(reader, n * 70_001, 70_001)
+            def read(n: int) -> None:
+                received[n] = _read(reader, n * 70_001, 70_001)
 
-            _together([partial(take, n) for n in range(8)])
-        assert [found.get(n) for n in range(8)] == parts
+            _run_in_threads([partial(read, n) for n in range(8)])
+        assert [received.get(n) for n in range(8)] == parts
 
     def test_an_object_may_be_empty(self, tmp_path: Path) -> None:
         storage = self._prepared(tmp_path)
@@ -83,7 +83,7 @@ class StorageContract(ABC):
                 assert reader.size == 0
                 reader.read([], 0)
 
-    def test_a_read_gives_all_of_it_or_raises(self, tmp_path: Path) -> None:
+    def test_a_read_returns_the_full_range_or_raises(self, tmp_path: Path) -> None:
         storage = self._prepared(tmp_path)
         storage.replace("data", b"12345")
         with storage.open("data") as reader:
@@ -126,31 +126,31 @@ class StorageContract(ABC):
         with _raises(StorageError):
             writer.write([memoryview(b"more")], 0)
 
-    def test_what_is_not_there_cannot_be_opened(self, tmp_path: Path) -> None:
+    def test_opening_a_missing_key_raises(self, tmp_path: Path) -> None:
         storage = self._prepared(tmp_path)
         with _raises(MissingKeyError):
             storage.open("data")
 
-    def test_replace_makes_and_replaces_and_leaves_nothing_else(self, tmp_path: Path) -> None:
+    def test_replace_creates_and_replaces_a_key_and_leaves_no_other(self, tmp_path: Path) -> None:
         storage = self._prepared(tmp_path)
         for data in (b"one", b"the second, which is longer", b"3"):
             storage.replace("manifest.json", data)
             assert _all(storage, "manifest.json") == data
         assert storage.list_keys() == ["manifest.json"]
 
-    def test_readers_beside_a_replacement_see_the_one_or_the_other(self, tmp_path: Path) -> None:
+    def test_readers_during_a_replacement_see_the_old_or_the_new_value(self, tmp_path: Path) -> None:
         storage = self._prepared(tmp_path)
         versions = [bytes([n]) * (1000 + 7 * n) for n in range(50)]
         storage.replace("manifest.json", versions[0])
         seen: list[bytes] = []
 
-        def look() -> None:
+        def read() -> None:
             while not seen or seen[-1] != versions[-1]:
                 seen.append(_all(storage, "manifest.json"))
 
-        _together([look, lambda: [storage.replace("manifest.json", data) for data in versions]])
-        places = [versions.index(data) for data in seen]  # raises where something else was seen
-        assert places == sorted(places)
+        _run_in_threads([read, lambda: [storage.replace("manifest.json", data) for data in versions]])
+        indices = [versions.index(data) for data in seen]  # raises for any other value
+        assert indices == sorted(indices)
 
     def test_a_reader_survives_deletion_and_replacement(self, tmp_path: Path) -> None:
         storage = self._prepared(tmp_path)
@@ -163,7 +163,7 @@ class StorageContract(ABC):
         with _raises(MissingKeyError):
             storage.open("data")
 
-    def test_a_closed_reader_does_not_read(self, tmp_path: Path) -> None:
+    def test_reading_from_a_closed_reader_raises(self, tmp_path: Path) -> None:
         storage = self._prepared(tmp_path)
         storage.replace("data", b"first")
         reader = storage.open("data")
@@ -172,7 +172,7 @@ class StorageContract(ABC):
         with _raises(StorageError):
             _read(reader, 0, 1)
 
-    def test_an_object_that_grows_while_it_is_read_is_an_error(self, tmp_path: Path) -> None:
+    def test_reading_an_object_that_has_grown_raises(self, tmp_path: Path) -> None:
         storage = self._prepared(tmp_path)
         writer = storage.create("data")
         writer.write([memoryview(b"hel")], 0)
@@ -180,7 +180,7 @@ class StorageContract(ABC):
             reader = storage.open("data")
         except MissingKeyError:
             writer.abort()
-            return  # it shows nothing before `finish`, so nothing grows
+            return  # objects are not visible before `finish`, so none grows
         with reader:
             writer.write([memoryview(b"lo")], 3)
             with _raises(StorageError):
@@ -195,14 +195,14 @@ class StorageContract(ABC):
         storage.delete("never-was")
         assert storage.list_keys() == []
 
-    def test_keys_come_in_order(self, tmp_path: Path) -> None:
+    def test_keys_are_listed_in_order(self, tmp_path: Path) -> None:
         storage = self._prepared(tmp_path)
         assert storage.list_keys() == []
         for key in ("b", "a-00001-0.safetensors", "9", "a"):
             storage.replace(key, b"")
         assert storage.list_keys() == ["9", "a", "a-00001-0.safetensors", "b"]
 
-    def test_keys_that_are_none_are_refused_everywhere(self, tmp_path: Path) -> None:
+    def test_invalid_keys_are_rejected_by_every_method(self, tmp_path: Path) -> None:
         storage = self._prepared(tmp_path)
         for key in _BAD_KEYS:
             for act in (storage.create, storage.open, storage.delete, lambda key: storage.replace(key, b"")):
@@ -210,7 +210,7 @@ class StorageContract(ABC):
                     act(key)
         assert storage.list_keys() == []
 
-    def test_one_holds_the_lock(self, tmp_path: Path) -> None:
+    def test_the_lock_is_exclusive(self, tmp_path: Path) -> None:
         storage = self._prepared(tmp_path)
         with storage.lock():
             with _raises(StorageBusyError), storage.lock():
@@ -218,13 +218,13 @@ class StorageContract(ABC):
             storage.replace("data", b"")
         assert storage.list_keys() == ["data"]
 
-    def test_the_lock_is_let_go_of_after_an_error(self, tmp_path: Path) -> None:
+    def test_the_lock_is_released_after_an_error(self, tmp_path: Path) -> None:
         storage = self._prepared(tmp_path)
         for _ in range(2):
             with _raises(ZeroDivisionError), storage.lock():
                 raise ZeroDivisionError
 
-    def test_prepare_keeps_what_is_there(self, tmp_path: Path) -> None:
+    def test_prepare_keeps_existing_keys(self, tmp_path: Path) -> None:
         storage = self._prepared(tmp_path)
         storage.replace("data", b"kept")
         storage.prepare()
@@ -249,7 +249,7 @@ def _all(storage: Storage, key: str) -> bytes:
 
 @contextmanager
 def _raises(kind: type[Exception], text: str = "") -> Iterator[None]:
-    """Without pytest: whoever runs ranks imports this package, and need not have it."""
+    """Like `pytest.raises`, but this package does not require pytest."""
     try:
         yield
     except kind as error:
@@ -258,8 +258,8 @@ def _raises(kind: type[Exception], text: str = "") -> Iterator[None]:
     raise AssertionError(f"{kind.__name__} was not raised")
 
 
-def _together(tasks: Sequence[Callable[[], object]]) -> None:
-    """Runs all tasks in threads of their own; the first error of any is raised."""
+def _run_in_threads(tasks: Sequence[Callable[[], object]]) -> None:
+    """Run each task in a thread of its own; raise the first error of any."""
     errors: list[BaseException] = []
 
     def run(task: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for shapes, regions, meshes, placements and layouts; empty and uneven ones are ordinary.
+"""Hypothesis strategies for shapes, regions, meshes, placements and layouts, including empty and uneven ones.
 
 >>> from hypothesis import given, settings
 >>> @settings(max_examples=5, database=None)
@@ -22,10 +22,10 @@ NAMES = ("dp", "tp", "pp", "cp")
 
 
 def shapes(min_dims: int = 0, max_dims: int = 4, max_side: int = 9) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes of tensors, with sides from 0 to `max_side`.
+    """Shapes of tensors, with sizes from 0 to `max_side`.
 
     >>> from hypothesis import find
-    >>> find(shapes(min_dims=2), lambda shape: 3 in shape)  # the simplest one that has a side of 3
+    >>> find(shapes(min_dims=2), lambda shape: 3 in shape)  # the simplest one with a size of 3
     (0, 3)
     """
     return st.lists(st.integers(0, max_side), min_size=min_dims, max_size=max_dims).map(tuple)
@@ -59,13 +59,13 @@ def meshes(
     """
     ndim = draw(st.integers(min_dims, max_dims))
     shape: list[int] = []
-    for place in range(ndim):
+    for dim in range(ndim):
         if size is None:
             shape.append(draw(st.integers(1, max(1, max_size // prod(shape)))))
         else:
             left = size // prod(shape)
             divisors = [n for n in range(1, left + 1) if left % n == 0]
-            shape.append(left if place == ndim - 1 else draw(st.sampled_from(divisors)))
+            shape.append(left if dim == ndim - 1 else draw(st.sampled_from(divisors)))
     names = draw(st.none() | st.just(NAMES[:ndim])) if ndim <= len(NAMES) else None
     ranks = draw(st.none() | st.permutations(range(prod(shape))))
     return Mesh(shape, names, ranks)
@@ -75,18 +75,18 @@ def meshes(
 def placements(
     draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh, *, partial: bool = True, ragged: bool = True
 ) -> tuple[Placement, ...]:
-    """Placements, one per mesh dimension, that fit a tensor of this shape on this mesh.
+    """Placements, one per mesh dimension, that are valid for a tensor of this shape on this mesh.
 
     >>> from hypothesis import find
     >>> find(placements((4, 4), Mesh((2, 2))), lambda chosen: chosen[1] == Shard(0))
     (Replicate(), Shard(0))
     """
     chosen: list[Placement] = []
-    cut: set[int] = set()
+    sharded: set[int] = set()
     for count in mesh.shape:
         kinds = ["replicate"] + ["shard"] * 2 * bool(shape) + ["partial"] * partial
-        uncut = [dim for dim in range(len(shape)) if dim not in cut]
-        kinds += ["ragged"] * bool(ragged and uncut)
+        unsharded = [dim for dim in range(len(shape)) if dim not in sharded]
+        kinds += ["ragged"] * bool(ragged and unsharded)
         match draw(st.sampled_from(kinds)):
             case "replicate":
                 chosen.append(Replicate())
@@ -94,12 +94,12 @@ def placements(
                 chosen.append(Partial(draw(st.sampled_from(["sum", "avg", "max", "min"]))))
             case "shard":
                 chosen.append(Shard(draw(st.integers(0, len(shape) - 1))))
-                cut.add(chosen[-1].dim)  # type: ignore[attr-defined]  # it was just made a Shard
+                sharded.add(chosen[-1].dim)  # type: ignore[attr-defined]  # it is the Shard appended above
             case "ragged":
-                dim = draw(st.sampled_from(uncut))
-                marks = sorted(draw(st.lists(st.integers(0, shape[dim]), min_size=count - 1, max_size=count - 1)))
-                chosen.append(Ragged(dim, [b - a for a, b in zip([0, *marks], [*marks, shape[dim]], strict=True)]))
-                cut.add(dim)
+                dim = draw(st.sampled_from(unsharded))
+                ends = sorted(draw(st.lists(st.integers(0, shape[dim]), min_size=count - 1, max_size=count - 1)))
+                chosen.append(Ragged(dim, [b - a for a, b in zip([0, *ends], [*ends, shape[dim]], strict=True)]))
+                sharded.add(dim)
     return tuple(chosen)
 
 
@@ -122,7 +122,7 @@ def layouts(
     chosen_shape = draw(shapes() if shape is None else shape)
     chosen_mesh = draw(meshes() if mesh is None else mesh)
     chosen = draw(placements(chosen_shape, chosen_mesh, partial=partial, ragged=ragged))
-    # Ragged must cut first, which left to right always satisfies: only layouts without it are reordered.
+    # Ragged must split first, which left-to-right order satisfies: only layouts without it are reordered.
     movable = reorder and not any(isinstance(placement, Ragged) for placement in chosen)
     order = draw(st.none() | st.permutations(range(chosen_mesh.ndim))) if movable else None
     return Layout(chosen_mesh, chosen, chosen_shape, order)

@@ -1,4 +1,4 @@
-"""Proofs of rules by enumeration: every placement of an operator's inputs, against the operator on whole tensors."""
+"""Proofs of rules by enumeration: every placement of the inputs, compared with the operator on full tensors."""
 
 from shardwright.testing.proof.proving import prove
 from shardwright.testing.proof.result import Proof, Verdict

@@ -1,10 +1,10 @@
-"""`python -m shardwright.testing.proof`: proves the rules of all operators of torch's database, or of some.
+"""`python -m shardwright.testing.proof`: prove the rules of all operators of torch's database, or of some.
 
-    python -m shardwright.testing.proof                       all of them, a line for what is not as it should be
-    python -m shardwright.testing.proof --op cumsum --op sort these, with all that was found
-    python -m shardwright.testing.proof --page FILE           writes the page of the documentation
+    python -m shardwright.testing.proof                       all operators; print a line for each fault
+    python -m shardwright.testing.proof --op cumsum --op sort these operators, with all results
+    python -m shardwright.testing.proof --page FILE           write the page of the documentation
 
-It ends with 1 if anything is wrong.
+The exit status is 1 if any rule is wrong.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__: list[str] = []
 
 
 def main(arguments: list[str]) -> int:
-    """Proves what the command line asks for; the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m shardwright.testing.proof", description=__doc__.partition(":")[0])
     parser.add_argument("--op", action="append", metavar="NAME", help="an operator, as torch's database names it")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of all operators here")
-    parser.add_argument("--workers", type=int, default=2, help="processes that prove (2)")
+    parser.add_argument("--workers", type=int, default=2, help="number of processes (default: 2)")
     given = parser.parse_args(arguments)
     known = [entry.name for entry in entries()]
     unknown = sorted(set(given.op or ()) - set(known))
@@ -38,42 +38,42 @@ def main(arguments: list[str]) -> int:
     names = list(dict.fromkeys(given.op or known))
     console = Console(stderr=True)
     began = time.monotonic()
-    found: list[EntryProof] = []
+    proofs: list[EntryProof] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("proving", total=len(names))
         for proof in prove_all(names, workers=given.workers):
-            found.append(proof)
+            proofs.append(proof)
             progress.advance(task)
-            _tell(progress.console, proof, everything=bool(given.op))
-    wrong = sum(len(proof.wrong) for proof in found)
-    missing = sum(bool(proof.missing) for proof in found)
-    falling = sum(proof.falls_back for proof in found)
+            _print_proof(progress.console, proof, everything=bool(given.op))
+    wrong = sum(len(proof.wrong) for proof in proofs)
+    missing = sum(bool(proof.missing) for proof in proofs)
+    fallbacks = sum(proof.falls_back for proof in proofs)
     console.print(
-        f"{len(found)} operators: {sum(proof.proved for proof in found):,} strategies proved, {wrong} wrong; {missing} "
-        f"have strategies that are possible and missing, {falling} always fall back; "
-        f"{sum(p.left_out for p in found):,} combinations left out; {time.monotonic() - began:.0f} s",
+        f"{len(proofs)} operators: {sum(proof.proved for proof in proofs):,} strategies proved, {wrong} wrong; "
+        f"{missing} have strategies that are possible and missing, {fallbacks} always fall back; "
+        f"{sum(p.left_out for p in proofs):,} combinations left out; {time.monotonic() - began:.0f} s",
         highlight=False,
     )
     if given.page is not None:
-        given.page.write_text(page(found))
+        given.page.write_text(page(proofs))
     return 1 if wrong else 0
 
 
-def _tell(console: Console, proof: EntryProof, everything: bool) -> None:
+def _print_proof(console: Console, proof: EntryProof, everything: bool) -> None:
     for text in proof.wrong:
         console.print(f"WRONG {text}", highlight=False, markup=False)
     if not everything:
         return
-    courses = ", ".join(f"{count} {course}" for course, count in sorted(proof.courses.items()))
+    counts = ", ".join(f"{count} {execution}" for execution, count in sorted(proof.executions.items()))
     console.print(
-        f"{proof.name}: {proof.proved} strategies proved in {proof.samples} samples; placements: {courses or 'none'}",
+        f"{proof.name}: {proof.proved} strategies proved in {proof.samples} samples; placements: {counts or 'none'}",
         highlight=False,
         markup=False,
     )
     for text in proof.missing:
         console.print(f"  possible and missing: {text}", highlight=False, markup=False)
     for text in proof.refused:
-        console.print(f"  not proved, as torch refuses it: {text}", highlight=False, markup=False)
+        console.print(f"  not proved, because torch refuses it: {text}", highlight=False, markup=False)
     if proof.unproved:
         console.print(f"  not proved: {proof.unproved}", highlight=False, markup=False)
 

@@ -1,7 +1,7 @@
-"""Work in processes of its own: a call with nonsense in it may end the process, and must not end the proof.
+"""Run work in separate processes: a call with invalid arguments may crash its process, but must not end the proof.
 
-Some of torch's kernels trust their arguments. A rule that is wrong, or a strategy that is only tried, can hand them an
-index beyond the end; what is left is a process that died, and that is a finding like any other.
+Some of torch's kernels do not check their arguments. A wrong rule, or a strategy that is only tried, can pass them an
+index out of bounds; the crash of the process is then reported as a result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What became of work that gave no answer: the process died with this code, or was given up (None)."""
+    """Work without a result: the process died with this exit code, or timed out (None)."""
 
     code: int | None
 
@@ -38,34 +38,34 @@ class _Worker(Generic[T]):
 def apart(
     work: Callable[[T], R], items: Iterable[T], *, workers: int = 2, timeout: float = 120.0
 ) -> Iterator[tuple[T, R | Ended]]:
-    """Each item with what `work` made of it, in the order they are done; `work` is a function of a module.
+    """Yield each item with the result of `work`, in order of completion; `work` must be a module-level function.
 
     >>> sorted(apart(abs, [-1, -2], workers=1))
     [(-2, 2), (-1, 1)]
     """
     waiting = list(items)[::-1]
-    crew: list[_Worker[T]] = [_hire(work) for _ in range(min(workers, len(waiting)))]
+    pool: list[_Worker[T]] = [_start_worker(work) for _ in range(min(workers, len(waiting)))]
     try:
-        while waiting or any(worker.item is not None for worker in crew):
-            for worker in crew:
+        while waiting or any(worker.item is not None for worker in pool):
+            for worker in pool:
                 if worker.item is None and waiting:
                     worker.item, worker.since = waiting.pop(), time.monotonic()
                     worker.connection.send(worker.item)
-            busy = {worker.connection: worker for worker in crew if worker.item is not None}
+            busy = {worker.connection: worker for worker in pool if worker.item is not None}
             for ready in multiprocessing.connection.wait(list(busy), timeout=1.0):
-                worker = busy[ready]  # type: ignore[index]  # a Connection, as those given
-                yield _answer(worker, crew, work)
-            for worker in [one for one in crew if one.item is not None and time.monotonic() - one.since > timeout]:
+                worker = busy[ready]  # type: ignore[index]  # one of the Connections given
+                yield _receive(worker, pool, work)
+            for worker in [w for w in pool if w.item is not None and time.monotonic() - w.since > timeout]:
                 worker.process.kill()
-                yield _answer(worker, crew, work, given_up=True)
+                yield _receive(worker, pool, work, timed_out=True)
     finally:
-        for worker in crew:
+        for worker in pool:
             worker.process.kill()
             worker.process.join()
 
 
-def _answer(
-    worker: _Worker[T], crew: list[_Worker[T]], work: Callable[[T], R], given_up: bool = False
+def _receive(
+    worker: _Worker[T], pool: list[_Worker[T]], work: Callable[[T], R], timed_out: bool = False
 ) -> tuple[T, R | Ended]:
     item = worker.item
     assert item is not None
@@ -73,8 +73,8 @@ def _answer(
         answer = worker.connection.recv()
     except (EOFError, ConnectionError):
         worker.process.join()
-        crew[crew.index(worker)] = _hire(work)
-        return item, Ended(None if given_up else worker.process.exitcode)
+        pool[pool.index(worker)] = _start_worker(work)
+        return item, Ended(None if timed_out else worker.process.exitcode)
     worker.item = None
     if isinstance(answer, Exception):
         answer.add_note(f"while working on {item!r}")
@@ -82,7 +82,7 @@ def _answer(
     return item, answer
 
 
-def _hire(work: Callable[[T], R]) -> _Worker[T]:
+def _start_worker(work: Callable[[T], R]) -> _Worker[T]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(work, theirs), daemon=True)
@@ -99,5 +99,5 @@ def _serve(work: Callable[[Any], Any], connection: Connection) -> None:
             return
         try:
             connection.send(work(item))
-        except Exception as error:  # noqa: BLE001  # it is raised where the work was given out
+        except Exception as error:  # noqa: BLE001  # raised in the caller's process
             connection.send(error)

@@ -1,4 +1,4 @@
-"""Asking a rule, through the choosing that dispatch uses: what it claims for given placements of the inputs."""
+"""Call a rule as dispatch does, and collect what it claims for given placements of the inputs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["Answer", "Claim", "ask"]
 
 
 class Claim(NamedTuple):
-    """Inputs laid out so, run so on every rank, give outputs laid out so."""
+    """The claim that `run` on every rank maps inputs with the layouts `ins` to outputs with the layouts `outs`."""
 
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
     run: Run | None
-    fresh: bool  # and these are new tensors, never views of an input
+    fresh: bool  # True if the outputs are new tensors, never views of an input
 
 
 class Answer(NamedTuple):
-    """All that a rule claims when asked with some placements, and which claim takes the inputs as they are, if any."""
+    """All claims of a rule for some input placements, and the claim that takes the inputs as they are, if any."""
 
     claims: tuple[Claim, ...]
     taken: Claim | None
@@ -38,9 +38,9 @@ class Answer(NamedTuple):
 def ask(
     rule: Rule, sample: Sample, reference: Reference, placements: Sequence[Placement], ranks: int, known: set[Strategy]
 ) -> Answer:
-    """What the rule claims for inputs placed so; `Mismatch` where the answer makes no sense.
+    """Return the rule's claims for these input placements; raise `Mismatch` if its answer is invalid.
 
-    Strategies in `known`, which it adds to, are not claimed again, unless one takes the inputs as they are.
+    Strategies in `known`, to which new ones are added, are not claimed again, unless one takes the inputs as they are.
     """
     mesh = Mesh((ranks,))
     operands = [
@@ -51,8 +51,8 @@ def ask(
     try:
         answer = rule(*args, **kwargs)
     except TensorError:
-        return Answer((), None)  # refused, with a reason
-    except Exception as error:  # whatever a rule raises for a call that torch takes is its fault
+        return Answer((), None)  # the rule refuses the call
+    except Exception as error:  # any other exception, for a call that torch accepts, is a fault of the rule
         raise Mismatch(f"the rule raised {type(error).__name__}: {error}") from error
     if answer is None:
         return Answer((), None)
@@ -60,17 +60,18 @@ def ask(
     if isinstance(answer, Strategies):
         answer = without_rounding(answer, operands, dtypes)
     try:
-        # Partial values that the operator would round are made by dispatch of whole ones only: one, and zeros.
-        apart = rounded_operands(operands, dtypes)
+        # For operands the operator would round, dispatch makes partial values only from replicated ones, as one value
+        # and zeros.
+        rounded = rounded_operands(operands, dtypes)
         claims = tuple(
             claim
             for claim in _claims(answer, operands, sample, reference, known)
-            if not any(claim.ins[place].is_partial for place in apart)
+            if not any(claim.ins[index].is_partial for index in rounded)
         )
         given = tuple(operand.layout for operand in operands)
         return Answer(claims, _taken(answer, operands, sample, reference, given))
     except ShardwrightError as error:
-        raise Mismatch(f"the rule's layouts cannot be: {error}") from error
+        raise Mismatch(f"the rule's layouts are invalid: {error}") from error
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
         raise Mismatch(f"the rule's strategies raised {type(error).__name__}: {error}") from error
 
@@ -83,13 +84,13 @@ def _claims(
     known: set[Strategy],
 ) -> Iterator[Claim]:
     if isinstance(answer, MeshStrategy):
-        found = [_claim(answer, answer.ins, answer.outs, operands)]
+        claims = [_claim(answer, answer.ins, answer.outs, operands)]
     else:
-        strategies = [strategy for strategy in dict.fromkeys(answer.at(0)) if strategy not in known]
-        known.update(strategies)
-        found = [_claim(answer, *_choose(answer, [strategy], operands, reference), operands) for strategy in strategies]
-    # In place, the target keeps its layout, or the dispatcher refuses.
-    yield from (claim for claim in found if not sample.inplace or without_entered(claim.ins[0]) is claim.outs[0])
+        new = [strategy for strategy in dict.fromkeys(answer.at(0)) if strategy not in known]
+        known.update(new)
+        claims = [_claim(answer, *_choose(answer, [strategy], operands, reference), operands) for strategy in new]
+    # In place, the target must keep its layout: the dispatcher refuses anything else.
+    yield from (claim for claim in claims if not sample.inplace or without_entered(claim.ins[0]) is claim.outs[0])
 
 
 def _choose(
@@ -101,13 +102,12 @@ def _choose(
 ) -> tuple[Sequence[Layout], Sequence[Layout]]:
     shapes = tuple(tuple(out.shape) for out in reference.outs)
     if answer.shapes is not None and answer.shapes != shapes:
-        raise Mismatch(f"the rule gives its outputs the shapes {answer.shapes}: they have {shapes}")
+        raise Mismatch(f"the rule gives the output shapes {answer.shapes}, but they are {shapes}")
     for strategy in strategies:
         if len(strategy.ins) != len(operands) or len(strategy.outs) != len(shapes):
             raise Mismatch(
-                f"the strategy {strategy.ins} -> {strategy.outs} is for {len(strategy.ins)} inputs and "
-                f"{len(strategy.outs)} outputs: "
-                f"there are {len(operands)} and {len(shapes)}"
+                f"the strategy {strategy.ins} -> {strategy.outs} has {len(strategy.ins)} inputs and "
+                f"{len(strategy.outs)} outputs, but the call has {len(operands)} and {len(shapes)}"
             )
     return choose(operands, replace(answer, at=lambda _: strategies, unmoved=unmoved), shapes)
 
@@ -115,7 +115,7 @@ def _choose(
 def _claim(
     answer: Strategies | MeshStrategy, ins: Sequence[Layout], outs: Sequence[Layout], operands: Sequence[Operand]
 ) -> Claim:
-    # As dispatch does: without a gradient, entering is nothing.
+    # As in dispatch: without a gradient, Entered is Replicate.
     needed = [
         layout if operand.grad else without_entered(layout) for operand, layout in zip(operands, ins, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Every operator of PyTorch's database, proved: what is right, what is wrong, what is possible, what falls back."""
+"""Prove every operator of PyTorch's database: count correct, wrong, possible and falling-back placements."""
 
 from __future__ import annotations
 
@@ -20,50 +20,50 @@ from shardwright.testing.operators.database import Entry, OpSample, entry, sampl
 from shardwright.testing.operators.sample import Sample
 from shardwright.testing.proof.apart import apart
 from shardwright.testing.proof.parts import PartCall, parts_of, pattern_of
-from shardwright.testing.proof.placing import combinations_of, placements_of
+from shardwright.testing.proof.placements import combinations_of, placements_of
 from shardwright.testing.proof.possible import candidates_of, possible
 from shardwright.testing.proof.proving import prove
 
 __all__ = ["EntryProof", "Prover", "prove_all"]
 
 Placements = tuple[Placement, ...]
-Course = Literal["free", "moves", "whole", "refused"]
+Execution = Literal["local", "redistributed", "fallback", "refused"]
 
-# Rules of these draw numbers: theirs are compared from layout to layout, on ranks.
+# Rules of these draw random numbers, which are compared between layouts in tests on ranks.
 DRAWN = frozenset(
     """alpha_dropout bernoulli cauchy dropout exponential feature_alpha_dropout feature_dropout geometric log_normal
     multinomial native_dropout normal rand_like randint_like randn_like random rrelu uniform""".split()
 )
-# Rules of these leave numbers as they are: the shapes of their results are all there is to prove.
+# The values of these are arbitrary: only the shapes of their results are compared.
 ARBITRARY = frozenset(("empty_like", "new_empty", "new_empty_strided", "empty"))
-# Kernels of these write out of bounds when they are handed parts that do not fit: no other ways are looked for.
+# Kernels of these write out of bounds if their inputs do not match: other strategies are not searched for.
 UNSAFE = frozenset(("lu_unpack", "_segment_reduce"))
 
 
 @final
 @dataclass(slots=True)
 class EntryProof:
-    """What was found of one operator of the database.
+    """The results for one operator of the database.
 
-    `courses` counts the placements of its inputs, some of them cut, by what becomes of the call: computed where
-    everything lies ("free"), after moving some of it ("moves"), on whole tensors ("whole"), or "refused".
+    `executions` counts the tried placements of its inputs by how the call is executed: "local" (without communication),
+    "redistributed" (some inputs first), "fallback" (on full tensors), or "refused".
     """
 
     name: str
     samples: int = 0
     proved: int = 0  # strategies of rules
     wrong: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # possible without communication, and no rule has it
-    courses: Counter[str] = field(default_factory=Counter)
-    free: set[str] = field(default_factory=set)  # the free ones, in words
+    missing: list[str] = field(default_factory=list)  # possible without communication, but not covered by a rule
+    executions: Counter[str] = field(default_factory=Counter)
+    local: set[str] = field(default_factory=set)  # the placements executed locally, as text
     left_out: int = 0
-    refused: list[str] = field(default_factory=list)  # calls it comes to that torch refuses on plain tensors
-    unproved: str = ""  # why nothing was proved, if so
+    refused: list[str] = field(default_factory=list)  # calls it makes that torch refuses on plain tensors
+    unproved: str = ""  # the reason if nothing was proved
 
     @property
     def falls_back(self) -> bool:
-        """Whether it is computed on whole tensors however its inputs are cut."""
-        return bool(self.courses["whole"]) and not (self.courses["free"] or self.courses["moves"])
+        """True if it is computed on full tensors for every sharding of its inputs."""
+        return bool(self.executions["fallback"]) and not (self.executions["local"] or self.executions["redistributed"])
 
 
 class _Judged(NamedTuple):
@@ -75,75 +75,72 @@ class _Judged(NamedTuple):
 
 @final
 class Prover:
-    """Proves entries of the database; what two of them are both made of is proved once."""
+    """Proves entries of the database; calls that several of them make are proved once."""
 
     def __init__(
         self,
         ranks: int = 3,
-        most_samples: int = 6,
-        most_placements: int = 60,
+        max_samples: int = 6,
+        max_placements: int = 60,
         search: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._ranks, self._most_samples, self._most_placements = ranks, most_samples, most_placements
+        self._ranks, self._max_samples, self._max_placements = ranks, max_samples, max_placements
         self._search = search  # for strategies that no rule has
-        self._dtype = dtype  # of the samples; None: float64 where there are such
+        self._dtype = dtype  # of the samples; None: float64 if supported
         self._known: dict[Any, _Judged] = {}
 
     def prove(self, name: str) -> EntryProof:
-        """What is found of the entry of this name."""
-        one = entry(name)
-        found = EntryProof(name)
+        """Prove the entry of this name."""
+        proof = EntryProof(name)
         known = samples_of(name, self._dtype)
         samples = [sample for sample in known if all(t.layout == torch.strided for t in sample.tensors)]
-        found.unproved = _without_proof(one, samples)
-        if found.unproved:
-            return found
+        proof.unproved = _reason_unproved(entry(name), samples)
+        if proof.unproved:
+            return proof
         samples = [sample for sample in samples if sample.tensors]
-        found.left_out += max(0, len(samples) - self._most_samples)
+        proof.left_out += max(0, len(samples) - self._max_samples)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for sample in _spread(samples, self._most_samples):
-                self._prove_sample(sample, found)
-        return found
+            for sample in _spread(samples, self._max_samples):
+                self._prove_sample(sample, proof)
+        return proof
 
-    def _prove_sample(self, sample: OpSample, found: EntryProof) -> None:
+    def _prove_sample(self, sample: OpSample, proof: EntryProof) -> None:
         call = _caller(sample)
-        found.samples += 1
+        proof.samples += 1
         for part in parts_of(call, sample.tensors):
             judged = self._prove_part(part)
-            found.proved += judged.proved
-            found.left_out += judged.left_out
-            found.wrong += [text for text in judged.wrong if text not in found.wrong]
-            found.refused += [text for text in judged.refused if text not in found.refused]
+            proof.proved += judged.proved
+            proof.left_out += judged.left_out
+            proof.wrong += [text for text in judged.wrong if text not in proof.wrong]
+            proof.refused += [text for text in judged.refused if text not in proof.refused]
         combinations, left_out = combinations_of([placements_of(tensor, self._ranks) for tensor in sample.tensors])
-        combinations = _spread(
-            [each for each in combinations if any(p.is_shard() for p in each)], self._most_placements
-        )
-        found.left_out += left_out
-        free = set()
-        for placements in combinations:
-            course = _course(call, sample, placements, self._ranks)
-            found.courses[course] += 1
-            if course == "free":
-                free.add(placements)
-                found.free.add(", ".join(map(str, placements)))
+        sharded = [placements for placements in combinations if any(p.is_shard() for p in placements)]
+        proof.left_out += left_out
+        local = set()
+        for placements in _spread(sharded, self._max_placements):
+            execution = _execution(call, sample, placements, self._ranks)
+            proof.executions[execution] += 1
+            if execution == "local":
+                local.add(placements)
+                proof.local.add(", ".join(map(str, placements)))
         if self._search:
-            self._find_missing(sample, call, free, found)
+            self._find_missing(sample, call, local, proof)
 
     def _find_missing(
-        self, sample: OpSample, call: Callable[[Sequence[Tensor]], Any], free: set[Placements], found: EntryProof
+        self, sample: OpSample, call: Callable[[Sequence[Tensor]], Any], local: set[Placements], proof: EntryProof
     ) -> None:
-        if entry(found.name).info.name in ARBITRARY | DRAWN | UNSAFE:
+        if entry(proof.name).info.name in ARBITRARY | DRAWN | UNSAFE:
             return
         plain = Sample(sample.func, sample.args, sample.kwargs, inplace=False)
-        candidates = [each for each in candidates_of(sample.tensors, self._ranks) if each not in free]
-        on_two = set(possible(plain, 2, candidates))  # what is right on three ranks by accident is seldom so on two
+        candidates = [ins for ins in candidates_of(sample.tensors, self._ranks) if ins not in local]
+        on_two = set(possible(plain, 2, candidates))  # a coincidence on three ranks is rarely one on two
         for ins, outs in possible(plain, self._ranks, candidates):
-            if (ins, outs) in on_two and _course(call, sample, ins, self._ranks) != "free":
+            if (ins, outs) in on_two and _execution(call, sample, ins, self._ranks) != "local":
                 text = f"{', '.join(map(str, ins))} -> {', '.join(map(str, outs))}"
-                if text not in found.missing:
-                    found.missing.append(text)
+                if text not in proof.missing:
+                    proof.missing.append(text)
 
     def _prove_part(self, part: PartCall) -> _Judged:
         pattern = pattern_of(part)
@@ -157,7 +154,7 @@ class Prover:
             return _Judged(0, (), 0, ())
         values = part.name not in ARBITRARY
         proved, left_out, wrong = 0, 0, []
-        for ranks in (self._ranks, 2):  # a part of a half can look like something else than a part of a third
+        for ranks in (self._ranks, 2):  # some faults show only with two ranks, others only with three
             try:
                 proof = prove(part.func, *part.args, ranks=ranks, values=values, **part.kwargs)
             except TensorError as error:
@@ -168,23 +165,23 @@ class Prover:
 
 
 def prove_all(names: Iterable[str], *, workers: int = 2, timeout: float = 120.0) -> Iterator[EntryProof]:
-    """What is found of each of these entries, by processes of their own, as they are done.
+    """Prove these entries in separate processes and yield the results as they complete.
 
-    A process that dies while trying strategies that no rule has is not a rule's fault: the entry is proved again
-    without them.
+    If a process dies while searching for strategies that no rule has, no rule is at fault: the entry is proved again
+    without the search.
     """
-    again: list[str] = []
-    for name, found in apart(_prove_and_search, names, workers=workers, timeout=timeout):
-        if isinstance(found, EntryProof):
-            yield found
+    failed: list[str] = []
+    for name, result in apart(_prove_and_search, names, workers=workers, timeout=timeout):
+        if isinstance(result, EntryProof):
+            yield result
         else:
-            again.append(name)
-    for name, found in apart(_prove_alone, again, workers=workers, timeout=timeout):
-        if isinstance(found, EntryProof):
-            yield found
+            failed.append(name)
+    for name, result in apart(_prove_alone, failed, workers=workers, timeout=timeout):
+        if isinstance(result, EntryProof):
+            yield result
         else:
-            how = "was given up" if found.code is None else f"ended its process with {found.code}"
-            yield EntryProof(name, wrong=[f"{name}: proving it {how}"])
+            how = "timed out" if result.code is None else f"ended its process with exit code {result.code}"
+            yield EntryProof(name, wrong=[f"{name}: the proof {how}"])
 
 
 @lru_cache(maxsize=2)
@@ -201,19 +198,19 @@ def _prove_alone(name: str) -> EntryProof:
     return _prover(search=False).prove(name)
 
 
-def _without_proof(one: Entry, samples: Sequence[OpSample]) -> str:
-    if one.dtype is None:
+def _reason_unproved(op: Entry, samples: Sequence[OpSample]) -> str:
+    if op.dtype is None:
         return "torch has no CPU kernel for it"
     if not samples:
         return "its samples are sparse"
     return "" if any(sample.tensors for sample in samples) else "it takes no tensor"
 
 
-def _spread(values: Sequence[Any], most: int) -> list[Any]:
-    """At most so many of the values, evenly."""
-    if len(values) <= most:
+def _spread(values: Sequence[Any], limit: int) -> list[Any]:
+    """Return at most `limit` of the values, evenly spaced."""
+    if len(values) <= limit:
         return list(values)
-    return [values[number * len(values) // most] for number in range(most)]
+    return [values[index * len(values) // limit] for index in range(limit)]
 
 
 def _caller(sample: OpSample) -> Callable[[Sequence[Tensor]], Any]:
@@ -226,25 +223,27 @@ def _caller(sample: OpSample) -> Callable[[Sequence[Tensor]], Any]:
     return call
 
 
-def _course(call: Callable[[Sequence[Tensor]], Any], sample: OpSample, placements: Placements, ranks: int) -> Course:
-    """What becomes of a call on inputs placed so, told without values and without ranks."""
+def _execution(
+    call: Callable[[Sequence[Tensor]], Any], sample: OpSample, placements: Placements, ranks: int
+) -> Execution:
+    """Determine how a call on inputs with these placements is executed, with meta tensors and without ranks."""
     mesh = Mesh((ranks,))
     with no_torch_function():
         given = [
-            _stand_in(tensor, Layout(mesh, [p], tuple(tensor.shape)))
+            _meta_tensor(tensor, Layout(mesh, [p], tuple(tensor.shape)))
             for tensor, p in zip(sample.tensors, placements, strict=True)
         ]
     with trace() as seen:
         try:
             call(given)
-        except Exception:  # noqa: BLE001  # a refusal, by us or by torch, or values that had to be looked at
-            return "whole" if any(operation.fell_back for operation in seen.operations) else "refused"
+        except Exception:  # noqa: BLE001  # a refusal, by us or by torch, or a call that needs values
+            return "fallback" if any(operation.fell_back for operation in seen.operations) else "refused"
     if any(operation.fell_back for operation in seen.operations):
-        return "whole"
-    return "moves" if seen.redistributions else "free"
+        return "fallback"
+    return "redistributed" if seen.redistributions else "local"
 
 
-def _stand_in(tensor: Tensor, layout: Layout) -> DTensorBase:
+def _meta_tensor(tensor: Tensor, layout: Layout) -> DTensorBase:
     local = torch.empty(layout.local_shape(0), dtype=tensor.dtype, device="meta")
     tagged: DTensorBase = tag(local, layout)
     return tagged

@@ -1,4 +1,4 @@
-"""Judging a claim: each simulated rank runs the local call on its part, forward and backward, in one process."""
+"""Check a claim: run the local call of each simulated rank on its shards, forward and backward, in one process."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ DIFFERENTIABLE = ("sum", "avg")
 
 
 def judge(sample: Sample, reference: Reference, claim: Claim, values: bool) -> None:
-    """`Mismatch` with the numbers where the claim is not true of the sample; `values=False` compares shapes alone."""
+    """Raise `Mismatch` if the claim does not hold for the sample; `values=False` compares only shapes and dtypes."""
     generator = torch.Generator().manual_seed(0)
-    whole = [tensor.detach() for tensor in sample.tensors]
     ranks = claim.ins[0].mesh.size
-    parts = [split(tensor, layout, generator) for tensor, layout in zip(whole, claim.ins, strict=True)]
+    parts = [split(t.detach(), layout, generator) for t, layout in zip(sample.tensors, claim.ins, strict=True)]
     leaves = [
         [part[rank].clone().requires_grad_(asked) for part, asked in zip(parts, reference.asks, strict=True)]
         for rank in range(ranks)
@@ -46,15 +45,15 @@ def judge(sample: Sample, reference: Reference, claim: Claim, values: bool) -> N
 def _run(sample: Sample, claim: Claim, leaves: Sequence[Tensor], rank: int) -> list[Tensor]:
     try:
         local = claim.run(LocalContext(claim.ins, claim.outs, rank)) if claim.run is not None else None
-        # Leaves that require grad may not be written to, and views of them are told from results by their memory.
+        # Leaves that require grad may not be written to; views of the copies are recognised by their memory.
         given = [leaf.clone() for leaf in leaves]
         outs = sample.call(given, local)
-    except Exception as error:  # whatever the local call raises is a fault of the rule
+    except Exception as error:  # any exception of the local call is a fault of the rule
         raise Mismatch(f"the local call on rank {rank} raised {type(error).__name__}: {error}") from error
     if len(outs) != len(claim.outs):
-        raise Mismatch(f"the local call on rank {rank} gave {len(outs)} tensors, the rule says {len(claim.outs)}")
+        raise Mismatch(f"the local call on rank {rank} returned {len(outs)} tensors, the rule claims {len(claim.outs)}")
     if claim.fresh and not sample.inplace and any(_shares(out, tensor) for out in outs for tensor in given):
-        raise Mismatch(f"output on rank {rank} is a view of an input, and the rule says that it is fresh")
+        raise Mismatch(f"output on rank {rank} is a view of an input, but the rule claims fresh outputs")
     return outs
 
 
@@ -65,7 +64,7 @@ def _shares(out: Tensor, tensor: Tensor) -> bool:
 def _judge_gradients(
     reference: Reference, claim: Claim, leaves: Sequence[Sequence[Tensor]], outs: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Seeds of the dual type in, gradients of the dual type out."""
+    """Run the backward pass with seeds of the dual layouts and compare the gradients, which have dual layouts too."""
     seeds = [
         None if seed is None else _seeds(seed, layout, number)
         for number, (seed, layout) in enumerate(zip(reference.seeds, claim.outs, strict=True))
@@ -77,7 +76,7 @@ def _judge_gradients(
             found.append(reaching_gradients(mine, here, given))
         except RuntimeError as error:
             raise Mismatch(f"the backward pass on rank {rank} raised: {error}") from error
-    _check_alike(reference, outs, found)
+    _check_participation(reference, outs, found)
     for number, expected in enumerate(reference.gradients):
         if expected is None:
             continue
@@ -92,26 +91,26 @@ def _judge_gradients(
         compare(assemble(own, dual(layout), what), expected, what)
 
 
-def _check_alike(
+def _check_participation(
     reference: Reference, outs: Sequence[Sequence[Tensor]], found: Sequence[Sequence[Tensor | None]]
 ) -> None:
-    """Every rank takes part in the backward pass or none does: one that does not would leave the others waiting."""
+    """Check that all ranks or none take part in the backward pass: otherwise collectives there would hang."""
     for number, seed in enumerate(reference.seeds):
         if seed is not None and len({out[number].requires_grad for out in outs}) > 1:
-            raise Mismatch(f"output {number} hangs on the inputs on some ranks, and not on others")
+            raise Mismatch(f"output {number} depends on the inputs on some ranks, but not on others")
     for number, expected in enumerate(reference.gradients):
         if expected is not None and len({gradient[number] is None for gradient in found}) > 1:
-            raise Mismatch(f"a gradient reaches input {number} on some ranks, and not on others")
+            raise Mismatch(f"a gradient reaches input {number} on some ranks, but not on others")
 
 
 def _seeds(seed: Tensor, layout: Layout, number: int) -> list[Tensor]:
     (placement,) = layout.placements
     if isinstance(placement, Partial) and placement.op not in DIFFERENTIABLE:
-        raise Mismatch(f"output {number} is {placement}, which has no gradient, where one is asked for")
+        raise Mismatch(f"output {number} is {placement}, which has no gradient, but one is required")
     count, parts = _mean_of(layout), split(seed, dual(layout), torch.Generator())
     return parts if count == 1 else [part / count for part in parts]
 
 
 def _mean_of(layout: Layout) -> int:
-    """How many addends an average is the mean of: each has that share of the gradient."""
+    """Return the number of ranks over which a Partial("avg") averages, else 1: each has that share of the gradient."""
     return layout.mesh.size if layout.placements[0].is_partial("avg") else 1

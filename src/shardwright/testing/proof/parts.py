@@ -1,7 +1,7 @@
-"""What a call is made of: the calls of operators with rules that it comes to, by a run on whole tensors.
+"""Decompose a call into the calls of operators with rules that it makes, by running it on full tensors.
 
-An operator written in terms of others is right if those are. So they are what is proved of it: the very calls, with
-the very values, that a sample of it makes.
+An operator composed of others is correct if those are. So the proof covers exactly the calls, with the values, that a
+sample of it makes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["PartCall", "parts_of", "pattern_of"]
 
 
 class PartCall(NamedTuple):
-    """A call of an operator that has a rule, on whole plain tensors."""
+    """A call of an operator that has a rule, on full plain tensors."""
 
     name: str
     func: Any
@@ -31,41 +31,41 @@ class PartCall(NamedTuple):
 
 
 def parts_of(call: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]) -> list[PartCall]:
-    """The calls of operators with rules that a call comes to, each pattern once, however its tensors are cut."""
-    found: dict[Any, PartCall] = {}
+    """Return the calls of operators with rules that a call makes for any sharding of its tensors, each pattern once."""
+    parts: dict[Any, PartCall] = {}
 
-    def tell(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def record(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         op = operator(name)
         if op is None or op.rule is None:
             return
         with no_torch_function():
             part = PartCall(name, func, _plain(args), _plain(kwargs))
-            found.setdefault(pattern_of(part), part)
+            parts.setdefault(pattern_of(part), part)
 
-    for placements in _manners(tensors):
+    for placements in _placements(tensors):
         mesh = Mesh((1,))
         with torch.no_grad(), no_torch_function():
             given = [
                 tag(tensor.detach().clone(), Layout(mesh, [placement], tuple(tensor.shape)))
                 for tensor, placement in zip(tensors, placements, strict=True)
             ]
-        with listen(tell), trace():
+        with listen(record), trace():
             try:
                 call(given)
-            except Exception:  # noqa: BLE001  # what it came to before it was refused is to be proved all the same
+            except Exception:  # noqa: BLE001  # the calls made before the refusal are proved all the same
                 continue
-    return list(found.values())
+    return list(parts.values())
 
 
-def _manners(tensors: Sequence[Tensor]) -> Iterator[list[Placement]]:
-    """All whole; all cut along one dimension, as far as they have it."""
+def _placements(tensors: Sequence[Tensor]) -> Iterator[list[Placement]]:
+    """Yield all replicated; then all sharded along the same dimension, if they have it."""
     yield [Replicate()] * len(tensors)
     for dim in range(max((tensor.ndim for tensor in tensors), default=0)):
         yield [Shard(dim) if dim < tensor.ndim else Replicate() for tensor in tensors]
 
 
 def _plain(value: Any) -> Any:
-    """A value with plain tensors in place of DTensors, which are whole here: there is one rank."""
+    """Replace DTensors in a value by their local tensors, which are the full tensors on one rank."""
     if isinstance(value, DTensorBase):
         plain = value.detach()
         return plain.as_subclass(Tensor).clone()
@@ -77,7 +77,7 @@ def _plain(value: Any) -> Any:
 
 
 def pattern_of(part: PartCall) -> Any:
-    """What two calls that need one proof have in common."""
+    """Return a key that is equal for two calls that one proof covers."""
     return (part.name, part.func, _pattern(part.args), _pattern(tuple(sorted(part.kwargs.items()))))
 
 

@@ -1,4 +1,4 @@
-"""Proving the rule of one operator call, by trying every placement of its inputs."""
+"""Prove the rule of one operator call by trying every placement of its inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwright.tensor.base.strategy import Strategy
 from shardwright.testing.operators.sample import Reference, Sample, refer
 from shardwright.testing.proof.claims import Claim, ask
 from shardwright.testing.proof.judge import DIFFERENTIABLE, judge
-from shardwright.testing.proof.placing import combinations_of, placements_of
+from shardwright.testing.proof.placements import combinations_of, placements_of
 from shardwright.testing.proof.result import Proof, Verdict
 from shardwright.testing.proof.splitting import Mismatch
 
@@ -25,17 +25,17 @@ Key = tuple[tuple[Layout, ...], tuple[Layout, ...], bool]
 
 
 def prove(func: Any, *args: Any, ranks: int = 3, rule: Rule | None = None, values: bool = True, **kwargs: Any) -> Proof:
-    """What is true of an operator's rule, for the call `func(*args, **kwargs)` on plain tensors.
+    """Prove an operator's rule for the call `func(*args, **kwargs)` on plain tensors.
 
     Every placement of every tensor argument on one mesh dimension of `ranks` simulated ranks is tried (beyond three
-    tensors: every pair), in this process and without communication. For each way the rule has, whether the chooser
-    takes it or not, the parts are computed rank by rank, put together, and compared with the call on whole tensors:
-    values, and gradients as the gradient contract says. Choose sizes that the ranks do not divide, and some smaller
-    than them: shards are then uneven, and empty.
+    tensors: every pair), in this process and without communication. For each strategy of the rule, whether dispatch
+    would choose it or not, the local results are computed rank by rank, assembled, and compared with the call on full
+    tensors: values, and gradients by the gradient contract. Choose sizes that `ranks` does not divide, and some smaller
+    than `ranks`, so that shards are uneven, and empty.
 
-    `rule` is the one registered for the function, unless given. Gradients are asked for the tensors that require
-    grad, or for all that can where none does. `values=False` compares shapes and dtypes alone, for operators
-    whose values are arbitrary.
+    `rule` defaults to the one registered for the function. Gradients are computed for the tensors that require grad,
+    or for all that can if none does. `values=False` compares only shapes and dtypes, for operators whose values are
+    arbitrary.
 
     >>> import torch
     >>> from shardwright.layout import Partial, Replicate, Shard
@@ -43,7 +43,7 @@ def prove(func: Any, *args: Any, ranks: int = 3, rule: Rule | None = None, value
     >>> proof = prove(torch.mm, torch.randn(4, 2), torch.randn(2, 5))
     >>> assert not proof.wrong, proof
 
-    A rule of your own that is wrong, and what is said of it:
+    A wrong rule, and its verdict:
 
     >>> def careless(input):
     ...     return Strategies(lambda mesh_dim: [Strategy((Partial(),), (Partial(),))])
@@ -52,53 +52,53 @@ def prove(func: Any, *args: Any, ranks: int = 3, rule: Rule | None = None, value
     """
     name, inplace = canonical_name(func)
     op = operator(name)
-    asked = rule if rule is not None or op is None else op.rule
-    if asked is None:
+    tried = rule if rule is not None or op is None else op.rule
+    if tried is None:
         raise TensorError(f"{name} has no rule to prove: register one with shardwright.register_rule")
     sample = Sample(func, args, kwargs, inplace)
     tensors = sample.tensors
     if not tensors:
-        raise TensorError(f"{name}: there is no tensor among the arguments to be placed")
+        raise TensorError(f"{name}: the arguments contain no tensor to distribute")
     combinations, left_out = combinations_of([placements_of(tensor, ranks) for tensor in tensors])
     generator = torch.Generator().manual_seed(1)
 
     def randn(like: Tensor) -> Tensor:
         return torch.randn(like.shape, dtype=like.dtype, generator=generator)
 
-    modes = [_refer(name, sample, (False,) * len(tensors), randn)]
+    references = [_refer(name, sample, (False,) * len(tensors), randn)]
     if any(sample.asks()):
-        modes.append(_refer(name, sample, sample.asks(), randn))
-    trial = _Trial(asked, sample, ranks, values)
-    for reference in modes:
+        references.append(_refer(name, sample, sample.asks(), randn))
+    trial = _Trial(tried, sample, ranks, values)
+    for reference in references:
         if reference is not None:
             known: set[Strategy] = set()
             for placements in combinations:
                 trial.ask(reference, placements, known)
-    return Proof(name, ranks, tuple(trial.verdicts()), tuple(trial.declined), left_out, modes[-1] is not None)
+    return Proof(name, ranks, tuple(trial.verdicts()), tuple(trial.declined), left_out, references[-1] is not None)
 
 
 def _refer(name: str, sample: Sample, asks: tuple[bool, ...], randn: Any) -> Reference | None:
     try:
         return refer(sample, asks, randn)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        raise TensorError(f"{name}: torch refuses this call on whole tensors: {error}") from error
+        raise TensorError(f"{name}: torch refuses this call on full tensors: {error}") from error
 
 
 class _Trial:
-    """The verdicts so far: a claim is judged as the first to list it has it, and as its own inputs have it."""
+    """The verdicts so far. A claim is judged when first listed, and again for the inputs it takes as they are."""
 
     def __init__(self, rule: Rule, sample: Sample, ranks: int, values: bool) -> None:
         self.rule, self.sample, self.ranks, self.values = rule, sample, ranks, values
         self.declined: dict[tuple[Placement, ...], None] = {}
         self._faults: dict[Key, str | None] = {}
         self._judged: set[tuple[Key, bool]] = set()
-        self._senseless: list[Verdict] = []
+        self._invalid: list[Verdict] = []
 
     def ask(self, reference: Reference, placements: tuple[Placement, ...], known: set[Strategy]) -> None:
         try:
             answer = ask(self.rule, self.sample, reference, placements, self.ranks, known)
         except Mismatch as fault:
-            self._senseless.append(Verdict(placements, (), any(reference.asks), str(fault)))
+            self._invalid.append(Verdict(placements, (), any(reference.asks), str(fault)))
             return
         if answer.taken is None:
             self.declined[placements] = None
@@ -109,7 +109,7 @@ class _Trial:
 
     def _judge(self, reference: Reference, claim: Claim, taken: bool) -> None:
         key = (claim.ins, claim.outs, any(reference.asks))
-        # Without a local call of its own there is nothing that could depend on who asked.
+        # Only a custom local call can depend on the placements with which the rule was called.
         again = taken and claim.run is not None
         if (key, again) in self._judged or self._faults.get(key) is not None or _has_no_gradient(reference, claim):
             return
@@ -121,13 +121,13 @@ class _Trial:
             self._faults[key] = str(fault)
 
     def verdicts(self) -> Iterator[Verdict]:
-        """Every claim with what is wrong with it, if anything."""
-        yield from self._senseless
+        """Yield the verdict of every claim."""
+        yield from self._invalid
         for (ins, outs, gradient), fault in self._faults.items():
             yield Verdict(tuple(i.placements[0] for i in ins), tuple(o.placements[0] for o in outs), gradient, fault)
 
 
 def _has_no_gradient(reference: Reference, claim: Claim) -> bool:
-    """Whether a gradient is asked for an input that cannot have one: partial extremes are reduced before."""
+    """Return True if a gradient is required of an input that cannot have one: partial maxima are reduced before."""
     partial = [p for layout in claim.ins for p in layout.placements if p.is_partial()]
     return any(reference.asks) and any(not any(p.is_partial(op) for op in DIFFERENTIABLE) for p in partial)

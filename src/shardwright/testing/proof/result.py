@@ -1,4 +1,4 @@
-"""What a proof found: one verdict for every strategy a rule has, and what was not tried."""
+"""The result of a proof: one verdict for every strategy of a rule, and the number of combinations left out."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from shardwright.listing import join_first
 __all__ = ["Proof", "Verdict"]
 
 Placements = tuple[Placement, ...]
-LINES = 40  # shown of each kind
+MAX_LINES = 40  # of each kind
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One strategy to run an operator on one mesh dimension, and what is wrong with it, if anything.
+    """One strategy of an operator on one mesh dimension, and its fault, or None.
 
-    `ins` are the placements of the inputs as the local call sees them: `Entered` where a replicate's gradient
-    differs from rank to rank.
+    `ins` are the placements of the inputs as the local call sees them: `Entered` for a replicated input whose gradient
+    differs between ranks.
 
     >>> from shardwright.layout import Partial, Shard
     >>> print(Verdict((Shard(0),), (Partial(),), gradient=True, fault=None))
@@ -29,7 +29,7 @@ class Verdict:
 
     ins: Placements
     outs: Placements
-    gradient: bool  # whether gradients were asked for and compared, too
+    gradient: bool  # True if gradients were compared, too
     fault: str | None
 
     def __str__(self) -> str:
@@ -41,11 +41,11 @@ class Verdict:
 @final
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What became of every strategy of a rule, for one call: `proved`, `wrong`, and the placements it `declined`.
+    """The verdicts on all strategies of a rule, for one call: `proved`, `wrong`, and the placements `declined`.
 
-    Declined are the placements of the inputs that the rule does not take as they are: the dispatcher moves some input
-    first, or falls back. `left_out` counts the combinations of placements that were not tried. `print(proof)` is a
-    table.
+    Declined are the placements of the inputs that the rule does not take as they are: the dispatcher redistributes some
+    input first, or falls back. `left_out` counts the combinations of placements that were not tried. `print(proof)`
+    prints a table.
 
     >>> import torch
     >>> from shardwright.testing import prove
@@ -59,16 +59,16 @@ class Proof:
     verdicts: tuple[Verdict, ...]
     declined: tuple[Placements, ...]
     left_out: int
-    differentiable: bool  # whether torch itself gives gradients here
+    differentiable: bool  # True if torch has gradients for this call
 
     @property
     def proved(self) -> tuple[Verdict, ...]:
-        """The strategies whose values, and gradients where asked for, are those of the operator on whole tensors."""
+        """The strategies whose values, and gradients if required, equal those of the operator on full tensors."""
         return tuple(verdict for verdict in self.verdicts if verdict.fault is None)
 
     @property
     def wrong(self) -> tuple[Verdict, ...]:
-        """The strategies that give something else."""
+        """The strategies that are not correct."""
         return tuple(verdict for verdict in self.verdicts if verdict.fault is not None)
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Proof:
         )
         lines = [f"{self.name} on {self.ranks} ranks: {counts}, {self.left_out} left out"]
         for verdicts in (self.wrong, self.proved):
-            lines += ["  " + join_first(verdicts, LINES, "\n  ")] if verdicts else []
+            lines += ["  " + join_first(verdicts, MAX_LINES, "\n  ")] if verdicts else []
         if not self.differentiable:
             lines.append("  (torch has no gradient for this call: values only)")
         return "\n".join(lines)

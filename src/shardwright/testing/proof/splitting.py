@@ -1,4 +1,4 @@
-"""Whole tensors taken apart as layouts say, for every rank at once, and put together again."""
+"""Split full tensors into the local tensors of all ranks, and assemble them again."""
 
 from __future__ import annotations
 
@@ -26,80 +26,80 @@ REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Mismatch(Exception):  # noqa: N818  # the text of a verdict on its way up, never shown as an error
-    """What is wrong with a result."""
+    """A result is wrong; the message is the fault of a verdict."""
 
 
-def split(whole: Tensor, layout: Layout, generator: torch.Generator) -> list[Tensor]:
-    """What each rank holds of a tensor under a layout of one mesh dimension; addends are unlike each other."""
+def split(full: Tensor, layout: Layout, generator: torch.Generator) -> list[Tensor]:
+    """Return each rank's local tensor under a layout of one mesh dimension; partial values differ between ranks."""
     (placement,) = layout.placements
     ranks = layout.mesh.size
     if isinstance(placement, Partial):
-        return _addends(whole, placement.op, ranks, generator)
-    return [whole[layout.region(rank).slices()] if whole.ndim else whole for rank in range(ranks)]
+        return _partial_values(full, placement.op, ranks, generator)
+    return [full[layout.region(rank).slices()] if full.ndim else full for rank in range(ranks)]
 
 
-def _addends(whole: Tensor, op: str, ranks: int, generator: torch.Generator) -> list[Tensor]:
-    owner = torch.randint(ranks, whole.shape, generator=generator)
-    mine = [owner == rank for rank in range(ranks)]
-    if op in ("max", "min") and not whole.dtype.is_floating_point:  # nothing less than the least: no wrapping around
-        return [torch.where(here, whole, torch.full_like(whole, identity_element(whole.dtype, op))) for here in mine]
+def _partial_values(full: Tensor, op: str, ranks: int, generator: torch.Generator) -> list[Tensor]:
+    owner = torch.randint(ranks, full.shape, generator=generator)
+    masks = [owner == rank for rank in range(ranks)]
+    if op in ("max", "min") and not full.dtype.is_floating_point:  # the identity element: subtracting might overflow
+        return [torch.where(mask, full, torch.full_like(full, identity_element(full.dtype, op))) for mask in masks]
     if op in ("max", "min"):
         sign = 1 if op == "max" else -1
-        less = [torch.randint(1, 9, whole.shape, generator=generator).to(whole.dtype) * sign for _ in mine]
-        return [torch.where(here, whole, whole - off) for here, off in zip(mine, less, strict=True)]
+        offsets = [torch.randint(1, 9, full.shape, generator=generator).to(full.dtype) * sign for _ in masks]
+        return [torch.where(mask, full, full - offset) for mask, offset in zip(masks, offsets, strict=True)]
     if op in ("band", "product"):
-        return [torch.where(here, whole, torch.ones_like(whole)) for here in mine]
-    if op in ("bor", "bxor") or whole.dtype == torch.bool:
-        return [torch.where(here, whole, torch.zeros_like(whole)) for here in mine]
-    if whole.dtype.is_floating_point or whole.dtype.is_complex:
+        return [torch.where(mask, full, torch.ones_like(full)) for mask in masks]
+    if op in ("bor", "bxor") or full.dtype == torch.bool:
+        return [torch.where(mask, full, torch.zeros_like(full)) for mask in masks]
+    if full.dtype.is_floating_point or full.dtype.is_complex:
         scale = ranks if op == "avg" else 1
-        others = [torch.randn(whole.shape, dtype=whole.dtype, generator=generator) for _ in mine[1:]]
+        others = [torch.randn(full.shape, dtype=full.dtype, generator=generator) for _ in masks[1:]]
     else:
         scale = 1
-        others = [torch.randint(-7, 7, whole.shape, generator=generator).to(whole.dtype) for _ in mine[1:]]
-    return [*others, whole * scale - sum(others, torch.zeros_like(whole))]
+        others = [torch.randint(-7, 7, full.shape, generator=generator).to(full.dtype) for _ in masks[1:]]
+    return [*others, full * scale - sum(others, torch.zeros_like(full))]
 
 
 def check_shapes(parts: Sequence[Tensor], layout: Layout, what: str) -> None:
-    """`Mismatch` where a rank's part has not the shape that the layout gives it, or another dtype than rank 0's."""
+    """Raise `Mismatch` if a local tensor has another shape than its layout assigns, or another dtype than rank 0's."""
     for rank, part in enumerate(parts):
         expected = layout.local_shape(rank)
         if tuple(part.shape) != expected:
             raise Mismatch(f"{what} on rank {rank} has shape {tuple(part.shape)}, not {expected} of {layout}")
         if part.dtype != parts[0].dtype:
-            raise Mismatch(f"{what} on rank {rank} is {part.dtype}, and {parts[0].dtype} on rank 0")
+            raise Mismatch(f"{what} is {part.dtype} on rank {rank}, but {parts[0].dtype} on rank 0")
 
 
 def assemble(parts: Sequence[Tensor], layout: Layout, what: str) -> Tensor:
-    """The whole tensor that ranks hold together; `Mismatch` where what they hold is no such thing."""
+    """Assemble the full tensor from the local tensors; raise `Mismatch` if they do not match the layout."""
     (placement,) = layout.placements
     check_shapes(parts, layout, what)
     if isinstance(placement, Partial):
         if parts[0].dtype == torch.bool and placement.op in ("sum", "avg"):
-            raise Mismatch(f"{what} is {placement}, and truths have no sum")
+            raise Mismatch(f"{what} is {placement}, but bool tensors have no sum")
         try:
             return REDUCE[placement.op](torch.stack(list(parts))).to(parts[0].dtype)
         except RuntimeError as error:
-            raise Mismatch(f"{what} is {placement}, and {parts[0].dtype} has no such reduction: {error}") from error
+            raise Mismatch(f"{what} is {placement}, but {parts[0].dtype} cannot be reduced: {error}") from error
     if not placement.is_shard():
         for rank, part in enumerate(parts):
             compare(part, parts[0], f"{what} is {placement}, but on rank {rank}")
         return parts[0]
-    whole = torch.empty(layout.shape, dtype=parts[0].dtype)
+    full = torch.empty(layout.shape, dtype=parts[0].dtype)
     for rank, part in enumerate(parts):
-        whole[layout.region(rank).slices()] = part
-    return whole
+        full[layout.region(rank).slices()] = part
+    return full
 
 
 def compare(found: Tensor, expected: Tensor, what: str) -> None:
-    """`Mismatch` with the numbers, unless the two are equal to the last digits."""
+    """Raise `Mismatch` with the values unless the two tensors are equal up to rounding."""
     if found.dtype != expected.dtype or found.shape != expected.shape:
         raise Mismatch(
             f"{what}: {found.dtype} {tuple(found.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
         )
     tolerance = 0.0
     if expected.dtype.is_floating_point or expected.dtype.is_complex:
-        # Sums are taken in another order; of few digits a few are enough, or nothing would be far from anything.
+        # The order of summation differs; low-precision dtypes get a smaller factor, or every value would be close.
         eps = torch.finfo(expected.dtype).eps
         tolerance = max(eps * (2**12 if eps < 1e-5 else 8), 1e-12)
     if expected.dtype == torch.complex32:  # torch cannot compute with it
@@ -107,9 +107,9 @@ def compare(found: Tensor, expected: Tensor, what: str) -> None:
     close = torch.isclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
     if bool(close.all()):
         return
-    where = tuple((~close).nonzero()[0].tolist())
+    index = tuple((~close).nonzero()[0].tolist())
     wrong = int((~close).sum())
     raise Mismatch(
-        f"{what}: {found[where].item()} instead of {expected[where].item()} at {list(where)}, "
+        f"{what}: {found[index].item()} instead of {expected[index].item()} at {list(index)}, "
         f"{wrong} of {close.numel()} elements differ"
     )

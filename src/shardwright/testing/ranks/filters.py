@@ -1,4 +1,4 @@
-"""The caller's warning filters, carried to the ranks: a warning that is an error here is one there."""
+"""Copy the caller's warning filters to the ranks: a warning that is an error here is an error there."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 __all__ = ["Filter", "apply_filters", "current_filters"]
 
-# Action, message pattern, category, module pattern, line. What `warnings` holds, less the compiled patterns.
+# Action, message pattern, category, module pattern, line: the entries of `warnings.filters` without compiled patterns.
 Filter = tuple[Any, str, Any, str, int]
 
 
 def current_filters() -> list[Filter]:
-    """The filters in force, first match first."""
+    """Return the active filters; the first match applies."""
     return [
         (action, _pattern(message), category, _pattern(module), line)
         for action, message, category, module, line in warnings.filters
@@ -21,7 +21,7 @@ def current_filters() -> list[Filter]:
 
 
 def apply_filters(filters: list[Filter]) -> None:
-    """Puts these filters in force, in place of all others.
+    """Replace all active filters with these.
 
     >>> with warnings.catch_warnings():
     ...     apply_filters([("ignore", "old", DeprecationWarning, "", 0)])
@@ -36,5 +36,5 @@ def apply_filters(filters: list[Filter]) -> None:
 def _pattern(value: re.Pattern[str] | str | None) -> str:
     if value is None:
         return ""
-    # The interpreter's own first filters hold plain names where later ones hold patterns.
+    # The interpreter's default filters have plain strings instead of patterns.
     return re.escape(value) + r"\Z" if isinstance(value, str) else value.pattern

@@ -1,7 +1,7 @@
-"""A process that has imported torch once and forks a rank process whenever it is asked to.
+"""A server process that has imported torch once and forks rank processes on request.
 
-`multiprocessing` has one too, but its children import the caller's main script again, which scripts, notebooks
-and doctests do not survive.
+The fork server of `multiprocessing` imports the caller's main script again in its children, which breaks scripts,
+notebooks and doctests.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["ForkServer", "main"]
 
 @final
 class ForkServer:
-    """The caller's side: makes rank processes and knows how they ended. `folder` is removed after the last of them."""
+    """The client: forks rank processes and collects their exit codes. `folder` is removed after the last of them."""
 
     def __init__(self, folder: Path) -> None:
         self._control, theirs = socket.socketpair()
-        # One thread per rank, loopback only: ranks share this machine with each other and the tests.
+        # One thread per rank, loopback only: all ranks run on this machine.
         environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | dict(os.environ)
         if sys.platform != "linux":
             environment.pop("GLOO_SOCKET_IFNAME")
@@ -42,7 +42,7 @@ class ForkServer:
         self._exits: dict[int, int] = {}
 
     def fork(self) -> tuple[int, socket.socket]:
-        """A new rank process: its pid, and our end of a connection to it."""
+        """Fork a rank process; return its pid and a connection to it."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [b"f"], [theirs.fileno()])
@@ -52,13 +52,13 @@ class ForkServer:
                 return answer["pid"], ours
 
     def exit_code(self, pid: int) -> int:
-        """How a rank process ended, waiting until it has; negative for a signal, as in `subprocess`."""
+        """Wait for a rank process to exit and return its exit code; negative for a signal, as in `subprocess`."""
         while pid not in self._exits:
             self._read()
         return self._exits.pop(pid)
 
     def close(self) -> None:
-        """Ends the server and every process it made."""
+        """End the server and every process it has forked."""
         self._answers.close()
         self._control.close()
         self._process.wait()
@@ -66,7 +66,7 @@ class ForkServer:
     def _read(self) -> dict[str, int]:
         line = self._answers.readline()
         if not line:
-            raise EOFError(f"the fork server has ended with exit code {self._process.poll()}")
+            raise EOFError(f"the fork server has exited with code {self._process.poll()}")
         answer: dict[str, int] = json.loads(line)
         if "ended" in answer:
             self._exits[answer["ended"]] = answer["exitcode"]
@@ -74,11 +74,11 @@ class ForkServer:
 
 
 def main(descriptor: int, folder: str) -> None:
-    """Forks on request until the caller is gone, however it went; then ends the children and removes the folder."""
+    """Fork on request until the caller exits or dies; then end the children and remove the folder."""
     from shardwright.testing.ranks import worker
 
     control = socket.socket(fileno=descriptor)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, who then closes the connection
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C, and then closes the connection
     wake_read, wake_write = socket.socketpair()
     wake_write.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -91,7 +91,7 @@ def main(descriptor: int, folder: str) -> None:
         ready = {key.fileobj for key, _ in selector.select()}
         if wake_read in ready:
             wake_read.recv(4096)
-            _tell_of_ends(control, children)
+            _report_exits(control, children)
         if control in ready:
             request, descriptors, _, _ = socket.recv_fds(control, 1, 1)
             if not request:
@@ -111,18 +111,18 @@ def main(descriptor: int, folder: str) -> None:
     shutil.rmtree(folder)
 
 
-def _tell_of_ends(control: socket.socket, children: set[int]) -> None:
+def _report_exits(control: socket.socket, children: set[int]) -> None:
     for pid in list(children):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             children.discard(pid)
             exit_code = os.waitstatus_to_exitcode(status)
-            with suppress(OSError):  # nobody left to tell
+            with suppress(OSError):  # the caller has exited
                 control.sendall(json.dumps({"ended": pid, "exitcode": exit_code}).encode() + b"\n")
 
 
 def _end(children: set[int]) -> None:
-    # Idle ranks see their connection close and leave; one stuck in a collective never looks.
+    # Idle ranks see their connection close and exit; a rank stuck in a collective does not.
     deadline = time.monotonic() + 1.0
     while children and time.monotonic() < deadline:
         for pid in list(children):

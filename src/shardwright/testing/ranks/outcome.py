@@ -1,4 +1,4 @@
-"""What became of a rank: it returned, raised, died or hung."""
+"""The outcome of a rank: it returned, raised, died or hung."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """The rank's function raised: the type's name, the message, the traceback's text, and the exception itself
-    unless it could not be pickled.
+    """The rank's function raised an exception.
+
+    `exception` is the exception itself, or None if it could not be pickled; the other fields are text.
 
     >>> Raised("ValueError", "no", "Traceback ...").kind
     'ValueError'
@@ -42,13 +43,13 @@ class Raised:
 
     @property
     def secondary(self) -> bool:
-        """Whether it only says that another rank is gone."""
+        """True if the error only reports the loss of another rank."""
         return isinstance(self.exception, RankLostError) or "Connection closed by peer" in self.message
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The rank's process ended: by the signal named `signal`, or by itself with `exitcode`.
+    """The rank's process ended: by the signal `signal`, or with the exit code `exitcode`.
 
     >>> str(Died(-9))
     'died: SIGKILL'
@@ -58,7 +59,7 @@ class Died:
 
     @property
     def signal(self) -> str | None:
-        """The signal's name, such as SIGKILL; None where the process ended by itself."""
+        """The name of the signal that ended the process, such as SIGKILL; None if it exited."""
         return signal.Signals(-self.exitcode).name if self.exitcode < 0 else None
 
     def __str__(self) -> str:
@@ -67,7 +68,7 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class Hung:
-    """The rank did not answer in time: why it was given up, and the stacks of its threads at that moment.
+    """The rank did not answer in time: the reason, and the stacks of its threads at that moment.
 
     >>> str(Hung("no answer within 1 s", "Thread 0x1 ..."))
     'hung: no answer within 1 s\\nThread 0x1 ...'
@@ -84,7 +85,7 @@ Outcome = Returned | Raised | Died | Hung
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
-    """The text about the ranks that did not return, the likely cause first.
+    """Describe the ranks that did not return, the likely cause first.
 
     >>> print(report([Returned(1), Hung("no answer within 1 s", ""), Died(-9)]))
     2 of 3 ranks failed
@@ -92,12 +93,12 @@ def report(outcomes: Sequence[Outcome]) -> str:
     rank 1 hung: no answer within 1 s
     """
 
-    def place(rank: int) -> int:
+    def order(rank: int) -> int:
         outcome = outcomes[rank]
         if isinstance(outcome, Raised):
             return 3 if outcome.secondary else 1
         return 0 if isinstance(outcome, Died) else 2
 
-    failed = sorted((rank for rank, one in enumerate(outcomes) if not isinstance(one, Returned)), key=place)
+    failed = [rank for rank, outcome in enumerate(outcomes) if not isinstance(outcome, Returned)]
     lines = [f"{len(failed)} of {len(outcomes)} rank{'s' * (len(outcomes) > 1)} failed"]
-    return "\n".join(lines + [f"rank {rank} {outcomes[rank]}".rstrip() for rank in failed])
+    return "\n".join(lines + [f"rank {rank} {outcomes[rank]}".rstrip() for rank in sorted(failed, key=order)])

@@ -1,4 +1,4 @@
-"""How calls and results travel: functions by value where the ranks could not import them, or not the same."""
+"""Pickle calls and results; functions are pickled by value if the ranks cannot import the same ones."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ except ImportError as error:
 __all__ = ["dumps", "dumps_call", "loads"]
 
 
-_registering = threading.Lock()  # cloudpickle's list of modules is one for all threads
+_registering = threading.Lock()  # cloudpickle's list of modules is global
 
 
 def dumps(value: object) -> bytes:
-    """The value, pickled.
+    """Pickle a value.
 
     >>> loads(dumps(lambda: 3))()
     3
@@ -35,12 +35,12 @@ def dumps(value: object) -> bytes:
 
 
 def loads(packed: bytes) -> Any:
-    """The value that was pickled."""
+    """Unpickle a value."""
     return cloudpickle.loads(packed)
 
 
 def dumps_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """The call, pickled; functions of test modules, scripts and notebooks travel with their code."""
+    """Pickle a call; functions of test modules, scripts and notebooks are included by value."""
     with _registering, ExitStack() as registered:
         for module in _local_modules(function):
             cloudpickle.register_pickle_by_value(module)
@@ -49,17 +49,17 @@ def dumps_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _local_modules(function: Callable[..., Any]) -> list[ModuleType]:
-    """The function's own module, if the ranks may not import it, and every test module: arguments hold functions, too.
+    """Return the function's module, if the ranks cannot import it, and all test modules, for functions in arguments.
 
-    pytest imports test modules under names that no path need lead to; it leaves its mark in them, as their asserts
-    were rewritten to explain themselves.
+    pytest may import test modules under names that cannot be imported elsewhere; they are recognised by the name
+    `@pytest_ar`, which assertion rewriting adds to them.
     """
     loaded = list(sys.modules.items())
-    found = {name: module for name, module in loaded if "@pytest_ar" in getattr(module, "__dict__", ())}
+    modules = {name: module for name, module in loaded if "@pytest_ar" in getattr(module, "__dict__", ())}
     own = inspect.getmodule(function)
     if own is not None and not _is_importable(own):
-        found[own.__name__] = own
-    return list(found.values())
+        modules[own.__name__] = own
+    return list(modules.values())
 
 
 def _is_importable(module: ModuleType) -> bool:

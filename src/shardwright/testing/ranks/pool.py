@@ -1,4 +1,4 @@
-"""A pool of rank processes that tests borrow: joining a world costs milliseconds, importing torch nothing."""
+"""A pool of rank processes shared by tests: joining a world takes milliseconds, and torch is already imported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwright.testing.ranks.filters import current_filters
 from shardwright.testing.ranks.forkserver import ForkServer
 from shardwright.testing.ranks.outcome import Died, Hung, Outcome, Raised, Returned, report
 from shardwright.testing.ranks.pickling import dumps, dumps_call, loads
-from shardwright.testing.ranks.worker import Task, Welcome
+from shardwright.testing.ranks.worker import Setup, Task
 
 __all__ = ["RankPool", "on_ranks", "outcomes", "run_ranks"]
 
@@ -46,8 +46,8 @@ class _Worker:
 class RankPool:
     """Rank processes on this machine, kept between calls; as many as the largest call has needed.
 
-    A rank that dies or hangs is replaced, and after any failure the ranks join a fresh world. `run_ranks`,
-    `outcomes` and `on_ranks` use one shared pool; make your own to keep processes apart.
+    A rank that dies or hangs is replaced, and after any failure the ranks join a new world. `run_ranks`, `outcomes` and
+    `on_ranks` use one shared pool; create another to isolate processes.
 
     >>> with RankPool() as pool:
     ...     pool.run(2, lambda: comm.world().rank)
@@ -64,7 +64,7 @@ class RankPool:
         self._lock = threading.Lock()
 
     def run(self, n: int, function: Callable[..., T], *args: Any, timeout: float = TIMEOUT, **kwargs: Any) -> list[T]:
-        """What the function returned on each of n ranks; `RanksError` with every failing rank's own words."""
+        """Run the function on n ranks and return its results; raise `RanksError` with the errors of failing ranks."""
         results = self.outcomes(n, function, *args, timeout=timeout, **kwargs)
         values = [outcome.value for outcome in results if isinstance(outcome, Returned)]
         if len(values) == n:
@@ -80,9 +80,9 @@ class RankPool:
         grace: float = GRACE,
         **kwargs: Any,
     ) -> list[Outcome]:
-        """What became of each of n ranks that ran the function. Once one has failed, the others have `grace`."""
+        """Run the function on n ranks and return their outcomes. After the first failure the others have `grace` s."""
         if n < 1:
-            raise RanksError(f"{n} ranks: at least one is needed")
+            raise RanksError(f"the number of ranks must be at least 1, got {n}")
         call = dumps_call(function, args, kwargs)
         with self._lock:
             self._grow(n)
@@ -90,17 +90,17 @@ class RankPool:
                 self._worlds += 1
                 self._size = n
             self._send(n, call)
-            found = self._gather(n, timeout, grace)
-            self._recover(found)
-        return [found[rank] for rank in range(n)]
+            results = self._gather(n, timeout, grace)
+            self._recover(results)
+        return [results[rank] for rank in range(n)]
 
     @property
     def pids(self) -> list[int]:
-        """The rank processes, by rank."""
+        """The process ids of the ranks, by rank."""
         return [worker.pid for worker in self._workers]
 
     def close(self) -> None:
-        """Ends the rank processes."""
+        """End the rank processes."""
         for worker in self._workers:
             worker.connection.close()
         self._workers.clear()
@@ -114,12 +114,12 @@ class RankPool:
 
     def _grow(self, n: int) -> None:
         while len(self._workers) < n:
-            self._workers.append(self._hire())
+            self._workers.append(self._start_worker())
 
-    def _hire(self) -> _Worker:
+    def _start_worker(self) -> _Worker:
         pid, sock = self._server.fork()
         worker = _Worker(pid, Connection(sock.detach()), self._folder / f"{pid}.stacks")
-        worker.connection.send_bytes(dumps(Welcome(self._store.port, str(worker.stacks))))
+        worker.connection.send_bytes(dumps(Setup(self._store.port, str(worker.stacks))))
         return worker
 
     def _send(self, n: int, call: bytes) -> None:
@@ -129,10 +129,10 @@ class RankPool:
             try:
                 self._workers[rank].connection.send_bytes(dumps(task))
             except ConnectionError:
-                continue  # it died while idle: found when its answer is awaited
+                continue  # it died while idle: detected when its answer is read
 
     def _gather(self, n: int, timeout: float, grace: float) -> dict[int, Outcome]:
-        found: dict[int, Outcome] = {}
+        results: dict[int, Outcome] = {}
         waiting = {self._workers[rank].connection: rank for rank in range(n)}
         deadline = time.monotonic() + timeout
         why = f"no answer within {timeout:g} s"
@@ -142,15 +142,15 @@ class RankPool:
             if not ready and left <= 0:
                 break
             for connection in ready:
-                rank = waiting.pop(connection)  # type: ignore[call-overload]  # a Connection, as those given
-                outcome = found[rank] = self._answer(rank)
+                rank = waiting.pop(connection)  # type: ignore[call-overload]  # one of the Connections given
+                outcome = results[rank] = self._answer(rank)
                 if not isinstance(outcome, Returned) and time.monotonic() + grace < deadline:
                     deadline = time.monotonic() + grace
                     verb = "raised" if isinstance(outcome, Raised) else "died"
                     why = f"still waiting {grace:g} s after rank {rank} {verb}"
         for rank in waiting.values():
-            found[rank] = Hung(why, self._stacks(self._workers[rank]))
-        return found
+            results[rank] = Hung(why, self._stacks(self._workers[rank]))
+        return results
 
     def _answer(self, rank: int) -> Outcome:
         worker = self._workers[rank]
@@ -159,17 +159,17 @@ class RankPool:
         except (EOFError, ConnectionError):
             return Died(self._server.exit_code(worker.pid))
         if isinstance(outcome, Raised) and exception:
-            # Any code may run here, and fail: the text is there already.
+            # Unpickling an exception may run any code, and fail: then the text remains.
             with contextlib.suppress(Exception):
                 return dataclasses.replace(outcome, exception=loads(exception))
-        found: Outcome = outcome
-        return found
+        received: Outcome = outcome
+        return received
 
     def _stacks(self, worker: _Worker) -> str:
         os.kill(worker.pid, signal.SIGUSR2)
         deadline = time.monotonic() + 1.0
         text = ""
-        # The handler writes while we read: take it when it has stopped growing.
+        # The handler writes while we read: wait until the file has stopped growing.
         while time.monotonic() < deadline:
             time.sleep(0.05)
             before, text = text, worker.stacks.read_text()
@@ -177,18 +177,18 @@ class RankPool:
                 break
         return text
 
-    def _recover(self, found: dict[int, Outcome]) -> None:
-        if all(isinstance(outcome, Returned) for outcome in found.values()):
+    def _recover(self, results: dict[int, Outcome]) -> None:
+        if all(isinstance(outcome, Returned) for outcome in results.values()):
             return
-        self._size = 0  # the next call joins a fresh world
-        for rank, outcome in found.items():
+        self._size = 0  # the next call joins a new world
+        for rank, outcome in results.items():
             worker = self._workers[rank]
             if isinstance(outcome, Hung):
                 os.kill(worker.pid, signal.SIGKILL)
                 self._server.exit_code(worker.pid)
             if isinstance(outcome, Died | Hung):
                 worker.connection.close()
-                self._workers[rank] = self._hire()
+                self._workers[rank] = self._start_worker()
 
 
 _shared: RankPool | None = None
@@ -203,11 +203,10 @@ def _pool() -> RankPool:
 
 
 def run_ranks(n: int, function: Callable[..., T], *args: Any, timeout: float = TIMEOUT, **kwargs: Any) -> list[T]:
-    """What `function(*args, **kwargs)` returned on each of n ranks, which share a gloo process group.
+    """Run `function(*args, **kwargs)` on n ranks, which share a gloo process group, and return its results by rank.
 
-    Functions may be lambdas, closures or local; results come back pickled. If any rank raises, dies or does
-    not answer within `timeout` seconds, a `RanksError` holds every failing rank's traceback or stacks, the
-    likely cause first.
+    Lambdas, closures and local functions work; results are pickled. If any rank raises, dies or does not answer within
+    `timeout` seconds, a `RanksError` with every failing rank's traceback or stacks is raised, the likely cause first.
 
     >>> run_ranks(2, lambda: comm.world().ranks)
     [(0, 1), (0, 1)]
@@ -218,9 +217,9 @@ def run_ranks(n: int, function: Callable[..., T], *args: Any, timeout: float = T
 def outcomes(
     n: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, grace: float = GRACE, **kwargs: Any
 ) -> list[Outcome]:
-    """What became of each of n ranks: `Returned`, `Raised`, `Died` or `Hung`. For tests about failure.
+    """Run a function on n ranks and return the outcome of each: `Returned`, `Raised`, `Died` or `Hung`.
 
-    Once a rank has raised or died the others have `grace` seconds to answer before they count as hung.
+    For tests of failures. Once a rank has raised or died, the others have `grace` seconds before they count as hung.
 
     >>> outcomes(1, lambda: 6 * 7)
     [Returned(value=42)]
@@ -231,12 +230,12 @@ def outcomes(
 
 
 def on_ranks(n: int, *, timeout: float = TIMEOUT) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Makes a test's body run on each of n ranks; fixtures and parameters are passed on, pickled.
+    """Decorate a test to run its body on each of n ranks; fixtures and parameters are pickled.
 
     >>> @on_ranks(2)
-    ... def test_there_are_two_of_us():
+    ... def test_world_size():
     ...     assert comm.world().size == 2
-    >>> test_there_are_two_of_us()
+    >>> test_world_size()
     """
 
     def decorate(test: Callable[P, None]) -> Callable[P, None]:

@@ -1,6 +1,6 @@
-"""The life of a rank process: join a world when told to, run what it is sent, answer.
+"""The main loop of a rank process: receive a task, join its world, run it, send the outcome.
 
-Runs in a child of the fork server, where torch and shardwright are imported already.
+It runs in a child of the fork server, where torch and shardwright are already imported.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from shardwright.testing.ranks.pickling import dumps, loads
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["Task", "Welcome", "serve"]
+__all__ = ["Setup", "Task", "serve"]
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
-    """What a rank process is told first: where to find the others, and where to write its stacks on SIGUSR2."""
+class Setup:
+    """The first message to a rank process: the port of the store, and the file for its stacks on SIGUSR2."""
 
     port: int
     stacks: str
@@ -49,16 +49,16 @@ class Task:
 
 
 def serve(descriptor: int) -> None:
-    """Answers tasks until the other end of the connection closes."""
+    """Run tasks until the connection is closed."""
     connection = Connection(descriptor)
-    close_in_children(connection)  # else a child of a rank that was killed would keep it looking alive
+    close_in_children(connection)  # otherwise a child of a killed rank would keep its connection open
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that runs the tests
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that runs the tests handles Ctrl-C
     try:
-        welcome: Welcome = loads(connection.recv_bytes())
-        with open(welcome.stacks, "w") as stacks:
+        setup: Setup = loads(connection.recv_bytes())
+        with open(setup.stacks, "w") as stacks:
             faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
-            store = comm.reach_store(welcome.port)
+            store = comm.reach_store(setup.port)
             joined = ""
             while True:
                 task: Task = loads(connection.recv_bytes())
@@ -66,7 +66,7 @@ def serve(descriptor: int) -> None:
                 joined = task.world
                 connection.send_bytes(answer)
     except (EOFError, ConnectionError):
-        return  # the pool is gone
+        return  # the pool was closed
 
 
 def _answer(task: Task, store: TCPStore, joined: str) -> bytes:
@@ -90,14 +90,14 @@ def _pickled(value: Any, rank: int) -> bytes:
     try:
         return dumps((Returned(value), b""))
     except Exception as error:
-        raise TypeError(f"rank {rank} returned a {type(value).__name__} that cannot be pickled: {error}") from error
+        raise TypeError(f"rank {rank}: the result of type {type(value).__name__} cannot be pickled: {error}") from error
 
 
 def _pickled_error(error: BaseException) -> bytes:
-    # The exception travels apart from its text: many do not pickle, others do and then do not come back.
+    # The exception is pickled apart from its text: many cannot be pickled, others cannot be unpickled.
     raised = Raised(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
     try:
         exception = dumps(error)
-    except Exception:  # noqa: BLE001  its text is all that can travel
+    except Exception:  # noqa: BLE001  then only its text is sent
         exception = b""
     return dumps((raised, exception))

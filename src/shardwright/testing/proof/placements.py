@@ -1,4 +1,4 @@
-"""Which placements of an operator's inputs are tried."""
+"""Enumerate the placements of an operator's inputs."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from shardwright.layout import Layout, Mesh, Partial, Placement, Ragged, Replica
 
 __all__ = ["combinations_of", "placements_of"]
 
-EXHAUSTIVE = 3  # up to so many tensors, every combination; beyond, every pair
+EXHAUSTIVE = 3  # the largest number of tensors for which every combination is tried; beyond, every pair
 
 
 def placements_of(tensor: Tensor, ranks: int) -> list[Placement]:
-    """Every placement of one tensor on one mesh dimension: whole, cut along each dimension evenly and not, partial."""
-    found: list[Placement] = [Replicate()]
+    """Return every placement of a tensor on one mesh dimension: replicated, sharded evenly and unevenly, partial."""
+    placements: list[Placement] = [Replicate()]
     mesh = Mesh((ranks,))
     for dim, size in enumerate(tensor.shape):
-        found.append(Shard(dim))
+        placements.append(Shard(dim))
         even = Layout(mesh, [Shard(dim)], tensor.shape)
         uneven = (size - min(1, size), *[0] * (ranks - 2), min(1, size)) if ranks > 1 else (size,)
         if uneven != tuple(even.local_shape(rank)[dim] for rank in range(ranks)):
-            found.append(Ragged(dim, uneven))
+            placements.append(Ragged(dim, uneven))
     if tensor.dtype.is_floating_point:
-        found += [Partial("sum"), Partial("avg"), Partial("max")]
+        placements += [Partial("sum"), Partial("avg"), Partial("max")]
     elif tensor.dtype.is_complex:
-        found += [Partial("sum"), Partial("avg")]
+        placements += [Partial("sum"), Partial("avg")]
     elif str(tensor.dtype) != "torch.bool":
-        found += [Partial("sum"), Partial("max")]
-    return found
+        placements += [Partial("sum"), Partial("max")]
+    return placements
 
 
 def combinations_of(choices: Sequence[Sequence[Placement]]) -> tuple[list[tuple[Placement, ...]], int]:
-    """The combinations to try, and how many are left out: all of few inputs; every pair, and all alike, of many."""
+    """Return the combinations to try and the number left out: all, or every pair and all equal for many inputs."""
     total = prod(len(choice) for choice in choices)
     if len(choices) <= EXHAUSTIVE:
         return list(product(*choices)), 0
-    tried = dict.fromkeys((*_pairs(choices), *_alike(choices)))
+    tried = dict.fromkeys((*_pairs(choices), *_equal(choices)))
     return list(tried), total - len(tried)
 
 
@@ -51,7 +51,7 @@ def _pairs(choices: Sequence[Sequence[Placement]]) -> Iterator[tuple[Placement, 
             yield tuple(placements)
 
 
-def _alike(choices: Sequence[Sequence[Placement]]) -> Iterator[tuple[Placement, ...]]:
-    """All inputs that can be placed so, placed so."""
+def _equal(choices: Sequence[Sequence[Placement]]) -> Iterator[tuple[Placement, ...]]:
+    """Yield, for each placement, the combination in which every input that can have it has it."""
     for placement in dict.fromkeys(placement for choice in choices for placement in choice):
         yield tuple(placement if placement in choice else Replicate() for choice in choices)
