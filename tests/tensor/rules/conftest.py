@@ -1,4 +1,4 @@
-"""Comparing DTensors with plain torch: every placement of the inputs, values and gradients, on real ranks."""
+"""Compare DTensors with plain torch: every placement of the inputs, values and gradients, on several ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ AgainstTorch = Callable[..., None]
 def against_torch() -> AgainstTorch:
     """`against_torch(mesh_shape, cases)`: each case is a name, a function of tensors, and the tensors."""
 
-    def on_a_rank(mesh_shape: Sequence[int], cases: Sequence[Case], most: int) -> list[str]:
-        # Everything is inside: it travels to the ranks by value.
+    def on_a_rank(mesh_shape: Sequence[int], cases: Sequence[Case], max_combinations: int) -> list[str]:
+        # Imports are inside: the function is pickled by value.
         import itertools
         import random
 
@@ -31,59 +31,62 @@ def against_torch() -> AgainstTorch:
         mesh = sw.init_device_mesh("cpu", tuple(mesh_shape))
 
         def placements(tensor: torch.Tensor) -> list[Any]:
-            cuts = [sw.Shard(dim) for dim in range(tensor.ndim)]
-            return [sw.Replicate(), *cuts, *([sw.Partial()] if tensor.is_floating_point() else [])]
+            shards = [sw.Shard(dim) for dim in range(tensor.ndim)]
+            return [sw.Replicate(), *shards, *([sw.Partial()] if tensor.is_floating_point() else [])]
 
-        def distribute(tensor: torch.Tensor, places: Sequence[Any]) -> Any:
-            cut = [sw.Replicate() if place.is_partial() else place for place in places]
-            local = sw.distribute_tensor(tensor.detach(), mesh, cut, src_data_rank=None).to_local()
-            for place, here, ranks in zip(places, mesh.get_coordinate(), mesh_shape, strict=True):
-                if place.is_partial():  # addends of different sizes and signs
+        def distribute(tensor: torch.Tensor, chosen: Sequence[Any]) -> Any:
+            unreduced = [sw.Replicate() if placement.is_partial() else placement for placement in chosen]
+            local = sw.distribute_tensor(tensor.detach(), mesh, unreduced, src_data_rank=None).to_local()
+            for placement, coordinate, ranks in zip(chosen, mesh.get_coordinate(), mesh_shape, strict=True):
+                if placement.is_partial():  # partial values of different sizes and signs
                     noise = torch.arange(local.numel(), dtype=local.dtype).sin().reshape(local.shape)
-                    local = local * (2 * (here + 1) / (ranks * (ranks + 1))) + (2 * here - ranks + 1) * noise
-            made = sw.DTensor.from_local(local, mesh, places, shape=tensor.shape)
-            return made.detach().requires_grad_(tensor.requires_grad)
+                    local = (
+                        local * (2 * (coordinate + 1) / (ranks * (ranks + 1))) + (2 * coordinate - ranks + 1) * noise
+                    )
+            distributed = sw.DTensor.from_local(local, mesh, chosen, shape=tensor.shape)
+            return distributed.detach().requires_grad_(tensor.requires_grad)
 
         def results(call: Callable[..., Any], tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             given = call(*tensors)
             outs = list(given) if isinstance(given, tuple | list) else [given]
-            whole = [out.full_tensor() if isinstance(out, sw.DTensor) else out for out in outs]
+            full = [out.full_tensor() if isinstance(out, sw.DTensor) else out for out in outs]
             loss = sum(
                 (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)).sum()
-                for out in whole
+                for out in full
                 if out.requires_grad
             )
             if isinstance(loss, torch.Tensor):
                 loss.backward()
-            found = [tensor.grad for tensor in tensors if tensor.requires_grad]
-            grads = [grad.full_tensor() if isinstance(grad, sw.DTensor) else grad for grad in found]
-            return [out.detach() for out in whole], grads
+            gradients = [tensor.grad for tensor in tensors if tensor.requires_grad]
+            grads = [grad.full_tensor() if isinstance(grad, sw.DTensor) else grad for grad in gradients]
+            return [out.detach() for out in full], grads
 
         wrong = []
         for name, call, inputs in cases:
             expected = results(call, [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs])
             choices = [list(itertools.product(placements(x), repeat=mesh.ndim)) for x in inputs]
             combinations = list(itertools.product(*choices))
-            if len(combinations) > most:
-                combinations = random.Random(0).sample(combinations, most)
+            if len(combinations) > max_combinations:
+                combinations = random.Random(0).sample(combinations, max_combinations)
             for combination in combinations:
-                said = f"{name} {[tuple(map(str, places)) for places in combination]}"
+                description = f"{name} {[tuple(map(str, chosen)) for chosen in combination]}"
                 try:
-                    found = results(
-                        call, [distribute(x, places) for x, places in zip(inputs, combination, strict=True)]
+                    actual = results(
+                        call,
+                        [distribute(x, chosen) for x, chosen in zip(inputs, combination, strict=True)],
                     )
-                    for kind, ours, theirs in zip(("value", "gradient"), found, expected, strict=True):
+                    for kind, ours, theirs in zip(("value", "gradient"), actual, expected, strict=True):
                         for mine, other in zip(ours, theirs, strict=True):
                             torch.testing.assert_close(mine, other, equal_nan=True, msg=lambda m, k=kind: f"{k}: {m}")
                 except Exception as error:  # noqa: BLE001  # every combination is tried, then all are reported
-                    wrong.append(f"{said}: {type(error).__name__}: {error}")
+                    wrong.append(f"{description}: {type(error).__name__}: {error}")
         return wrong
 
-    def compare(mesh_shape: Sequence[int], cases: Sequence[Case], most: int = 40) -> None:
+    def compare(mesh_shape: Sequence[int], cases: Sequence[Case], max_combinations: int = 40) -> None:
         ranks = 1
         for size in mesh_shape:
             ranks *= size
-        wrong = run_ranks(ranks, on_a_rank, mesh_shape, cases, most, timeout=120)[0]
+        wrong = run_ranks(ranks, on_a_rank, mesh_shape, cases, max_combinations, timeout=120)[0]
         assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:12])
 
     return compare

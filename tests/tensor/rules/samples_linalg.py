@@ -1,4 +1,4 @@
-"""Samples of linear algebra, Fourier transforms, norms, distances and special functions, for the proofs of their rules.
+"""Samples of linear algebra, Fourier transforms, norms, distances and special functions, to prove their rules.
 
 Batches of 4 matrices are uneven over 3 ranks, batches of 2 leave one empty; some broadcast.
 """
@@ -31,7 +31,7 @@ def c(*shape: int) -> Tensor:
 
 
 def square(*shape: int) -> Tensor:
-    """Far from singular."""
+    """A matrix far from singular."""
     return r(*shape, shape[-1]) + 4 * torch.eye(shape[-1], dtype=torch.float64)
 
 
@@ -198,7 +198,7 @@ SAMPLES: dict[str, list[Call]] = {
         S(torch.istft, c(2, 3, 5), 4, 2, window=torch.ones(4, dtype=torch.float64), length=7),
         S(torch.istft, c(3, 5), 4, 2, window=torch.ones(4, dtype=torch.float64), center=False),
     ],
-    # element by element
+    # pointwise
     "conj_physical": [S(torch.conj_physical, c(4, 2)), S(torch.conj_physical, r(4, 2)), S(T.conj_physical_, c(4))],
     "chalf": [S(T.chalf, torch.arange(8).reshape(4, 2))],
     "lerp": [S(torch.lerp, r(4, 2), r(4, 2, seed=1), r(2)), S(torch.lerp, r(4), weight=r(4), end=r(4, seed=2))],
@@ -220,7 +220,7 @@ SAMPLES["special_gammaincc"] = [S(torch.special.gammaincc, r(4, 2).abs() + 1, r(
 SAMPLES["special_multigammaln"] = [S(torch.special.multigammaln, r(4, 2).abs() + 3, 2)]
 SAMPLES["special_polygamma"] = [S(torch.special.polygamma, 2, r(4, 2).abs() + 1)]
 
-with warnings.catch_warnings():  # torch says once of old names that they are old: here, where nobody listens
+with warnings.catch_warnings():  # deprecation warnings, raised once
     warnings.simplefilter("ignore")
     for _name in ("cholesky", "lu", "_lu_with_info", "qr", "lu_solve", "triangular_solve", "chain_matmul", "cross"):
         for _func, _args, _kwargs in SAMPLES[_name]:

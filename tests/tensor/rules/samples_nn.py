@@ -1,4 +1,4 @@
-"""Samples of activations, backward passes, losses, norms, bags and recurrent nets, for the proofs of their rules.
+"""Samples of activations, backward passes, losses, norms, bags and recurrent nets, to prove their rules.
 
 Batches of 4 or 5 are uneven over 3 ranks, batches of 2 leave one empty.
 """
@@ -25,7 +25,7 @@ def r(*shape: int, seed: int = 0) -> Tensor:
 
 
 def g(*shape: int) -> Tensor:
-    """The one whose gradient is asked for."""
+    """A tensor that requires grad."""
     return r(*shape).requires_grad_()
 
 

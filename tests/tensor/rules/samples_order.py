@@ -1,4 +1,4 @@
-"""Samples of rules about order, counts and selection: of sizes that 3 ranks do not divide, small ones, and none."""
+"""Samples for rules of order, counts and selection: sizes that 3 ranks do not divide, small ones, and zero."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ordered(*shape: int) -> Tensor:
 
 
 def plain(*shape: int) -> Tensor:
-    """Without a gradient: where there is none."""
+    """Without requires_grad, for operators that have no gradient."""
     return r(*shape).detach()
 
 

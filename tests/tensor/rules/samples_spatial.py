@@ -18,13 +18,13 @@ def add(name: str, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 
 def r(*shape: int, seed: int = 0) -> Tensor:
-    """All values differ, so that a maximum is where it is."""
+    """Distinct values, so that the position of a maximum is unique."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
-def asking(value: Tensor) -> Tensor:
-    """The one whose gradient is asked for, where another cannot have one."""
+def requiring_grad(value: Tensor) -> Tensor:
+    """A tensor that requires grad, for operators with inputs that cannot."""
     return value.requires_grad_()
 
 
@@ -34,7 +34,7 @@ SPACE = {1: (5,), 2: (5, 4), 3: (2, 3, 4)}
 for n, space in SPACE.items():
     conv, transposed = getattr(F, f"conv{n}d"), getattr(F, f"conv_transpose{n}d")
     twos, ones = (2,) * n, (1,) * n
-    bias = [r(2)] if n < 3 else []  # every placement of three tensors is tried: of two are enough for once
+    bias = [r(2)] if n < 3 else []  # every placement of all inputs is tried: without a bias, there are fewer
     add(f"conv{n}d", conv, r(4, 5, *space), r(2, 5, *twos), *bias)
     add(f"conv{n}d", conv, r(1, 4, *space), r(4, 1, *twos), bias=r(4) if n == 1 else None, groups=4, padding=1)
     add(f"conv{n}d", conv, r(6, *space), r(3, 2, *twos), None, stride=2, groups=3)
@@ -54,8 +54,8 @@ for n, space in SPACE.items():
     add(f"adaptive_max_pool{n}d", adaptive, r(4, *space), space, return_indices=False)
     name = f"adaptive_max_pool{n}d_with_indices"
     add(name, getattr(F, name), r(4, 2, *space), (2,) * n)
-    places = torch.arange(8 * 2**n).view(4, 2, *twos) % 2**n
-    add(f"max_unpool{n}d", getattr(F, f"max_unpool{n}d"), asking(r(4, 2, *twos)), places, 2)
+    indices = torch.arange(8 * 2**n).view(4, 2, *twos) % 2**n
+    add(f"max_unpool{n}d", getattr(F, f"max_unpool{n}d"), requiring_grad(r(4, 2, *twos)), indices, 2)
 
 for mode in ("nearest", "nearest_exact"):
     for n, space in SPACE.items():
@@ -68,14 +68,14 @@ for name, n in (("linear", 1), ("bilinear", 2), ("trilinear", 3), ("bicubic", 2)
     add(name, getattr(torch._C._nn, name), r(2, 1, *SPACE[n]), None, True, [2.0] * n)
 for name in ("bilinear", "bicubic", "lanczos"):
     name = f"_upsample_{name}2d_aa"
-    if hasattr(torch._C._nn, name):  # the last came with torch 2.13
+    if hasattr(torch._C._nn, name):  # lanczos requires torch 2.13
         add(name, getattr(torch._C._nn, name), r(4, 2, 5, 4), [3, 2], False, None)
 
 picture, backward = r(4, 2, 4, 4), aten.max_pool2d_with_indices_backward.default
 add(
     "max_pool2d_with_indices_backward",
     backward,
-    asking(r(4, 2, 2, 2)),
+    requiring_grad(r(4, 2, 2, 2)),
     picture,
     [2, 2],
     [2, 2],
@@ -88,7 +88,7 @@ cube, backward = r(2, 1, 4, 4, 4), aten.max_pool3d_with_indices_backward.default
 add(
     "max_pool3d_with_indices_backward",
     backward,
-    asking(r(2, 1, 2, 2, 2)),
+    requiring_grad(r(2, 1, 2, 2, 2)),
     cube,
     [2] * 3,
     [2] * 3,
@@ -99,8 +99,8 @@ add(
 )
 for n, space in ((2, (5, 4)), (3, (4, 4, 4))):
     name = f"fractional_max_pool{n}d"
-    add(name, getattr(torch._C._nn, name), asking(r(4, 2, *space)), [2] * n, [2] * n, r(4, 2, n).sigmoid())
-    add(name, getattr(torch._C._nn, name), asking(r(4, *space)), [2] * n, [2] * n, r(1, 4, n).sigmoid())
+    add(name, getattr(torch._C._nn, name), requiring_grad(r(4, 2, *space)), [2] * n, [2] * n, r(4, 2, n).sigmoid())
+    add(name, getattr(torch._C._nn, name), requiring_grad(r(4, *space)), [2] * n, [2] * n, r(1, 4, n).sigmoid())
 
 for name in ("grid_sampler", "grid_sampler_2d"):
     add(name, getattr(torch, name), r(4, 2, 3, 3), r(4, 5, 2, 2).tanh(), 0, 0, False)

@@ -1,4 +1,4 @@
-"""Samples of views, lookups and writes by index: sizes that 3 ranks do not divide, fewer rows than ranks, none."""
+"""Samples of views, lookups and indexed writes: sizes that 3 ranks do not divide, fewer rows than ranks, zero rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def count(*shape: int, high: int) -> Tensor:
 T = torch.Tensor
 aten = torch.ops.aten
 
-# Lookups: of what is cut, a partial sum; of truths, a partial "or".
+# Lookups: in sharded tensors they give a partial sum; of bool tensors, a partial "or".
 add("gather", torch.gather, r(5, 4), 0, count(3, 4, high=5))
 add("gather", torch.gather, r(2, 4), -1, count(2, 7, high=4))
 add("gather", torch.gather, r(5, 2) > 0, 0, count(3, 2, high=5))
@@ -43,12 +43,12 @@ add("__getitem__", T.__getitem__, r(5, 4), (count(3, 1, high=5), count(2, high=4
 add("__getitem__", T.__getitem__, r(2, 4, 5), (count(3, high=2), slice(None), count(3, high=5)))
 add("__getitem__", T.__getitem__, r(4, 5) > 0, (slice(None), count(3, 2, high=5)))
 
-# Writes: into a target that is cut, of values that are cut, and both.
-places = torch.tensor([[0], [3], [1]])
-add("scatter", torch.scatter, r(5, 4), 0, places.expand(3, 4), r(3, 4))
-add("scatter", torch.scatter, r(5, 4), 0, places.expand(3, 4), 1.5)
+# Writes: to a sharded target, of sharded values, and both.
+indices = torch.tensor([[0], [3], [1]])
+add("scatter", torch.scatter, r(5, 4), 0, indices.expand(3, 4), r(3, 4))
+add("scatter", torch.scatter, r(5, 4), 0, indices.expand(3, 4), 1.5)
 add("scatter", torch.scatter, r(5, 4), 0, count(3, 4, high=5), 1.5, reduce="multiply")
-add("scatter", T.scatter_, r(5, 2), 0, places.expand(3, 2), r(3, 2))
+add("scatter", T.scatter_, r(5, 2), 0, indices.expand(3, 2), r(3, 2))
 add("scatter_add", torch.scatter_add, r(5, 4), 0, count(3, 4, high=5), r(3, 4))
 add("scatter_add", torch.scatter_add, r(5, 4), 1, count(5, 7, high=4), r(5, 7))
 add("scatter_add", T.scatter_add_, r(5, 2), 0, count(3, 2, high=5), r(3, 2))
@@ -71,7 +71,7 @@ add("index_put", torch.index_put, r(5, 4), (torch.tensor([3, 0, 3]),), r(1), Tru
 add("index_put", aten.index_put, r(5, 4), (None, torch.tensor([3, 0])), r(5, 2))
 add("index_put", T.index_put_, r(5, 4), (torch.tensor([3, 0]),), r(4))
 
-# A view replaced.
+# Views replaced by *_scatter.
 add("select_scatter", torch.select_scatter, r(5, 4), r(4), 0, -2)
 add("select_scatter", torch.select_scatter, r(4, 2), r(4), 1, 0)
 for start, end, step in ((1, 4, 1), (None, None, 2), (-2, None, 1), (3, 3, 1), (0, 1, 3)):
@@ -102,7 +102,7 @@ add("as_strided", torch.as_strided, r(5, 4), (2, 3), (1, 2), 1)
 add("slice", aten.slice, r(5, 4), 0, 1, 4)
 add("slice", aten.slice, r(5, 4), 1, 0, 9, 3)
 
-# The rest.
+# Others.
 add("_chunk_cat", torch._chunk_cat, [r(4, 5), r(4, 2)], 1, 2)
 add("_chunk_cat", torch._chunk_cat, [r(5), r(2, 2)], 0, 3)
 add("masked_scatter", T.masked_scatter, r(4, 2), r(4, 2) > 0, r(8))

@@ -1,4 +1,4 @@
-"""What moves elements about, or writes them where numbers say, gives what it gives on one device, for every layout."""
+"""Repeats, padding, unfolding and indexed writes match torch for every layout."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ARRANGED = [
 
 def test_repeat_pad_and_unfold_match_torch(against_torch: Callable[..., None]) -> None:
     against_torch((3,), ARRANGED)
-    against_torch((2, 2), ARRANGED[::3], most=9)
+    against_torch((2, 2), ARRANGED[::3], max_combinations=9)
 
 
 CHOSEN = [
@@ -74,8 +74,8 @@ CHOSEN = [
 
 
 def test_indexed_writes_match_torch(against_torch: Callable[..., None]) -> None:
-    against_torch((3,), CHOSEN, most=20)
-    against_torch((2, 2), CHOSEN[::3], most=9)
+    against_torch((3,), CHOSEN, max_combinations=20)
+    against_torch((2, 2), CHOSEN[::3], max_combinations=9)
 
 
 def test_in_place_writes_keep_the_layout_and_the_values(against_torch: Callable[..., None]) -> None:
@@ -101,4 +101,4 @@ def test_in_place_writes_keep_the_layout_and_the_values(against_torch: Callable[
         ("tril_", lambda x: x.tril_(1), [real(4, 3)]),
         ("fill_diagonal_", lambda x: x.fill_diagonal_(2.5), [real(4, 3)]),
     ]
-    against_torch((3,), [(name, inside(write), tensors) for name, write, tensors in cases], most=20)
+    against_torch((3,), [(name, inside(write), tensors) for name, write, tensors in cases], max_combinations=20)

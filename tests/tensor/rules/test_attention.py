@@ -1,4 +1,4 @@
-"""Attention gives plain torch's values and gradients: batch, heads and queries cut, causal masks where they belong."""
+"""Attention matches torch in values and gradients: batch, heads and queries sharded, with causal masks."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ CASES: list[Any] = [
 
 
 def test_values_and_gradients_match_torch_for_every_placement(against_torch: Any) -> None:
-    against_torch((3,), CASES, most=14 if FULL else 8)
-    against_torch((2, 2), CASES, most=4)
+    against_torch((3,), CASES, max_combinations=14 if FULL else 8)
+    against_torch((2, 2), CASES, max_combinations=4)
 
 
 def test_attention_sharded_by_heads_needs_no_communication() -> None:
@@ -82,16 +82,16 @@ def test_attention_dropout_is_the_same_in_every_layout() -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (4,))
         mask = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(5)) > -1
-        mask[2] = False  # a query that may look at nothing
+        mask[2] = False  # a fully masked query
         for options in ({}, {"is_causal": True}, {"enable_gqa": True}, {"attn_mask": mask}):
             heads = 2 if "enable_gqa" in options else 4
             expected: list[Tensor] | None = None
-            for place in (sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Shard(2), sw.Shard(3)):
+            for placement in (sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Shard(2), sw.Shard(3)):
                 sw.manual_seed(3)
                 given = {k: sw.distribute_tensor(v, mesh) if isinstance(v, Tensor) else v for k, v in options.items()}
                 qkv = [
                     sw.distribute_tensor(
-                        x.detach()[:, :heads] if x is not Q else x.detach(), mesh, [place]
+                        x.detach()[:, :heads] if x is not Q else x.detach(), mesh, [placement]
                     ).requires_grad_()
                     for x in (Q, K, V)
                 ]
@@ -101,7 +101,7 @@ def test_attention_dropout_is_the_same_in_every_layout() -> None:
                 expected = expected or found
                 for mine, first in zip(found, expected, strict=True):
                     assert not mine.isnan().any()
-                    torch.testing.assert_close(mine, first, msg=lambda m, p=place, o=options: f"{p} {list(o)}: {m}")
+                    torch.testing.assert_close(mine, first, msg=lambda m, p=placement, o=options: f"{p} {list(o)}: {m}")
 
     run_ranks(4, on_a_rank)
 
@@ -113,23 +113,23 @@ def test_torch_attention_modules_run_on_shards() -> None:
         x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         for train in (True, False):
             for parameters in (sw.Replicate(), sw.Shard(0)):
-                for place in (sw.Replicate(), sw.Shard(0), sw.Shard(1)):
+                for placement in (sw.Replicate(), sw.Shard(0), sw.Shard(1)):
                     torch.manual_seed(0)
                     plain = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
                     ours = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
                     ours.load_state_dict(plain.state_dict())
                     plain.train(train), ours.train(train)
 
-                    def spread(name: str, module: nn.Module, mesh: Any, place: Any = parameters) -> None:
+                    def spread(name: str, module: nn.Module, mesh: Any, placement: Any = parameters) -> None:
                         for key, value in module.named_parameters(recurse=False):
                             module.register_parameter(
-                                key, nn.Parameter(sw.distribute_tensor(value.data, mesh, [place]))
+                                key, nn.Parameter(sw.distribute_tensor(value.data, mesh, [placement]))
                             )
 
                     sw.distribute_module(ours, mesh, spread)
                     with torch.set_grad_enabled(train):
                         expected = plain(x)
-                        found = ours(sw.distribute_tensor(x, mesh, [place]))
+                        found = ours(sw.distribute_tensor(x, mesh, [placement]))
                     torch.testing.assert_close(found.full_tensor(), expected)
                     if train:
                         expected.square().sum().backward()
@@ -151,8 +151,8 @@ def test_multihead_attention_returns_its_weights() -> None:
         x, y = torch.randn(3, 5, 8, dtype=torch.float64), torch.randn(3, 4, 8, dtype=torch.float64)
         for train in (True, False):
             plain.train(train), ours.train(train)
-            for place in (sw.Replicate(), sw.Shard(0), sw.Shard(2)):
-                dx, dy = (sw.distribute_tensor(t, mesh, [place]) for t in (x, y))
+            for placement in (sw.Replicate(), sw.Shard(0), sw.Shard(2)):
+                dx, dy = (sw.distribute_tensor(t, mesh, [placement]) for t in (x, y))
                 for mine, theirs in zip(ours(dx, dy, dy), plain(x, y, y), strict=True):
                     torch.testing.assert_close(mine.full_tensor(), theirs)
 

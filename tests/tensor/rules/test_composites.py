@@ -1,4 +1,4 @@
-"""Operators composed of others, along dimensions that are cut: values and gradients on real ranks, as plain torch's."""
+"""Composed operators along sharded dimensions match torch in values and gradients."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ NORMS: list[Function] = [
         for o in (1, 2, 3, float("inf"), float("-inf"))
         for d in (None, 0, 1)
     ),
-    lambda x: torch.linalg.vector_norm(x, 0, 1).detach(),  # a count: its gradient is zero everywhere
+    lambda x: torch.linalg.vector_norm(x, 0, 1).detach(),  # a count: its gradient is zero
     lambda x: x.norm(),
     lambda x: x.norm(p=1, dim=0, keepdim=True),
     lambda x: torch.norm(x, 3, dim=1),
-    lambda x: torch.norm(x * 0.0),  # a gradient of zero, not of nothing
+    lambda x: torch.norm(x * 0.0),  # a zero gradient, not NaN
     lambda x: torch.logsumexp(x, 0),
-    lambda x: torch.logsumexp(x * 1000.0, dim=(0, 1)),  # nothing overflows
+    lambda x: torch.logsumexp(x * 1000.0, dim=(0, 1)),  # does not overflow
     lambda x: x.logsumexp(-1, keepdim=True),
 ]
 SHAPES: list[Function] = [
@@ -60,8 +60,8 @@ def randn(shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def placed(whole: Tensor, placement: Placement) -> tuple[Tensor, sw.DTensor]:
-    """A local tensor whose gradient is asked for, and the DTensor of it."""
+def distribute(whole: Tensor, placement: Placement) -> tuple[Tensor, sw.DTensor]:
+    """Return a local tensor that requires grad, and its DTensor."""
     mesh = sw.init_device_mesh("cpu", (comm.world().size,))
     if placement.is_partial():
         local = whole * (comm.world().rank + 1) * (1 / 6)
@@ -76,7 +76,7 @@ def compare(functions: list[Function], shape: tuple[int, ...], placement: Placem
         what = f"function {number} of {shape} {placement}"
         whole = randn(shape).requires_grad_()
         expected = function(whole)
-        _, x = placed(whole.detach(), placement)
+        _, x = distribute(whole.detach(), placement)
         found = function(x)
         torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-11, atol=1e-11, equal_nan=True, msg=what)
         if not expected.requires_grad or not torch.isfinite(expected).all():

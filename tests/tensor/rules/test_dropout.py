@@ -1,4 +1,4 @@
-"""Dropout: one mask for every layout, scaled so that means stay, linear where it may be."""
+"""Dropout: the same mask in every layout, scaled to keep the mean, and linear where possible."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def test_dropout_has_the_same_mask_and_gradient_in_every_layout() -> None:
         whole = torch.randn(4, 5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         for name, call in KINDS.items():
             expected: list[Tensor] = []
-            for place in (sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Shard(2), sw.Partial()):
-                if place.is_partial() and name == "gumbel_softmax":
-                    continue  # it fills a tensor made like its input, which would be addends: refused
+            for placement in (sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Shard(2), sw.Partial()):
+                if placement.is_partial() and name == "gumbel_softmax":
+                    continue  # it fills a tensor like its input, which would be partial: raises
                 sw.manual_seed(1)
-                x = sw.distribute_tensor(whole, mesh).redistribute(placements=[place]).detach().requires_grad_()
+                x = sw.distribute_tensor(whole, mesh).redistribute(placements=[placement]).detach().requires_grad_()
                 y = call(x)
                 y.sum().backward()
                 assert x.grad is not None
                 found = [y.full_tensor().detach(), x.grad.full_tensor()]
                 expected = expected or found
                 for mine, first in zip(found, expected, strict=True):
-                    torch.testing.assert_close(mine, first, msg=lambda m, n=name, p=place: f"{n} {p}: {m}")
+                    torch.testing.assert_close(mine, first, msg=lambda m, n=name, p=placement: f"{n} {p}: {m}")
 
     run_ranks(3, on_a_rank)
 
@@ -99,11 +99,11 @@ def test_dropout_in_eval_mode_is_the_identity() -> None:
 def test_activation_checkpointing_recomputes_the_same_mask(reentrant: bool) -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
-        for place in (sw.Replicate(), sw.Shard(0), sw.Shard(1)):
+        for placement in (sw.Replicate(), sw.Shard(0), sw.Shard(1)):
 
-            def gradient(use: bool, place: Any = place) -> list[Tensor]:
+            def gradient(use: bool, placement: Any = placement) -> list[Tensor]:
                 sw.manual_seed(5)
-                x = sw.rand(5, 6, mesh=mesh, placements=[place], dtype=torch.float64, requires_grad=True)
+                x = sw.rand(5, 6, mesh=mesh, placements=[placement], dtype=torch.float64, requires_grad=True)
                 w = sw.rand(6, 6, mesh=mesh, dtype=torch.float64, requires_grad=True)
 
                 def block(value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Embedding gives plain torch's values and gradients, the table cut by rows or by columns, the indices anyhow."""
+"""Embedding matches torch in values and gradients: the table sharded by rows or columns, the indices in any layout."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ CASES: list[Any] = [
 
 
 def test_values_and_gradients_match_torch_for_every_placement(against_torch: Any) -> None:
-    against_torch((4,), CASES, most=16)
-    against_torch((2, 2), CASES, most=5)
+    against_torch((4,), CASES, max_combinations=16)
+    against_torch((2, 2), CASES, max_combinations=5)
 
 
 def test_max_norm_renormalises_looked_up_rows_in_any_layout() -> None:

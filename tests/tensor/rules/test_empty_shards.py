@@ -1,4 +1,4 @@
-"""Where some ranks, or all, have no elements: torch's result in torch's dtype, or torch's error, on all ranks."""
+"""With empty shards on some ranks, or on all: torch's result in torch's dtype, or torch's error on every rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ S = sw.Shard
 INF = float("inf")
 FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"
 
-ALONG_ONE: dict[str, Callable[[Tensor, int], Any]] = {
+ALONG_A_DIM: dict[str, Callable[[Tensor, int], Any]] = {
     "amax": lambda x, d: x.amax(d),
     "amin": lambda x, d: x.amin(d, keepdim=True),
     "max": lambda x, d: tuple(x.max(d)),
@@ -105,37 +105,37 @@ SHAPES = ((1, 1), (0, 3), (1, 3), (3, 0)) if FULL else ((1, 1), (0, 3))
 
 @on_ranks(4, timeout=240)
 def test_reductions_where_shards_are_empty_along_one_dimension_or_both() -> None:
-    """No rank raises alone: the others would wait for it."""
+    """No rank may raise alone: the others would wait for it."""
     mesh = sw.init_device_mesh("cpu", (2, 2))
     torch.manual_seed(0)
-    cases = [(f"{name} along {d}", partial(f, d=d)) for name, f in ALONG_ONE.items() for d in (0, 1)]
+    cases = [(f"{name} along {d}", partial(f, d=d)) for name, f in ALONG_A_DIM.items() for d in (0, 1)]
     cases += [(f"{name} of all", f) for name, f in OF_ALL.items()]
     faults = []
     for shape in SHAPES:
         plain = torch.randn(shape)
-        for places in ((S(0), S(1)), (S(1), S(1)), (S(1), S(0)))[: 3 if FULL else 1]:
-            x = sw.distribute_tensor(plain, mesh, places)
+        for placements in ((S(0), S(1)), (S(1), S(1)), (S(1), S(0)))[: 3 if FULL else 1]:
+            x = sw.distribute_tensor(plain, mesh, placements)
             for name, call in cases:
                 found, expected = attempt(call, x), attempt(call, plain)
                 if not is_same(found, expected):
-                    faults.append(f"{name} of {shape}, {places}: {found} instead of {expected}")
+                    faults.append(f"{name} of {shape}, {placements}: {found} instead of {expected}")
     assert not faults, "\n".join(faults)
 
 
 def attempt(call: Callable[[Tensor], Any], x: Tensor) -> list[Tensor] | str:
-    """What the call gives, whole; or the name of the error."""
+    """Return the full results of the call, or the name of the error."""
     try:
         with warnings.catch_warnings(), sw.implicit_replication():
-            warnings.simplefilter("ignore")  # of no degrees of freedom
+            warnings.simplefilter("ignore")  # degrees of freedom <= 0
             found = call(x)
     except (RuntimeError, IndexError, ValueError) as error:
         return type(error).__name__
     flat = found if isinstance(found, tuple) else (found,)
-    return [one.full_tensor() if isinstance(one, sw.DTensor) else one for one in flat]
+    return [tensor.full_tensor() if isinstance(tensor, sw.DTensor) else tensor for tensor in flat]
 
 
 def is_same(found: list[Tensor] | str, expected: list[Tensor] | str) -> bool:
-    """Whether both are errors, or equal, dtypes included."""
+    """True if both are errors, or both are equal in value and dtype."""
     if isinstance(found, str) or isinstance(expected, str):
         return isinstance(found, str) and isinstance(expected, str)
     return all(
@@ -144,18 +144,18 @@ def is_same(found: list[Tensor] | str, expected: list[Tensor] | str) -> bool:
     )
 
 
-# Torch's own kernels refuse a product of nothing with a float beside whole numbers.
+# torch's kernels reject empty products of integers with a float factor.
 KNOWN = {"addbmm", "baddbmm"}
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8], ids=str)
 def test_results_have_the_global_dtype_if_most_shards_are_empty(dtype: torch.dtype) -> None:
-    names = list(dict.fromkeys(one.name for one in entries() if dtype in one.info.supported_dtypes("cpu")))
+    names = list(dict.fromkeys(entry.name for entry in entries() if dtype in entry.info.supported_dtypes("cpu")))
     prover = Prover(ranks=7, max_samples=3, max_placements=0, search=False, dtype=dtype)
     chosen = names if FULL else [*random.Random(1).sample(names, 8), *OFTEN_WRONG]
     wrong = [text for name in chosen if name not in KNOWN | UNSAFE for text in prover.prove(name).wrong]
-    # Rules may leave truths partial sums: comm adds them up by `or`.
+    # Rules may give partial sums of bool tensors, which comm reduces by `or`.
     wrong = [text for text in wrong if "bool tensors have no sum" not in text]
     assert not wrong, "\n".join(wrong)
 
@@ -168,7 +168,7 @@ def test_unfold_of_empty_shards_keeps_the_dtype() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     for dtype in (torch.bool, torch.uint8, torch.float16):
         plain = torch.ones(4, dtype=dtype)
-        for _ in range(2):  # the second is answered by the cached plan
+        for _ in range(2):  # the second call uses the cached plan
             found = sw.distribute_tensor(plain, mesh, [S(0)]).unfold(0, 3, 3)
             assert found.to_local().dtype == dtype
             assert torch.equal(found.full_tensor(), plain.unfold(0, 3, 3))
@@ -176,15 +176,15 @@ def test_unfold_of_empty_shards_keeps_the_dtype() -> None:
 
 @on_ranks(2, timeout=60)
 def test_dispatch_corrects_the_dtype_of_empty_results() -> None:
-    """By dispatch, whatever a rule's own local call makes of nothing."""
+    """Dispatch corrects it, whatever the local call of a rule returns."""
     mesh = sw.init_device_mesh("cpu", (2,))
 
-    def nothing_in_float64(context: Any) -> Any:
+    def empty_in_float64(context: Any) -> Any:
         shape = context.outs[0].local_shape(context.rank)
         return (lambda *_: torch.empty(shape, dtype=torch.float64)) if 0 in shape else None
 
     def rule(input: Any) -> Strategies:
-        return Strategies(index_strategies([input], [[0]], [[0]]), run=nothing_in_float64)
+        return Strategies(index_strategies([input], [[0]], [[0]]), run=empty_in_float64)
 
     x = sw.distribute_tensor(torch.ones(1, dtype=torch.float16), mesh, [S(0)])
     op = Op("erf", rule)
@@ -196,7 +196,10 @@ def test_dispatch_corrects_the_dtype_of_empty_results() -> None:
 def test_norms_of_empty_tensors_match_torch() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     x = torch.ones(0, 4)
-    for place in (sw.Replicate(), S(0), S(1)):
+    for placement in (sw.Replicate(), S(0), S(1)):
         for ord in (INF, -INF, 1, -1, "fro", 2):
             call = partial(torch.linalg.norm, ord=ord)
-            assert is_same(attempt(call, sw.distribute_tensor(x, mesh, [place])), attempt(call, x)), (place, ord)
+            assert is_same(attempt(call, sw.distribute_tensor(x, mesh, [placement])), attempt(call, x)), (
+                placement,
+                ord,
+            )

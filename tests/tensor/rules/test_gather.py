@@ -1,4 +1,4 @@
-"""Elements read and written by index and by mask, along dimensions that are cut: right, and little moves."""
+"""Lookups and writes by index and by mask along sharded dimensions match torch, with little communication."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def _written(x: Any, index: Any, value: Any) -> Any:
 
 
 def test_lookups_and_writes_match_torch_for_every_layout(against_torch: Callable[..., None]) -> None:
-    against_torch((3,), CASES, most=24)
+    against_torch((3,), CASES, max_combinations=24)
 
 
 def test_lookups_and_writes_match_torch_on_a_2d_mesh(against_torch: Callable[..., None]) -> None:
-    against_torch((2, 2), CASES, most=8)
+    against_torch((2, 2), CASES, max_combinations=8)
 
 
 @on_ranks(4)
@@ -112,9 +112,9 @@ def test_rows_selected_by_a_mask_stay_on_their_rank() -> None:
     x = sw.distribute_tensor(whole, mesh, [sw.Shard(0)])
     mask = x[:, 0] > 2600
     with sw.trace() as seen:
-        picked = x[mask]
-    assert torch.equal(picked.full_tensor(), whole[whole[:, 0] > 2600])
-    assert seen.received <= 3 * 8  # a count from each of the others
+        selected = x[mask]
+    assert torch.equal(selected.full_tensor(), whole[whole[:, 0] > 2600])
+    assert seen.received <= 3 * 8  # one count from each of the other ranks
     source = sw.distribute_tensor(torch.arange(4000.0), mesh, [sw.Replicate()])
     with sw.trace() as seen:
         replaced = x.masked_scatter(x > 2600, source)

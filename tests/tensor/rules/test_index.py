@@ -1,4 +1,4 @@
-"""Indexing gives what it gives on one device, for every layout; writes reach the original; nothing is lost."""
+"""Indexing matches torch for every layout; writes reach the original or raise."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_basic_indexing_matches_torch_for_every_layout(against_torch: Callable[.
     cases = [(f"x[{index}]", lambda x, index=index: x[index], [real(5, 2)]) for index in BASIC]
     cases += [(f"x[{index}] of one row", lambda x, index=index: x[index], [real(1, 4)]) for index in (0, slice(0, 1))]
     against_torch((3,), cases)
-    against_torch((2, 2), cases, most=9)
+    against_torch((2, 2), cases, max_combinations=9)
 
 
 def test_slices_of_uneven_slices_match_torch(against_torch: Callable[..., None]) -> None:
@@ -98,9 +98,9 @@ def test_integer_indexing_of_int_and_bool_tensors_matches_torch() -> None:
         for dtype in (torch.int64, torch.bool, torch.uint8, torch.float16):
             whole = (torch.arange(5) - 1).clamp(min=0).to(dtype)
             x = sw.distribute_tensor(whole, mesh, [sw.Shard(0)])
-            for place in range(-5, 5):
-                assert x[place].dtype == whole.dtype
-                assert x[place].item() == whole[place].item()
+            for index in range(-5, 5):
+                assert x[index].dtype == whole.dtype
+                assert x[index].item() == whole[index].item()
 
     run_ranks(3, check)
 
@@ -185,18 +185,20 @@ def test_indexed_assignment_writes_to_the_original_and_propagates_gradients(agai
         return call
 
     cases = [(name, written(write, "] = v" in name), [real(5, 3), real(2, 3)]) for name, write in WRITES]
-    against_torch((3,), cases, most=9)
-    against_torch((2, 2), [case for case in cases if case[0].startswith("x[") and "=" in case[0]][::2], most=9)
+    against_torch((3,), cases, max_combinations=9)
+    against_torch(
+        (2, 2), [case for case in cases if case[0].startswith("x[") and "=" in case[0]][::2], max_combinations=9
+    )
 
 
 def test_writes_to_partial_sums_are_correct_or_raise() -> None:
     def check() -> None:
         mesh = sw.init_device_mesh("cpu", (3,))
         rank = sw.comm.rank()
-        addend = torch.arange(8.0).reshape(4, 2) * (rank + 1) - rank
-        whole = sw.DTensor.from_local(addend, mesh, [sw.Partial()]).full_tensor()
+        partial_value = torch.arange(8.0).reshape(4, 2) * (rank + 1) - rank
+        whole = sw.DTensor.from_local(partial_value, mesh, [sw.Partial()]).full_tensor()
         value = torch.tensor([[5.0, 6.0]])
-        x = sw.DTensor.from_local(addend.clone(), mesh, [sw.Partial()])
+        x = sw.DTensor.from_local(partial_value.clone(), mesh, [sw.Partial()])
         x[1:3] = 5
         whole[1:3] = 5
         torch.testing.assert_close(x.full_tensor(), whole)
@@ -257,9 +259,11 @@ def test_writing_to_a_copy_that_looks_like_a_view_raises() -> None:
         for write in writes:
             with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
                 write()
-        x[1].clone().mul_(2)  # a copy that was asked for is one's own
+        x[1].clone().mul_(2)  # a clone may be written to
         assert torch.equal(x.full_tensor(), torch.arange(12.0).reshape(6, 2))
-        rows = [row.mul_(2) for row in x.redistribute(placements=[sw.Shard(1)])]  # whole along this one: real views
+        rows = [
+            row.mul_(2) for row in x.redistribute(placements=[sw.Shard(1)])
+        ]  # not sharded along this dimension: true views
         assert len(rows) == 6
 
     run_ranks(3, check)
@@ -366,10 +370,10 @@ def test_zero_dimensional_indices_match_torch(plain: bool) -> None:
         return number if plain and not number.ndim else sw.distribute_tensor(number, mesh)
 
     for dims in ((0, 1), (2, 1), (1, 1)):
-        for place, program in enumerate(INDEXED_BY_NUMBERS):
+        for number, program in enumerate(INDEXED_BY_NUMBERS):
             x = sw.distribute_tensor(whole, mesh, [sw.Shard(dim) for dim in dims])
             found = program(x, spread).full_tensor()
-            assert torch.equal(found, program(whole.clone(), torch.tensor)), (dims, place)
+            assert torch.equal(found, program(whole.clone(), torch.tensor)), (dims, number)
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 1), (1, 2)])

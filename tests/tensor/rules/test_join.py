@@ -1,4 +1,4 @@
-"""Joining and splitting give what they give on one device, for every layout of every input."""
+"""Joins and splits match torch for every layout of every input."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ JOINS = [
 
 def test_joins_match_torch_for_every_layout(against_torch: Callable[..., None]) -> None:
     against_torch((3,), JOINS)
-    against_torch((2, 2), JOINS[:6], most=12)
+    against_torch((2, 2), JOINS[:6], max_combinations=12)
 
 
 SPLITS = [
@@ -51,7 +51,7 @@ SPLITS = [
     ("chunk all", lambda x: x.chunk(1, 1), [real(4, 2)]),
     ("unsafe_chunk", lambda x: torch.unsafe_chunk(x, 2), [real(5, 2)]),
     ("tensor_split", lambda x: x.tensor_split(3), [real(5, 2)]),
-    ("tensor_split at places", lambda x: torch.tensor_split(x, (3, 1, 9)), [real(5, 2)]),
+    ("tensor_split at indices", lambda x: torch.tensor_split(x, (3, 1, 9)), [real(5, 2)]),
     ("hsplit", lambda x: torch.hsplit(x, 2), [real(3, 4)]),
     ("vsplit", lambda x: torch.vsplit(x, [1, 3]), [real(4, 3)]),
     ("dsplit", lambda x: torch.dsplit(x, 2), [real(2, 1, 4)]),
@@ -62,7 +62,7 @@ SPLITS = [
 
 def test_splits_match_torch_for_every_layout(against_torch: Callable[..., None]) -> None:
     against_torch((3,), SPLITS)
-    against_torch((2, 2), SPLITS[:10:3], most=12)
+    against_torch((2, 2), SPLITS[:10:3], max_combinations=12)
 
 
 def test_joining_along_a_sharded_dimension_gives_every_rank_its_share() -> None:
@@ -79,8 +79,8 @@ def test_splits_of_a_sharded_dimension_are_views_of_the_original() -> None:
         mesh = sw.init_device_mesh("cpu", (3,))
         x = sw.distribute_tensor(torch.zeros(7), mesh, [sw.Shard(0)])
         with sw.communication("explicit"):
-            for place, part in enumerate(x.split(3)):
-                part += place
+            for index, part in enumerate(x.split(3)):
+                part += index
             x.chunk(2)[1].mul_(10)
         assert x.tolist() == [0, 0, 0, 1, 10, 10, 20]
 

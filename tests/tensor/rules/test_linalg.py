@@ -1,4 +1,4 @@
-"""Norms, distances, extremes and transforms along cut dimensions, and linear algebra on cut batches, on ranks."""
+"""Norms, distances, extremes and transforms along sharded dimensions, and linear algebra on sharded batches."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-def asking(*values: Tensor) -> list[Tensor]:
+def requiring_grad(*values: Tensor) -> list[Tensor]:
     return [value.clone().requires_grad_() for value in values]
 
 
 def test_norms_of_every_order_along_sharded_dimensions_match_torch(against_torch: Callable[..., None]) -> None:
     x = randn(5, 3)
     cases: list[Any] = [
-        (f"vector {order} {dim}", lambda x, o=order, d=dim: torch.linalg.vector_norm(x, o, d), asking(x))
+        (f"vector {order} {dim}", lambda x, o=order, d=dim: torch.linalg.vector_norm(x, o, d), requiring_grad(x))
         for order, dim in product(ORDERS, (None, 0, (0, 1)))
     ]
     cases += [
-        (f"matrix {order}", lambda x, o=order: torch.linalg.matrix_norm(x, o, keepdim=True), asking(x))
+        (f"matrix {order}", lambda x, o=order: torch.linalg.matrix_norm(x, o, keepdim=True), requiring_grad(x))
         for order in ("fro", "nuc", 1, -1, 2, -2, INF, -INF)
     ]
     cases += [
-        ("norm", lambda x: torch.norm(x), asking(x)),
-        ("norm nuc", lambda x: torch.norm(x, "nuc"), asking(x)),
-        ("linalg.norm", lambda x: torch.linalg.norm(x, 1, dim=(1, 0)), asking(x)),
-        ("linalg.norm of all", lambda x: torch.linalg.norm(x), asking(x)),
-        ("normalize", lambda x: F.normalize(x, dim=0), asking(x)),
+        ("norm", lambda x: torch.norm(x), requiring_grad(x)),
+        ("norm nuc", lambda x: torch.norm(x, "nuc"), requiring_grad(x)),
+        ("linalg.norm", lambda x: torch.linalg.norm(x, 1, dim=(1, 0)), requiring_grad(x)),
+        ("linalg.norm of all", lambda x: torch.linalg.norm(x), requiring_grad(x)),
+        ("normalize", lambda x: F.normalize(x, dim=0), requiring_grad(x)),
         ("half", lambda x: torch.linalg.vector_norm((x * 300).half(), 2), [x]),
     ]
     against_torch((4,), cases)
-    against_torch((2, 2), cases, most=12)
+    against_torch((2, 2), cases, max_combinations=12)
 
 
 def compare(call: Callable[[Any], Any], whole: Tensor, mesh_shape: tuple[int, ...]) -> None:
-    """Values and gradients, however the tensor is cut; sums are left out: their rounding tells equals apart."""
+    """Compare values and gradients in every layout but partial ones, whose rounding breaks ties."""
     mesh = sw.init_device_mesh("cpu", mesh_shape)
     plain = whole.clone().requires_grad_()
     expected = call(plain)
@@ -62,7 +62,7 @@ def compare(call: Callable[[Any], Any], whole: Tensor, mesh_shape: tuple[int, ..
         result = call(x)
         (ours,) = torch.autograd.grad(result.sum(), x, allow_unused=True)
         torch.testing.assert_close(result.full_tensor(), expected, equal_nan=True)
-        if theirs is not None:  # of a count there is none
+        if theirs is not None:  # a count has none
             torch.testing.assert_close(ours.full_tensor(), theirs, equal_nan=True)  # type: ignore[attr-defined]  # a DTensor
 
 
@@ -96,18 +96,18 @@ def test_a_global_maximum_exchanges_one_value_per_rank() -> None:
     x = sw.distribute_tensor(randn(400, 7), mesh, [sw.Shard(0)]).requires_grad_()
     with sw.trace() as seen:
         x.max().redistribute(placements=[sw.Replicate()]).backward()
-    assert 0 < seen.received <= 2 * 3 * 8  # a number and a count from each of the 3 others
+    assert 0 < seen.received <= 2 * 3 * 8  # a value and a count from each of the 3 others
 
 
 def test_distances_and_renorm_match_torch(against_torch: Callable[..., None]) -> None:
     x, y = randn(5, 3), randn(4, 3)
     cases = [
-        ("cdist", lambda x, y: torch.cdist(x, y), asking(x, y)),
-        ("cdist of many", lambda x, y: torch.cdist(x, y), asking(randn(30, 2), randn(28, 2))),
-        ("pdist", lambda x: F.pdist(x, 1.0), asking(x)),
-        ("dist", lambda x, y: torch.dist(x, y, 3), asking(x, randn(5, 3, seed=1))),
-        ("renorm", lambda x: torch.renorm(x, 2, 0, 1.0), asking(x)),
-        ("renorm of columns", lambda x: torch.renorm(x, 1, 1, 1.0), asking(x)),
+        ("cdist", lambda x, y: torch.cdist(x, y), requiring_grad(x, y)),
+        ("cdist of many", lambda x, y: torch.cdist(x, y), requiring_grad(randn(30, 2), randn(28, 2))),
+        ("pdist", lambda x: F.pdist(x, 1.0), requiring_grad(x)),
+        ("dist", lambda x, y: torch.dist(x, y, 3), requiring_grad(x, randn(5, 3, seed=1))),
+        ("renorm", lambda x: torch.renorm(x, 2, 0, 1.0), requiring_grad(x)),
+        ("renorm of columns", lambda x: torch.renorm(x, 1, 1, 1.0), requiring_grad(x)),
     ]
     against_torch((4,), cases)
 
@@ -115,20 +115,24 @@ def test_distances_and_renorm_match_torch(against_torch: Callable[..., None]) ->
 def test_batched_linalg_with_empty_shards_matches_torch(against_torch: Callable[..., None]) -> None:
     matrices = randn(2, 3, 3) + 4 * torch.eye(3, dtype=torch.float64)
     cases = [
-        ("inv", torch.linalg.inv, asking(matrices)),
-        ("cond", torch.linalg.cond, asking(matrices)),
-        ("solve", torch.linalg.solve, asking(matrices, randn(2, 3, 2))),
-        ("solve one", torch.linalg.solve, asking(matrices, randn(2, 3))),
-        ("householder", torch.linalg.householder_product, asking(randn(2, 3, 2), randn(2, 2))),
-        ("ormqr", torch.ormqr, asking(randn(3, 3), randn(3), randn(3, 5))),
-        ("fft", lambda x: torch.view_as_real(torch.fft.fft(x)), asking(randn(2, 5))),
-        ("stft", lambda x, w: torch.stft(x, 4, window=w, return_complex=True).abs(), asking(randn(2, 16), randn(4))),
-        ("fftshift", lambda x: torch.fft.fftshift(x), asking(randn(2, 5))),
-        ("bilinear", F.bilinear, asking(randn(5, 2), randn(5, 3), randn(4, 2, 3), randn(4))),
-        ("baddbmm", torch.baddbmm, asking(randn(5), randn(2, 3, 4), randn(2, 4, 5))),
+        ("inv", torch.linalg.inv, requiring_grad(matrices)),
+        ("cond", torch.linalg.cond, requiring_grad(matrices)),
+        ("solve", torch.linalg.solve, requiring_grad(matrices, randn(2, 3, 2))),
+        ("solve one", torch.linalg.solve, requiring_grad(matrices, randn(2, 3))),
+        ("householder", torch.linalg.householder_product, requiring_grad(randn(2, 3, 2), randn(2, 2))),
+        ("ormqr", torch.ormqr, requiring_grad(randn(3, 3), randn(3), randn(3, 5))),
+        ("fft", lambda x: torch.view_as_real(torch.fft.fft(x)), requiring_grad(randn(2, 5))),
+        (
+            "stft",
+            lambda x, w: torch.stft(x, 4, window=w, return_complex=True).abs(),
+            requiring_grad(randn(2, 16), randn(4)),
+        ),
+        ("fftshift", lambda x: torch.fft.fftshift(x), requiring_grad(randn(2, 5))),
+        ("bilinear", F.bilinear, requiring_grad(randn(5, 2), randn(5, 3), randn(4, 2, 3), randn(4))),
+        ("baddbmm", torch.baddbmm, requiring_grad(randn(5), randn(2, 3, 4), randn(2, 4, 5))),
     ]
-    against_torch((4,), cases, most=60 if FULL else 24)
-    against_torch((2, 2), cases, most=25 if FULL else 10)
+    against_torch((4,), cases, max_combinations=60 if FULL else 24)
+    against_torch((2, 2), cases, max_combinations=25 if FULL else 10)
 
 
 @on_ranks(4)
@@ -139,7 +143,7 @@ def test_a_norm_along_a_sharded_dimension_exchanges_one_value_per_row() -> None:
     for order in (1, 2, 3, INF):
         with sw.trace() as seen:
             torch.linalg.vector_norm(x, order, 0).redistribute(placements=[sw.Replicate()]).sum().backward()
-        assert 0 < seen.received <= 2 * 3 * 7 * 8, order  # twice 7 numbers of 8 bytes from each of the 3 others
+        assert 0 < seen.received <= 2 * 3 * 7 * 8, order  # twice 7 values of 8 bytes from each of the 3 others
     with sw.trace() as seen:
         torch.linalg.inv(x.detach().reshape(400, 7, 1)[:, :1] + 2)
     assert seen.received == 0

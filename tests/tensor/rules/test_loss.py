@@ -1,4 +1,4 @@
-"""Losses give plain torch's values and gradients: means over the global count, classes cut without gathering logits."""
+"""Losses match torch in values and gradients: means over the global count, logits sharded by class never gathered."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ def elementwise() -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 def test_values_and_gradients_match_torch_for_every_placement(against_torch: Any) -> None:
-    against_torch((3,), with_targets(), most=6)
-    against_torch((3,), elementwise(), most=5)
-    against_torch((2, 2), list(itertools.islice(with_targets(), 0, None, 7)), most=4)
+    against_torch((3,), with_targets(), max_combinations=6)
+    against_torch((3,), elementwise(), max_combinations=5)
+    against_torch((2, 2), list(itertools.islice(with_targets(), 0, None, 7)), max_combinations=4)
 
 
 def test_logits_sharded_by_class_are_never_gathered() -> None:

@@ -1,4 +1,4 @@
-"""Views of a dimension that several mesh dimensions shard: right on ranks, bounded in bytes on meshes of any size."""
+"""Views of a dimension that several mesh dimensions shard: correct, and bounded in bytes on meshes of any size."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shardwright.testing import on_ranks
 S, R = sw.Shard, sw.Replicate
 
 
-def stand_in(
+def meta_dtensor(
     mesh: Mesh, shape: tuple[int, ...], *placements: Placement, dtype: torch.dtype = torch.float32
 ) -> sw.DTensor:
-    """A DTensor of any mesh, without values and without ranks."""
+    """Return a DTensor on a mesh of any size, without values or ranks."""
     layout = Layout(mesh, placements, shape)
     with no_torch_function():
         return tag(torch.empty(layout.local_shape(0), dtype=dtype, device="meta"), layout)
@@ -31,14 +31,14 @@ def stand_in(
 def test_views_of_fsdp_tensor_parallel_activations_never_gather_them(
     tables: tuple[Placement, Placement], join: bool
 ) -> None:
-    """The batch grows with the mesh, what a rank receives does not."""
+    """The batch grows with the mesh; what a rank receives does not."""
     length, width, words = 512, 1024, 32_000
     for data, tensor in ((2, 2), (8, 8), (64, 8), (512, 8)):
         mesh, batch = Mesh((data, tensor), ("dp", "tp")), 2 * data
         with sw.trace() as seen:
-            tokens = stand_in(mesh, (batch, length), S(0), R(), dtype=torch.int64)
-            hidden = torch.nn.functional.embedding(tokens, stand_in(mesh, (words, width), *tables))
-            mixed = torch.nn.functional.linear(hidden, stand_in(mesh, (3 * width, width), S(0), S(0)))
+            tokens = meta_dtensor(mesh, (batch, length), S(0), R(), dtype=torch.int64)
+            hidden = torch.nn.functional.embedding(tokens, meta_dtensor(mesh, (words, width), *tables))
+            mixed = torch.nn.functional.linear(hidden, meta_dtensor(mesh, (3 * width, width), S(0), S(0)))
             viewed = mixed.view(batch * length, 3 * width) if join else mixed.view(batch, length, 48, width // 16)
         received = Counter[str]()
         for redistribution in seen.redistributions:
@@ -61,13 +61,13 @@ def test_views_of_nested_shards_match_torch() -> None:
     }
     for shape, wanted in views.items():
         plain = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-        for places in itertools.product([S(d) for d in range(len(shape))], repeat=2):
+        for placements in itertools.product([S(d) for d in range(len(shape))], repeat=2):
             for view in wanted:
-                x = sw.distribute_tensor(plain, mesh, places).requires_grad_()
+                x = sw.distribute_tensor(plain, mesh, placements).requires_grad_()
                 y = x.view(view)
-                assert torch.equal(y.full_tensor(), plain.view(view)), (shape, places, view)
+                assert torch.equal(y.full_tensor(), plain.view(view)), (shape, placements, view)
                 (y * y).sum().backward()
-                assert torch.equal(x.grad.full_tensor(), 2 * plain), (shape, places, view)
+                assert torch.equal(x.grad.full_tensor(), 2 * plain), (shape, placements, view)
 
 
 @on_ranks(4, timeout=60)
@@ -84,13 +84,13 @@ def test_a_view_that_keeps_a_nested_dimension_does_not_communicate() -> None:
 
 
 def test_partial_sums_are_reduce_scattered_into_equal_shards_if_possible() -> None:
-    """Backends reduce and scatter only equal pieces natively: others are messages from rank to rank."""
+    """Backends reduce-scatter only equal shards natively; others are point-to-point messages."""
     for data, tensor in ((8, 8), (64, 8)):
         mesh = Mesh((data, tensor), ("dp", "tp"))
-        hidden = stand_in(mesh, (2 * data, 512, 1024), S(0), sw.Partial())
+        hidden = meta_dtensor(mesh, (2 * data, 512, 1024), S(0), sw.Partial())
         with sw.trace() as seen:
-            torch.nn.functional.gelu(hidden + stand_in(mesh, (2 * data, 512, 1024), S(0), S(1)))
-            torch.nn.functional.linear(hidden, stand_in(mesh, (3072, 1024), S(0), S(0)))
+            torch.nn.functional.gelu(hidden + meta_dtensor(mesh, (2 * data, 512, 1024), S(0), S(1)))
+            torch.nn.functional.linear(hidden, meta_dtensor(mesh, (3072, 1024), S(0), S(0)))
         scattered = 0
         for redistribution in seen.redistributions:
             for step in plan(redistribution.source, redistribution.target, itemsize=4).steps:

@@ -1,4 +1,4 @@
-"""Losses, norms, bags, masks and torch's own bodies on real ranks: values and gradients as plain torch's."""
+"""Losses, norms, bags, masks and Python functions of torch match torch in values and gradients."""
 
 from __future__ import annotations
 
@@ -51,7 +51,11 @@ CASES: list[Any] = [
         [r(5, 4), r(5, 4, seed=1), i(5, high=2)],
     ),
     ("ctc", lambda x, t: F.ctc_loss(x, t, [6, 5, 6, 4, 6], COUNTS), [LOGS, LABELS]),
-    ("ctc in one row", lambda x, t: F.ctc_loss(x, t, [6] * 5, COUNTS, reduction="sum"), [LOGS, i(11, high=3) + 1]),
+    (
+        "ctc_loss, concatenated targets",
+        lambda x, t: F.ctc_loss(x, t, [6] * 5, COUNTS, reduction="sum"),
+        [LOGS, i(11, high=3) + 1],
+    ),
     ("native batch norm", batch_norm, [r(5, 3, 2), r(3), r(3, seed=1)]),
     ("native group norm", lambda x, w: torch.native_group_norm(x, w, None, 5, 4, 3, 2, 1e-5), [r(5, 4, 3), r(4)]),
     ("native layer norm", lambda x, w: torch.native_layer_norm(x, [4], w, None, 1e-5), [r(5, 4), r(4)]),
@@ -60,15 +64,15 @@ CASES: list[Any] = [
     ("bags, greatest", lambda t, w: F.embedding_bag(t, w, mode="max"), [i(5, 3, high=6), r(6, 4)]),
     ("masked mean", lambda x: torch.masked.mean(x, 0), [r(5, 4)]),
     ("masked spread", lambda x, m: torch.masked.std(x, 1, mask=m > 0), [r(5, 4), i(5, 4, high=3)]),
-    ("places of flat indices", lambda t: torch.unravel_index(t, (2, 3)), [i(5, high=6)]),
-    ("cosines of numbers", lambda x, y: F.cosine_similarity(x, y, dim=0), [r(), r(seed=1)]),
+    ("unravel_index", lambda t: torch.unravel_index(t, (2, 3)), [i(5, high=6)]),
+    ("cosine_similarity of scalars", lambda x, y: F.cosine_similarity(x, y, dim=0), [r(), r(seed=1)]),
     ("filled", lambda x: (x * 2).fill_(3.0) + x, [r(5, 4)]),
 ]
 
 
 def test_values_and_gradients_match_torch_for_every_placement(against_torch: Any) -> None:
-    against_torch((3,), CASES, most=12)
-    against_torch((2, 2), CASES, most=6)
+    against_torch((3,), CASES, max_combinations=12)
+    against_torch((2, 2), CASES, max_combinations=6)
 
 
 def test_batch_norm_of_a_sharded_batch_exchanges_only_statistics() -> None:
@@ -82,7 +86,7 @@ def test_batch_norm_of_a_sharded_batch_exchanges_only_statistics() -> None:
 
     received, placements = run_ranks(4, on_a_rank)[0]
     assert placements == (S(0),)
-    assert 0 < received <= 2 * 2 * 8 * 4  # two sums of 8 floats, each reduced and spread
+    assert 0 < received <= 2 * 2 * 8 * 4  # two sums of 8 floats, reduced and all-gathered
 
 
 def test_embedding_bag_of_a_table_sharded_by_rows_does_not_communicate() -> None:
@@ -116,7 +120,7 @@ def test_random_fills_of_partial_sums_match_replicated_tensors() -> None:
 @on_ranks(2)
 def test_python_functions_draw_the_same_random_numbers_on_every_rank() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
-    torch.rand(comm.rank())  # the ranks' own generators are apart
+    torch.rand(comm.rank())  # the ranks' own generators differ
     whole = r(6, 4).detach()
     sw.manual_seed(0)
     u, s, v = torch.svd_lowrank(sw.distribute_tensor(whole, mesh, [S(0)]), 4)
@@ -127,7 +131,7 @@ def test_python_functions_draw_the_same_random_numbers_on_every_rank() -> None:
 
 @on_ranks(2)
 def test_plain_user_tensors_raise_in_functions_and_callbacks() -> None:
-    """What torch's own code makes on its way is a replicate; what the user gave it, or his callbacks use, is not."""
+    """Tensors that torch creates internally are replicated; those of the user, or of a user's callback, are not."""
     mesh = sw.init_device_mesh("cpu", (2,))
     x, plain = sw.distribute_tensor(r(4, 4).detach(), mesh, [S(0)]), r(4, 4).detach()
     linear = nn.Bilinear(4, 4, 1, dtype=torch.float64)
@@ -174,14 +178,14 @@ def _layer(kind: Any, **options: Any) -> Any:
 def test_transformers_train_and_infer_as_on_one_device(name: str) -> None:
     make, call = MODELS[name]
 
-    def cut_weights(_: str, module: nn.Module, mesh: Any) -> None:
+    def shard_weights(_: str, module: nn.Module, mesh: Any) -> None:
         for key, value in list(module.named_parameters(recurse=False)):
             setattr(module, key, nn.Parameter(sw.distribute_tensor(value.detach(), mesh, [S(0)])))
 
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (4,))
         whole, mask = r(5, 6, 8).detach(), nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
-        for placement, cut in ((R, cut_weights), (S(0), None), (S(0), cut_weights), (S(1), None), (S(2), None)):
+        for placement, cut in ((R, shard_weights), (S(0), None), (S(0), shard_weights), (S(1), None), (S(2), None)):
             torch.manual_seed(0)
             plain = make()
             ours = sw.distribute_module(deepcopy(plain), mesh, cut)
@@ -192,7 +196,7 @@ def test_transformers_train_and_infer_as_on_one_device(name: str) -> None:
             expected.sin().sum().backward()
             for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]  # DTensors'
-            with torch.no_grad():  # where torch takes a shorter path of its own
+            with torch.no_grad():  # where torch takes its fast path
                 answer = call(ours.eval(), x, rows)
                 torch.testing.assert_close(answer.full_tensor(), call(plain.eval(), whole, mask))
 

@@ -1,4 +1,4 @@
-"""Normalisation gives plain torch's values and gradients for every placement, over the whole batch."""
+"""Normalisation over the global batch matches torch in values and gradients for every placement."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ CASES: list[Any] = [
 
 
 def test_values_and_gradients_match_torch_for_every_placement(against_torch: Any) -> None:
-    against_torch((3,), CASES, most=15)
-    against_torch((2, 2), CASES, most=4)
+    against_torch((3,), CASES, max_combinations=15)
+    against_torch((2, 2), CASES, max_combinations=4)
 
 
 def test_running_statistics_are_those_of_the_global_batch() -> None:
@@ -54,31 +54,33 @@ def test_running_statistics_are_those_of_the_global_batch() -> None:
         mesh = sw.init_device_mesh("cpu", (3,))
         for make in (lambda: nn.BatchNorm1d(4), lambda: nn.BatchNorm1d(4, momentum=None)):
             for image in ((7, 4), (5, 4, 2)):
-                for place in (sw.Replicate(), sw.Shard(0), sw.Shard(1)):
+                for placement in (sw.Replicate(), sw.Shard(0), sw.Shard(1)):
                     for buffers in (sw.Replicate(), sw.Shard(0)):
                         torch.manual_seed(0)
                         plain, ours = make().double(), make().double()
                         sw.distribute_module(
                             ours,
                             mesh,
-                            lambda name, module, mesh, place=buffers: module._buffers.update(
+                            lambda name, module, mesh, placement=buffers: module._buffers.update(
                                 {
-                                    key: sw.distribute_tensor(value, mesh, [place if value.ndim else sw.Replicate()])
+                                    key: sw.distribute_tensor(
+                                        value, mesh, [placement if value.ndim else sw.Replicate()]
+                                    )
                                     for key, value in module._buffers.items()
                                 }
                             ),
                         )
                         for step in range(3):
                             x = torch.randn(image, dtype=torch.float64) + step
-                            y = ours(sw.distribute_tensor(x, mesh, [place]))
+                            y = ours(sw.distribute_tensor(x, mesh, [placement]))
                             torch.testing.assert_close(y.full_tensor(), plain(x))
                         for name, buffer in plain.named_buffers():
                             mine = dict(ours.named_buffers())[name]
-                            torch.testing.assert_close(mine.full_tensor(), buffer, msg=f"{name} {place} {buffers}")
+                            torch.testing.assert_close(mine.full_tensor(), buffer, msg=f"{name} {placement} {buffers}")
                         assert ours.running_mean.placements == (buffers,)
                         plain.eval(), ours.eval()
                         x = torch.randn(image, dtype=torch.float64)
-                        y = ours(sw.distribute_tensor(x, mesh, [place]))
+                        y = ours(sw.distribute_tensor(x, mesh, [placement]))
                         torch.testing.assert_close(y.full_tensor(), plain(x))
 
     run_ranks(3, on_a_rank)
@@ -87,15 +89,15 @@ def test_running_statistics_are_those_of_the_global_batch() -> None:
 def test_instance_norm_tracks_running_statistics() -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (3,))
-        for place in (sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Shard(2)):
+        for placement in (sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Shard(2)):
             plain = nn.InstanceNorm1d(4, track_running_stats=True).double()
             ours = sw.distribute_module(nn.InstanceNorm1d(4, track_running_stats=True).double(), mesh)
             x = torch.randn(5, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-            torch.testing.assert_close(ours(sw.distribute_tensor(x, mesh, [place])).full_tensor(), plain(x))
+            torch.testing.assert_close(ours(sw.distribute_tensor(x, mesh, [placement])).full_tensor(), plain(x))
             for name, buffer in plain.named_buffers():
                 torch.testing.assert_close(dict(ours.named_buffers())[name].full_tensor(), buffer)
             plain.eval(), ours.eval()
-            torch.testing.assert_close(ours(sw.distribute_tensor(x, mesh, [place])).full_tensor(), plain(x))
+            torch.testing.assert_close(ours(sw.distribute_tensor(x, mesh, [placement])).full_tensor(), plain(x))
 
     run_ranks(3, on_a_rank)
 

@@ -1,4 +1,4 @@
-"""Order, scans, counts and selections along dimensions that are cut: as plain torch's, and no more moves than must."""
+"""Order, scans, counts and selections along sharded dimensions match torch, with the least communication."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Function = Callable[[Any], Any]
 
 
 def numbers(shape: tuple[int, ...]) -> Tensor:
-    """Mixed signs, and ties: some numbers come more than once."""
+    """Mixed signs, with ties."""
     generator = torch.Generator().manual_seed(sum(shape))
     values = torch.randn(shape, dtype=torch.float64, generator=generator)
     again = torch.rand(shape, generator=generator) < 0.3
     return torch.where(again, values.sign(), values)
 
 
-def strange(shape: tuple[int, ...]) -> Tensor:
-    """With infinities and what is no number."""
+def non_finite(shape: tuple[int, ...]) -> Tensor:
+    """With infinities and NaN."""
     values = numbers(shape).reshape(-1)
     values[::5] = torch.nan
     values[1::4] = torch.inf
@@ -37,7 +37,7 @@ def strange(shape: tuple[int, ...]) -> Tensor:
 SCANS: list[Function] = [
     *(lambda x, f=f, d=d: f(x, d) for f in (torch.cumsum, torch.cumprod, torch.logcumsumexp) for d in (0, -1)),
     *(lambda x, f=f, d=d: tuple(f(x, d)) for f in (torch.cummax, torch.cummin) for d in (0, -1)),
-    lambda x: torch.cumprod(x.round(), 0),  # zeros, of which a quotient would be no number
+    lambda x: torch.cumprod(x.round(), 0),  # zeros, which would give NaN in a quotient
     lambda x: x.detach().long().cumsum(0),
     lambda x: torch.cumsum(x.detach().long(), 0, dtype=torch.float64),
 ]
@@ -103,7 +103,7 @@ STATISTICS: list[Function] = [
     *(lambda x, d=d: torch.quantile(x, 0.3, dim=d) for d in (None, 0, 1)),
     *(lambda x, i=i: x.quantile(0.6, 0, interpolation=i) for i in ("lower", "higher", "midpoint", "nearest")),
     lambda x: torch.quantile(x, x.detach().sigmoid()[0], dim=0, keepdim=True),
-    # Shares that have a gradient of their own, or none: alike on ranks that have nothing.
+    # `q` with and without a gradient: the same on ranks with empty shards
     *(lambda x, i=i: x.quantile(x.sum(0).sigmoid(), 0, interpolation=i) for i in ("linear", "midpoint", "lower")),
     lambda x: torch.nanquantile(torch.where(x > 1, torch.nan, x), x.detach().sigmoid()[0], dim=0),
     lambda x: torch.cov(x),
@@ -122,11 +122,11 @@ KINDS = {
 
 
 def compare(number: int, function: Function, whole: Tensor, mesh: Any, placements: list[Placement]) -> None:
-    """Values and gradients, of the function on a DTensor and on the whole tensor."""
+    """Compare values and gradients of the function on a DTensor and on the plain tensor."""
     what = f"function {number} of {tuple(whole.shape)} {placements}"
     plain = whole.clone().requires_grad_()
-    cut = [Replicate() if p.is_partial() else p for p in placements]
-    x = sw.distribute_tensor(whole, mesh, cut)
+    unreduced = [Replicate() if p.is_partial() else p for p in placements]
+    x = sw.distribute_tensor(whole, mesh, unreduced)
     share = 1 / torch.Size([mesh.shape[m] for m, p in enumerate(placements) if p.is_partial()]).numel()
     x = sw.DTensor.from_local(x.to_local() * share, mesh, placements, shape=whole.shape).requires_grad_()
     expected, found = (each if isinstance(each, tuple) else (each,) for each in (function(plain), function(x)))
@@ -144,7 +144,7 @@ def compare(number: int, function: Function, whole: Tensor, mesh: Any, placement
         torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-8, atol=1e-8, msg=lambda m: f"{what}: {m}")
 
 
-def on_a_line(functions: list[Function]) -> None:
+def on_a_1d_mesh(functions: list[Function]) -> None:
     mesh = sw.init_device_mesh("cpu", (3,))
     for shape in ((7, 5), (2, 4)):
         placements = [Shard(0), Shard(1), Partial(), Ragged(0, (0, shape[0] - 1, 1)), Ragged(1, (shape[1], 0, 0))]
@@ -155,10 +155,10 @@ def on_a_line(functions: list[Function]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_order_operators_match_torch_along_a_sharded_dimension(kind: str) -> None:
-    run_ranks(3, on_a_line, KINDS[kind], timeout=240)
+    run_ranks(3, on_a_1d_mesh, KINDS[kind], timeout=240)
 
 
-def on_a_square(functions: list[Function]) -> None:
+def on_a_2d_mesh(functions: list[Function]) -> None:
     mesh = sw.init_device_mesh("cpu", (2, 2))
     for placements in product((Replicate(), Shard(0), Shard(1), Partial()), repeat=2):
         for number, function in enumerate(functions):
@@ -167,13 +167,13 @@ def on_a_square(functions: list[Function]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_order_operators_match_torch_on_a_2d_mesh(kind: str) -> None:
-    run_ranks(4, on_a_square, KINDS[kind], timeout=240)
+    run_ranks(4, on_a_2d_mesh, KINDS[kind], timeout=240)
 
 
 @on_ranks(3)
 def test_nan_is_ordered_as_in_torch() -> None:
     mesh = sw.init_device_mesh("cpu", (3,))
-    whole = strange((11, 2))
+    whole = non_finite((11, 2))
     x = sw.distribute_tensor(whole, mesh, [Shard(0)])
     functions: list[Function] = [
         lambda x: x.max(0), lambda x: x.min(0), lambda x: x.cummax(0), lambda x: x.cummin(0),
@@ -192,7 +192,7 @@ def test_nan_is_ordered_as_in_torch() -> None:
 LONG = 5000
 
 
-def long_line(dtype: torch.dtype = torch.float64) -> Tensor:
+def long_vector(dtype: torch.dtype = torch.float64) -> Tensor:
     values = torch.randn(LONG, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     values[::3] = (values[::3] * 2).round()
     values[7] = 0.0
@@ -204,17 +204,17 @@ def long_line(dtype: torch.dtype = torch.float64) -> Tensor:
 def test_long_dimensions_are_sorted_without_gathering(dtype: torch.dtype) -> None:
     def body() -> None:
         mesh = sw.init_device_mesh("cpu", (3,))
-        whole = long_line(dtype)
+        whole = long_vector(dtype)
         if dtype.is_floating_point:
             whole[5::97] = torch.nan
         for placement in (Shard(0), Ragged(0, (0, LONG - 1, 1)), Ragged(0, (LONG, 0, 0)), Ragged(0, (9, LONG - 9, 0))):
             x = sw.distribute_tensor(whole, mesh, [placement])
             for descending in (False, True):
                 with sw.trace() as seen:
-                    values, places = x.sort(stable=True, descending=descending)
+                    values, indices = x.sort(stable=True, descending=descending)
                 expected = whole.sort(stable=True, descending=descending)
                 torch.testing.assert_close(values.full_tensor(), expected[0], equal_nan=True, rtol=0, atol=0)
-                torch.testing.assert_close(places.full_tensor(), expected[1])
+                torch.testing.assert_close(indices.full_tensor(), expected[1])
                 assert values.placements == x.placements
                 assert seen.received <= x.to_local().numel() * (dtype.itemsize + 8) + 16_000
             assert torch.equal(x.argsort().full_tensor(), whole.argsort(stable=True))
@@ -230,7 +230,7 @@ def test_order_statistics_of_long_dimensions_do_not_move_elements() -> None:
         lambda x: x.median(), lambda x: x.nanmedian(), lambda x: x.kthvalue(LONG, keepdim=True)[0],
         lambda x: x.kthvalue(3)[0], lambda x: x.topk(5)[0],
     ]  # fmt: skip
-    whole = long_line()
+    whole = long_vector()
     for shape, placements in (((4,), [Shard(0)]), ((2, 2), [Shard(0), Shard(0)]), ((2, 2), [Replicate(), Shard(0)])):
         mesh = sw.init_device_mesh("cpu", shape)
         for number, function in enumerate(functions):
@@ -255,7 +255,7 @@ def test_order_statistics_of_long_dimensions_do_not_move_elements() -> None:
 
 @on_ranks(4)
 def test_quantiles_of_long_dimensions_and_their_gradients_match_torch() -> None:
-    whole = long_line()
+    whole = long_vector()
     mesh = sw.init_device_mesh("cpu", (4,))
     for function in (
         lambda x: x.quantile(0.25),
@@ -297,11 +297,11 @@ def test_elements_selected_by_value_stay_on_their_rank() -> None:
     x = sw.distribute_tensor(whole, mesh, [Shard(0)])
     with sw.trace() as seen:
         found = x.masked_select(x > 0)
-        places = (x > 0).nonzero()
+        indices = (x > 0).nonzero()
     assert seen.received <= 2 * 2 * 8
     mine = slice(comm.rank() * 3, comm.rank() * 3 + 3)
     assert torch.equal(found.to_local(), whole[mine].masked_select(whole[mine] > 0))
-    assert places.shape[0] == found.shape[0] == int((whole > 0).sum())
+    assert indices.shape[0] == found.shape[0] == int((whole > 0).sum())
 
 
 @on_ranks(3)

@@ -1,4 +1,4 @@
-"""A cast of a partial sum is the cast of the sum: partial values are never rounded, truncated or wrapped apart."""
+"""A cast of a partial sum is the cast of the sum: partial values are never rounded, truncated or wrapped separately."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ S, R, P = sw.Shard, sw.Replicate, sw.Partial
 
 
 def partial_sum(values: list[list[float]], dtype: torch.dtype, op: str = "sum") -> sw.DTensor:
-    """A DTensor whose partial value on rank r is `values[r]`."""
+    """Return a DTensor whose partial value on rank r is `values[r]`."""
     mesh = sw.init_device_mesh("cpu", (2,))
     return sw.DTensor.from_local(torch.tensor(values[mesh.get_rank()], dtype=dtype), mesh, [P(op)])
 
 
-# They cancel out: rounded apart, 1e5 and -99999 become 0 in bfloat16 and nan in float16.
+# They cancel: rounded separately, 1e5 and -99999 become 0 in bfloat16 and NaN in float16.
 CANCEL = [[1e5, 300.0, 0.75], [-99999.0, -299.0, 0.75]]
 
 CASTS = {
@@ -156,9 +156,11 @@ def test_torch_functions_that_write_in_place_internally_accept_partial_sums() ->
     drawn = functional.gumbel_softmax(spread[0], hard=True).full_tensor()
     assert drawn.sum(-1).tolist() == [1.0] * 3
     out = sw.distribute_tensor(torch.zeros(3, 3), mesh, [S(0)])
-    for place in (P(), S(1)):
+    for placement in (P(), S(1)):
         with torch.no_grad():
-            functional.normalize(sw.distribute_tensor(x, mesh, [R()]).redistribute(placements=[place]), p=1.0, out=out)
+            functional.normalize(
+                sw.distribute_tensor(x, mesh, [R()]).redistribute(placements=[placement]), p=1.0, out=out
+            )
         torch.testing.assert_close(out.full_tensor(), functional.normalize(x, p=1.0))
 
 
@@ -167,22 +169,22 @@ def test_all_torch_functions_that_write_in_place_internally_are_tested() -> None
         getattr(module, name) for module in (functional, torch.functional) for name in dir(module) if name[0] != "_"
     ]
     found = {f.__name__ for f in public if callable(f) and python_body(f) is not None and writes_to_intermediates(f)}
-    # All of these are tried above with partial sums; a new one of torch's belongs there too.
+    # All of these are tested with partial sums above; add new ones there too.
     assert found <= {"gaussian_nll_loss", "gumbel_softmax", "normalize"}, found
 
 
 def test_rules_are_proved_for_int_and_bool_tensors() -> None:
     small = torch.tensor([[100, 27, 3], [-90, 5, 77]], dtype=torch.int8)
     image = torch.randint(0, 200, (1, 2, 4, 4), dtype=torch.uint8)
-    truths = torch.tensor([True, False, True, True])
+    bools = torch.tensor([True, False, True, True])
     for proof in (
         prove(torch.sum, small, ranks=5),
         prove(torch.cumsum, small, 1, ranks=5),
         prove(torch.add, small, small.float(), ranks=5),
         prove(torch.mul, small, 0.5, ranks=5),
         prove(torch._C._nn.upsample_bilinear2d, image, [6, 6], False, ranks=5),
-        prove(torch.pixel_shuffle, truths.reshape(1, 4, 1, 1), 2, ranks=5),
-        prove(torch._C._nn.im2col, truths.reshape(1, 1, 2, 2), [2, 2], [1, 1], [0, 0], [1, 1], ranks=3),
+        prove(torch.pixel_shuffle, bools.reshape(1, 4, 1, 1), 2, ranks=5),
+        prove(torch._C._nn.im2col, bools.reshape(1, 1, 2, 2), [2, 2], [1, 1], [0, 0], [1, 1], ranks=3),
     ):
         assert not proof.wrong, proof
 

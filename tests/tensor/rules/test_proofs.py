@@ -1,6 +1,6 @@
-"""Every rule is proved: all placements of its inputs on one mesh dimension, values and gradients. None lands unproved.
+"""Every rule is proved: all placements of its inputs on one mesh dimension, in values and gradients.
 
-Sizes are chosen so that 3 ranks get uneven shards (4, 5, 7), empty ones (1, 2) and nothing at all (0).
+Sizes are chosen so that 3 ranks get uneven shards (4, 5, 7), empty ones (1, 2) or only empty ones (0).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def S(func: Call, *args: Any, **kwargs: Any) -> Sample:  # noqa: N802  # short, 
 
 
 def r(*shape: int, seed: int = 0) -> Tensor:
-    """Mixed signs, nothing near zero or one, where functions have kinks and poles."""
+    """Mixed signs, with nothing near zero or one, where functions have kinks and poles."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     value = 0.1 + 0.8 * torch.rand(shape, dtype=torch.float64, generator=generator)
     return torch.where(torch.rand(shape, generator=generator) < 0.5, -value, value)
@@ -47,7 +47,7 @@ def pos(*shape: int, seed: int = 0) -> Tensor:
 
 
 def g(*shape: int) -> Tensor:
-    """The one whose gradient is asked for, where another cannot have one."""
+    """A tensor that requires grad, for operators with inputs that cannot."""
     return pos(*shape).requires_grad_()
 
 
@@ -73,7 +73,7 @@ def names(text: str) -> list[str]:
 
 T = torch.Tensor
 
-# Element by element, of one tensor: tried on several shapes, and in place where torch has that.
+# Pointwise operators of one tensor: tested on several shapes, and in place if torch has that.
 UNARY = names(
     """
     abs acos asin asinh atan atanh ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu
@@ -96,7 +96,7 @@ BINARY_INTEGER = names("bitwise_and bitwise_left_shift bitwise_or bitwise_right_
 CONVERSIONS = names("cpu half float double bfloat16 cfloat cdouble int long short char byte bool")
 
 OTHERS: dict[str, list[Sample]] = {
-    # element by element
+    # pointwise
     "acosh": [S(torch.acosh, pos(4, 2) + 2), S(T.acosh_, pos(4, 2) + 2)],
     "bitwise_not": [S(torch.bitwise_not, i(4, 2)), S(torch.bitwise_not, b(4))],
     "clamp": [
@@ -292,14 +292,14 @@ OTHERS: dict[str, list[Sample]] = {
     "ravel": [S(torch.ravel, r(4, 5)), S(torch.ravel, r(6, 4).t())],
     "view_as": [S(T.view_as, r(4, 2), r(4, 2, seed=1))],
     "reshape_as": [S(T.reshape_as, r(4, 2), r(4, 2, seed=1))],
-    # new tensors
+    # creation
     "zeros_like": [S(torch.zeros_like, r(4, 2)), S(torch.zeros_like, i(4), dtype=torch.float64)],
     "ones_like": [S(torch.ones_like, r(4, 2)), S(torch.ones_like, r(4, 2), dtype=torch.int64)],
     "full_like": [S(torch.full_like, r(4, 2), 3.0), S(torch.full_like, r(4), fill_value=2)],
     "new_zeros": [S(T.new_zeros, r(4, 2), (2, 3)), S(T.new_zeros, r(4), 2, 3)],
     "new_ones": [S(T.new_ones, r(4, 2), (2, 3)), S(T.new_ones, r(4), size=(2, 3))],
     "new_full": [S(T.new_full, r(4, 2), (2, 3), 4.0), S(T.new_full, r(4), (2,), fill_value=1)],
-    # picking, joining, scattering
+    # indexing, joining, scattering
     "__getitem__": [
         S(T.__getitem__, r(4, 5, 2), index)
         for index in (0, -1, slice(1, 3), slice(None, None, 2), (slice(None), 2), (..., -1), (None, slice(0, 2)),
@@ -461,13 +461,13 @@ OTHERS: dict[str, list[Sample]] = {
     ],
     "nll_loss2d": [S(torch._C._nn.nll_loss2d, r(4, 5, 2, 1), i(4, 2, 1, low=0), None, 1, -100)],
 }  # fmt: skip
-# Whose values are arbitrary: shapes and dtypes are all there is to prove.
+# Their values are arbitrary: only shapes and dtypes can be proved.
 SHAPES_ALONE = {
     "empty_like": [S(torch.empty_like, r(4, 2)), S(torch.empty_like, r(4), dtype=torch.int64)],
     "new_empty": [S(T.new_empty, r(4), (2, 3)), S(T.new_empty, r(4), 2)],
     "new_empty_strided": [S(T.new_empty_strided, r(4), (2, 3), (1, 2))],
 }
-# Proved elsewhere, each with the reason.
+# Proved elsewhere, with the reason.
 ELSEWHERE = {
     "cuda": "needs a device; its rule is that of cpu",
     "__setitem__": "returns nothing; test_index.py compares what it has written",
@@ -483,16 +483,16 @@ ELSEWHERE = {
 
 
 def find(name: str) -> list[Call]:
-    """The operator as torch spells it: a function, and a method that writes in place."""
+    """Return the operator as a torch function, and as an in-place method."""
     if name == "alias":
         return [torch.ops.aten.alias]
     if name in CONVERSIONS:
         return [getattr(T, name)]
     if name.startswith("special_"):
         return [getattr(torch.special, name.removeprefix("special_"))]
-    places = (torch, F, torch.Tensor)
+    namespaces = (torch, F, torch.Tensor)
     spelled = {"log_sigmoid": "logsigmoid"}.get(name, name)
-    found = next(getattr(place, spelled) for place in places if hasattr(place, spelled))
+    found = next(getattr(namespace, spelled) for namespace in namespaces if hasattr(namespace, spelled))
     inplace = getattr(T, f"{spelled}_", None)
     return [found] if inplace is None else [found, inplace]
 
@@ -502,11 +502,11 @@ def generated(name: str) -> Iterator[Sample]:
     for func in find(name):
         inplace = canonical_name(func)[1]
         if name in (*UNARY, *UNARY_POSITIVE):
-            scale = 9 if name in ("trunc", "round", "ceil", "floor") else 1  # else there would be nothing but zeros
+            scale = 9 if name in ("trunc", "round", "ceil", "floor") else 1  # otherwise all values would be zero
             yield from (S(func, scale * make(*shape)) for shape in ((4, 2), (), (0, 3)))
         elif name in BINARY:
             yield S(func, pos(4, 2), pos(2, seed=1))
-            if name == "special_zeta":  # not a number below 1
+            if name == "special_zeta":  # NaN below 1
                 yield S(func, 1 + pos(4, 2), pos(2, seed=1))
             if not inplace:
                 yield S(func, pos(4, 1), pos(1, 5, seed=1))
@@ -520,8 +520,8 @@ def generated(name: str) -> Iterator[Sample]:
             yield S(func, (r(4, 2) * 9).abs() if name == "byte" else r(4, 2) * 9)
 
 
-def _of_other_files() -> dict[str, list[Sample]]:
-    """The samples of rules of one kind, in a file of their own: `SAMPLES`, by the operator's canonical name."""
+def _samples_of_other_files() -> dict[str, list[Sample]]:
+    """Return the samples of the other files: their `SAMPLES`, by canonical name of the operator."""
     found: dict[str, list[Sample]] = {}
     for path in sorted(Path(__file__).parent.glob("samples_*.py")):
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -534,7 +534,7 @@ def _of_other_files() -> dict[str, list[Sample]]:
     return found
 
 
-OF_OTHER_FILES = _of_other_files()
+OF_OTHER_FILES = _samples_of_other_files()
 GENERATED = (*UNARY, *UNARY_POSITIVE, *BINARY, *BINARY_INTEGER, *CONVERSIONS)
 RULES = sorted(name for name, op in OPERATORS.items() if op.rule is not None)
 
@@ -544,8 +544,8 @@ def samples_of(name: str) -> list[Sample]:
 
 
 PROVED_HERE = [name for name in RULES if name not in SHAPES_ALONE and name not in ELSEWHERE]
-# The long ones have files of their own: all of them in the full budget, else every third.
-SOON = [name for number, name in enumerate(PROVED_HERE) if FULL or number % 3 == 0 or name not in OF_OTHER_FILES]
+# Slow ones: all of them with the full budget, else every third.
+SELECTED = [name for number, name in enumerate(PROVED_HERE) if FULL or number % 3 == 0 or name not in OF_OTHER_FILES]
 
 
 def test_every_rule_has_samples() -> None:
@@ -553,7 +553,7 @@ def test_every_rule_has_samples() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce", "ignore:ComplexHalf")
-@pytest.mark.parametrize("name", SOON)
+@pytest.mark.parametrize("name", SELECTED)
 def test_rule_is_correct(name: str) -> None:
     for func, args, kwargs in samples_of(name):
         assert canonical_name(func)[0] == name
@@ -573,7 +573,7 @@ def test_rules_proved_elsewhere_are_registered() -> None:
 
 
 def test_fast_path_operators_return_one_new_tensor() -> None:
-    """The dispatcher tags such results without looking at them: they must be nobody else's."""
+    """The dispatcher tags these results unchecked, so they must not alias other tensors."""
     tried = 0
     for name in RULES:
         for func, args, kwargs in samples_of(name):

@@ -1,4 +1,4 @@
-"""Recurrent nets of torch's on real ranks: values and gradients as of whole tensors, and nothing moves for a batch."""
+"""Recurrent nets match torch in values and gradients; a sharded batch needs no communication."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ CELLS: list[Callable[..., nn.Module]] = [
 ]
 
 
-def cut_weights(name: str, module: nn.Module, mesh: Any) -> None:
+def shard_weights(name: str, module: nn.Module, mesh: Any) -> None:
     del name
     for key, value in list(module.named_parameters(recurse=False)):
         setattr(module, key, nn.Parameter(sw.distribute_tensor(value.detach(), mesh, [S(0)] + [R] * (mesh.ndim - 1))))
 
 
-def twins(make: Callable[..., nn.Module], mesh: Any, cut: bool) -> tuple[nn.Module, nn.Module]:
+def twins(make: Callable[..., nn.Module], mesh: Any, sharded: bool) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     plain = make()
-    return plain, sw.distribute_module(deepcopy(plain), mesh, cut_weights if cut else None)
+    return plain, sw.distribute_module(deepcopy(plain), mesh, shard_weights if sharded else None)
 
 
 def flat(results: Any) -> list[Any]:
@@ -46,7 +46,7 @@ def flat(results: Any) -> list[Any]:
 
 
 def compare(plain: nn.Module, ours: nn.Module, whole: Tensor, x: Any, *rest: Any) -> None:
-    """Results, and the gradients of all of them, of the input and of the weights."""
+    """Compare results, and their gradients for the input and the weights."""
     whole.requires_grad_()
     expected, found = flat(plain(whole)), flat(ours(x.requires_grad_(), *rest))
     for theirs, mine in zip(expected, found, strict=True):
@@ -63,9 +63,9 @@ def test_recurrent_nets_match_torch(kind: str) -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (4,))
         for size in (5, 2):  # uneven shards, and empty ones
-            for cut in (False, True):
+            for sharded in (False, True):
                 for placement in (R, S(0), S(1), S(2)):
-                    plain, ours = twins(KINDS[kind], mesh, cut)
+                    plain, ours = twins(KINDS[kind], mesh, sharded)
                     whole = torch.randn(size, size, 3, dtype=torch.float64)
                     compare(plain, ours, whole, sw.distribute_tensor(whole.detach(), mesh, [placement]))
 
@@ -76,9 +76,9 @@ def test_recurrent_cells_match_torch_on_a_2d_mesh() -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (2, 2))
         for make in CELLS:
-            for cut in (False, True):
+            for sharded in (False, True):
                 for placements in ([S(0), S(0)], [S(0), R], [R, S(1)]):
-                    plain, ours = twins(make, mesh, cut)
+                    plain, ours = twins(make, mesh, sharded)
                     whole = torch.randn(5, 3, dtype=torch.float64)
                     compare(plain, ours, whole, sw.distribute_tensor(whole.detach(), mesh, placements))
 
@@ -88,7 +88,7 @@ def test_recurrent_cells_match_torch_on_a_2d_mesh() -> None:
 def test_a_sharded_batch_needs_no_communication_and_stays_sharded() -> None:
     def on_a_rank() -> tuple[int, list[str]]:
         mesh = sw.init_device_mesh("cpu", (4,))
-        _, ours = twins(KINDS["LSTM"], mesh, cut=False)
+        _, ours = twins(KINDS["LSTM"], mesh, sharded=False)
         with sw.trace() as seen:
             out, states = ours(sw.rand(6, 8, 3, mesh=mesh, placements=[S(1)], dtype=torch.float64))
         return seen.received, [str(x.placements) for x in (out, *states)]
@@ -143,11 +143,11 @@ def test_packed_sequences_match_torch() -> None:
 def test_a_plain_initial_state_raises() -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
-        _, ours = twins(KINDS["RNN"], mesh, cut=False)
+        _, ours = twins(KINDS["RNN"], mesh, sharded=False)
         x = sw.rand(6, 4, 3, mesh=mesh, placements=[S(1)], dtype=torch.float64)
         with pytest.raises(MixedTensorsError, match=r"rnn_relu: argument 1 is a plain tensor of shape \(2, 4, 4\)"):
             ours(x, torch.zeros(2, 4, 4, dtype=torch.float64))
-        plain, _ = twins(KINDS["RNN"], mesh, cut=False)
+        plain, _ = twins(KINDS["RNN"], mesh, sharded=False)
         with pytest.raises(MixedTensorsError, match="is a plain tensor"):
             plain(x)
 

@@ -1,4 +1,4 @@
-"""Convolutions, pooling and their like on ranks: cut along space, ranks borrow the rows they lack, and no more."""
+"""Convolution, pooling and resizing of spatially sharded images: ranks receive exactly the rows they lack."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def real(*shape: int, seed: int = 0) -> Tensor:
 
 
 def same(x: Any, w: Any) -> Any:
-    with warnings.catch_warnings(action="ignore"):  # torch says that it pads more behind than in front
+    with warnings.catch_warnings(action="ignore"):  # torch warns that it pads more behind than in front
         return F.conv2d(x, w, padding="same", dilation=(2, 1))
 
 
@@ -86,23 +86,23 @@ RESIZED = [
 
 @pytest.mark.parametrize("cases", [CONVOLVED, POOLED, RESIZED], ids=["convolved", "pooled", "resized"])
 def test_spatially_sharded_operators_match_torch(against_torch: Callable[..., None], cases: Any) -> None:
-    against_torch((3,), cases, most=24)
-    against_torch((2, 2), cases, most=8)
+    against_torch((3,), cases, max_combinations=24)
+    against_torch((2, 2), cases, max_combinations=8)
 
 
-def mesh_of(*shape: int) -> Any:
+def cpu_mesh(*shape: int) -> Any:
     return sw.init_device_mesh("cpu", shape)
 
 
-def spread(whole: Tensor, mesh: Any, *placements: Placement) -> Any:
+def distribute(whole: Tensor, mesh: Any, *placements: Placement) -> Any:
     return sw.distribute_tensor(whole.detach(), mesh, placements).requires_grad_(whole.requires_grad)
 
 
 @on_ranks(4, timeout=60)
 def test_exactly_the_missing_rows_are_exchanged_forward_and_backward() -> None:
-    mesh, rank = mesh_of(4), comm.rank()
+    mesh, rank = cpu_mesh(4), comm.rank()
     image, kernel = real(1, 2, 12, 5), real(3, 2, 3, 3).detach()
-    x, w = spread(image, mesh, Shard(2)), spread(kernel, mesh, Replicate())
+    x, w = distribute(image, mesh, Shard(2)), distribute(kernel, mesh, Replicate())
     rows = 1 if rank in (0, 3) else 2
     with comm.count() as forth:
         y = F.conv2d(x, w, padding=1)
@@ -120,8 +120,8 @@ def test_exactly_the_missing_rows_are_exchanged_forward_and_backward() -> None:
 
 @on_ranks(4, timeout=60)
 def test_windows_within_shards_need_no_communication() -> None:
-    mesh = mesh_of(4)
-    x, w = spread(real(1, 2, 16, 4), mesh, Shard(2)), spread(real(1, 2, 2, 3), mesh, Replicate())
+    mesh = cpu_mesh(4)
+    x, w = distribute(real(1, 2, 16, 4), mesh, Shard(2)), distribute(real(1, 2, 2, 3), mesh, Replicate())
     calls: list[Callable[[Any], Any]] = [
         lambda x: F.max_pool2d(x, 2),
         lambda x: F.avg_pool2d(x, 2),
@@ -144,36 +144,36 @@ def test_halos_span_several_ranks_if_shards_are_small() -> None:
     expected = F.conv2d(image, kernel, padding=(2, 0))
     seed = real(*expected.shape, seed=3).detach()
     theirs = torch.autograd.grad((expected * seed).sum(), [image, kernel])
-    mesh = mesh_of(4)
+    mesh = cpu_mesh(4)
     for placement in (Shard(2), Ragged(2, (1, 0, 1, 4)), Ragged(2, (0, 6, 0, 0)), Ragged(2, (1, 1, 1, 3))):
-        x, w = spread(image, mesh, placement), spread(kernel, mesh, Replicate())
+        x, w = distribute(image, mesh, placement), distribute(kernel, mesh, Replicate())
         y = F.conv2d(x, w, padding=(2, 0))
         assert y.placements == (placement,)
         torch.testing.assert_close(y.full_tensor(), expected)
-        ours = torch.autograd.grad((y * spread(seed, mesh, Replicate())).sum(), [x, w])
+        ours = torch.autograd.grad((y * distribute(seed, mesh, Replicate())).sum(), [x, w])
         for mine, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine.full_tensor(), other)  # type: ignore[attr-defined]  # a DTensor
 
 
 @on_ranks(4, timeout=60)
 def test_halos_with_nested_shards_and_with_two_sharded_dimensions() -> None:
-    mesh = mesh_of(2, 2)
+    mesh = cpu_mesh(2, 2)
     image, kernel = real(2, 2, 9, 8), real(3, 2, 3, 2)
     for stride in (1, 2):
         expected = F.conv2d(image, kernel, stride=stride, padding=1)
-        pooled, places = F.max_pool2d(image, 3, stride, 1, return_indices=True)
+        pooled, indices = F.max_pool2d(image, 3, stride, 1, return_indices=True)
         for placements in (
             [Shard(2), Shard(2)], [Shard(2), Shard(3)], [Shard(3), Ragged(2, (2, 7))], [Shard(0), Shard(3)],
             [Shard(2), Partial()],
         ):  # fmt: skip
             cut = [Replicate() if placement.is_partial() else placement for placement in placements]
-            x, w = spread(image, mesh, *cut), spread(kernel, mesh, Replicate(), Replicate())
+            x, w = distribute(image, mesh, *cut), distribute(kernel, mesh, Replicate(), Replicate())
             if cut != placements:
                 x = sw.DTensor.from_local(x.to_local() / 2, mesh, placements, shape=image.shape)
             torch.testing.assert_close(F.conv2d(x, w, stride=stride, padding=1).full_tensor(), expected)
             ours, found = F.max_pool2d(x, 3, stride, 1, return_indices=True)
             torch.testing.assert_close(ours.full_tensor(), pooled)
-            assert torch.equal(found.full_tensor(), places)
+            assert torch.equal(found.full_tensor(), indices)
 
 
 @on_ranks(3, timeout=60)
@@ -184,16 +184,18 @@ def test_second_derivatives_pass_through_halos() -> None:
         return torch.autograd.grad(sum((each * each).sum() for each in first), [x, w])
 
     signal, kernel, seed = real(2, 2, 8), real(1, 2, 4), real(2, 1, 9).detach()
-    mesh = mesh_of(3)
-    ours = twice(spread(signal, mesh, Shard(2)), spread(kernel, mesh, Shard(1)), spread(seed, mesh, Replicate()))
+    mesh = cpu_mesh(3)
+    ours = twice(
+        distribute(signal, mesh, Shard(2)), distribute(kernel, mesh, Shard(1)), distribute(seed, mesh, Replicate())
+    )
     for mine, other in zip(ours, twice(signal, kernel, seed), strict=True):
         torch.testing.assert_close(mine.full_tensor(), other)
 
 
 @on_ranks(2, timeout=60)
 def test_halo_exchanges_are_traced_and_obey_the_policy() -> None:
-    mesh = mesh_of(2)
-    x, w = spread(real(1, 1, 8), mesh, Shard(2)), spread(real(1, 1, 3).detach(), mesh, Replicate())
+    mesh = cpu_mesh(2)
+    x, w = distribute(real(1, 1, 8), mesh, Shard(2)), distribute(real(1, 1, 3).detach(), mesh, Replicate())
     with sw.trace() as seen:
         F.conv1d(x, w)
     assert [(each.operation, each.received) for each in seen.redistributions] == [("conv1d", 8)]
@@ -205,22 +207,22 @@ def test_halo_exchanges_are_traced_and_obey_the_policy() -> None:
 
 @on_ranks(2, timeout=60)
 def test_fractional_pooling_draws_the_same_numbers_in_every_layout() -> None:
-    mesh, found = mesh_of(2), []
+    mesh, found = cpu_mesh(2), []
     for placement in (Replicate(), Shard(0), Shard(1), Shard(2)):
         sw.manual_seed(3)
-        x = spread(real(3, 2, 8, 8), mesh, placement)
+        x = distribute(real(3, 2, 8, 8), mesh, placement)
         found.append([out.full_tensor() for out in F.fractional_max_pool2d(x, 2, 5, return_indices=True)])
         sw.manual_seed(3)
         torch.testing.assert_close(F.fractional_max_pool2d(x, 2, 5).full_tensor(), found[-1][0])
-    for pooled, places in found[1:]:
+    for pooled, indices in found[1:]:
         assert torch.equal(pooled, found[0][0])
-        assert torch.equal(places, found[0][1])
+        assert torch.equal(indices, found[0][1])
 
 
 def test_a_single_rank_exchanges_no_halo() -> None:
-    mesh = mesh_of(1)
+    mesh = cpu_mesh(1)
     image, kernel = real(1, 1, 5, 5), real(1, 1, 3, 3)
     with comm.count() as traffic:
-        y = F.conv2d(spread(image, mesh, Shard(2)), spread(kernel, mesh, Replicate()), padding=1)
+        y = F.conv2d(distribute(image, mesh, Shard(2)), distribute(kernel, mesh, Replicate()), padding=1)
     assert not traffic.calls
     torch.testing.assert_close(y.full_tensor(), F.conv2d(image, kernel, padding=1))

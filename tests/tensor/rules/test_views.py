@@ -1,4 +1,4 @@
-"""Views, their copies, and rows in another order: along dimensions that are cut, only what is needed moves."""
+"""Views, their copies, roll and flip along sharded dimensions communicate only what is needed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def real(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
 
 
-def _with(x: Any, write: Callable[[Any], Any]) -> Any:
+def _after_write(x: Any, write: Callable[[Any], Any]) -> Any:
     y = x * 1
     write(y)
     return y
 
 
-def _increased(x: Any, index: Any) -> Any:
-    y = x.square()  # addends are not increased
+def _incremented(x: Any, index: Any) -> Any:
+    y = x.square()  # reduces partial sums, which cannot be incremented
     y[index] += 1
     return y
 
@@ -62,22 +62,22 @@ CASES = [
     ("copies", lambda x: (torch.permute_copy(x, (1, 0)), torch.narrow_copy(x, 0, 1, 2)), [real(3, 4)]),
     ("copies of many", lambda x: torch.unbind_copy(x), [real(3, 4)]),
     ("unravel_index", lambda x: torch.unravel_index(x, (5, 4)), [torch.tensor([3, 19, 0, 7])]),
-    ("x[1] += 1", lambda x: _increased(x, 1), [real(5, 4)]),
-    ("x[i] += 1", lambda x: _increased(x, [0, 3]), [real(5, 4)]),
-    ("x[:, 2] += 1", lambda x: _increased(x, (slice(None), 2)), [real(5, 4)]),
-    ("x[1].mul_", lambda x: _with(x, lambda y: y[1].mul_(3)), [real(5, 4)]),
-    ("x[1][1:3].mul_", lambda x: _with(x, lambda y: y[1][1:3].mul_(3)), [real(5, 4)]),
-    ("x[1][0] = 7", lambda x: _with(x, lambda y: y[1].__setitem__(0, 7)), [real(5, 4)]),
-    ("x.select.zero_", lambda x: _with(x, lambda y: y.select(-2, 1).zero_()), [real(5, 4)]),
+    ("x[1] += 1", lambda x: _incremented(x, 1), [real(5, 4)]),
+    ("x[i] += 1", lambda x: _incremented(x, [0, 3]), [real(5, 4)]),
+    ("x[:, 2] += 1", lambda x: _incremented(x, (slice(None), 2)), [real(5, 4)]),
+    ("x[1].mul_", lambda x: _after_write(x, lambda y: y[1].mul_(3)), [real(5, 4)]),
+    ("x[1][1:3].mul_", lambda x: _after_write(x, lambda y: y[1][1:3].mul_(3)), [real(5, 4)]),
+    ("x[1][0] = 7", lambda x: _after_write(x, lambda y: y[1].__setitem__(0, 7)), [real(5, 4)]),
+    ("x.select.zero_", lambda x: _after_write(x, lambda y: y.select(-2, 1).zero_()), [real(5, 4)]),
 ]  # fmt: skip
 
 
 def test_roll_and_flip_match_torch_for_every_layout(against_torch: Callable[..., None]) -> None:
-    against_torch((3,), CASES, most=12)
+    against_torch((3,), CASES, max_combinations=12)
 
 
 def test_roll_and_flip_match_torch_on_a_2d_mesh(against_torch: Callable[..., None]) -> None:
-    against_torch((2, 2), CASES, most=6)
+    against_torch((2, 2), CASES, max_combinations=6)
 
 
 @on_ranks(4)
@@ -88,7 +88,7 @@ def test_roll_and_flip_send_each_row_once() -> None:
     with sw.trace() as seen:
         rolled = x.roll(3, 0)
     assert rolled.placements == x.placements
-    assert seen.received == 3 * 4 * 4  # three rows of four numbers
+    assert seen.received == 3 * 4 * 4  # three rows of four values
     assert torch.equal(rolled.full_tensor(), whole.roll(3, 0))
     with sw.trace() as seen:
         flipped = x.flip(0)
@@ -104,7 +104,7 @@ def test_unfold_along_a_sharded_dimension_exchanges_only_a_halo() -> None:
     x = sw.distribute_tensor(whole, mesh, [sw.Shard(0)])
     with sw.trace() as seen:
         windows = x.unfold(0, 5, 1)
-    assert seen.received <= 4 * 4  # a window of five lacks four numbers
+    assert seen.received <= 4 * 4  # a window of five lacks four values
     assert torch.equal(windows.full_tensor(), whole.unfold(0, 5, 1))
     with pytest.raises(InPlaceError, match="looks like a view but is a copy, because unfold"):
         windows.zero_()

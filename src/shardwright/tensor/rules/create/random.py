@@ -72,7 +72,7 @@ def _register_in_place(draw: Draw) -> None:
     """Register an operator that overwrites a tensor with random numbers."""
     name, fill, read = draw.name, draw.fill, draw.read
 
-    def answer(*args: Any, **kwargs: Any) -> Strategies:
+    def find_strategies(*args: Any, **kwargs: Any) -> Strategies:
         target, parameters = read(args, kwargs)
         operands = [target, *(value for value in parameters.values() if isinstance(value, Operand))]
         ins, out = broadcast_labels(operands)
@@ -89,7 +89,7 @@ def _register_in_place(draw: Draw) -> None:
         at = overwrite_strategies(index_strategies(operands, ins, [out]), target, len(operands))
         return Strategies(at, run=run, shapes=(target.shape,), draws=True)
 
-    rule(name, numbers_by_type=True)(answer)
+    rule(name, numbers_by_type=True)(find_strategies)
     composite(name)(lambda input, *args, **kwargs: getattr(_uninitialised(input.detach()), f"{name}_")(*args, **kwargs))
 
 
@@ -124,7 +124,7 @@ for _draw in IN_PLACE:
 def _like(fill: Fill) -> Callable[..., MeshStrategy]:
     """Return a rule for `*_like`: the layout of the input, with partial placements replicated."""
 
-    def answer(input: Operand, *_: Any, **options: Any) -> MeshStrategy:
+    def find_strategies(input: Operand, *_: Any, **options: Any) -> MeshStrategy:
         refuse_generator("*_like", options.get("generator"))
         source = without_entered(input.layout)
         placements = [REPLICATE if p.is_partial() else p for p in source.placements]
@@ -145,7 +145,7 @@ def _like(fill: Fill) -> Callable[..., MeshStrategy]:
 
         return MeshStrategy((input.layout,), (layout,), run=run, draws=True)
 
-    return answer
+    return find_strategies
 
 
 def _limits(given: list[Any]) -> dict[str, Any]:

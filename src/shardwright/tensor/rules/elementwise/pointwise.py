@@ -91,13 +91,13 @@ Terms = Callable[..., Sequence[Sequence[int]] | None]
 def pointwise(terms: Terms | None = None) -> Callable[..., Strategies]:
     """Return a rule for a pointwise operator; `terms(*args)` gives the terms it is linear in."""
 
-    def answer(*args: Any, **kwargs: Any) -> Strategies:
+    def find_strategies(*args: Any, **kwargs: Any) -> Strategies:
         operands = operands_in(*args, *kwargs.values())
         ins, out = broadcast_labels(operands)
         linear = None if terms is None else terms(*args, **kwargs)
         return Strategies(index_strategies(operands, ins, [out], terms=linear))
 
-    return answer
+    return find_strategies
 
 
 # Parameter names are torch's: they may be passed by keyword.
@@ -180,7 +180,7 @@ def _rsub(first: Operand, second: Any, alpha: Any = 1) -> Strategies:
 def _same(linear: Terms, *, fresh: bool = False) -> Callable[..., Strategies | MeshStrategy]:
     """Return a rule for one tensor in and the same layout out; unless `fresh`, it may return the input itself."""
 
-    def answer(source: Operand, *args: Any, **kwargs: Any) -> Strategies | MeshStrategy:
+    def find_strategies(source: Operand, *args: Any, **kwargs: Any) -> Strategies | MeshStrategy:
         labels = list(range(source.ndim))
         terms = linear(source, *args, **kwargs)
         # `x.to(other)` uses only the dtype of `other`, which keeps its layout.
@@ -195,7 +195,7 @@ def _same(linear: Terms, *, fresh: bool = False) -> Callable[..., Strategies | M
         at = index_strategies([source], [labels], [labels], terms=terms)
         return Strategies(at, fresh=fresh, shapes=(source.shape,))  # meta tensors have no `to("cpu")`
 
-    return answer
+    return find_strategies
 
 
 rule(*(name for name in LINEAR_UNARY if name not in ALWAYS_NEW))(_same(_unary_terms))
@@ -275,9 +275,9 @@ mark_uniform(
 )
 
 
-def _compare_with_none(answer: bool) -> Callable[..., Any]:
+def _compare_with_none(result: bool) -> Callable[..., Any]:
     """`x == None` is a plain bool, as in torch."""
-    return lambda input, other: answer if other is None else NotImplemented
+    return lambda input, other: result if other is None else NotImplemented
 
 
 composite("eq")(_compare_with_none(False))

@@ -168,7 +168,7 @@ def _linearity(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[
 def _scatter_rule(name: str) -> Callable[..., Strategies | None]:
     """Return a rule for writes of `src` at `index` along one dimension."""
 
-    def answer(
+    def find_strategies(
         input: Operand, dim: int, index: Operand, src: Any = None, *args: Any, **kwargs: Any
     ) -> Strategies | None:
         source = src if src is not None else kwargs.pop("value", None)
@@ -197,7 +197,7 @@ def _scatter_rule(name: str) -> Callable[..., Strategies | None]:
         )
         return Strategies(at, run=_local_write(name, input, axis), written_back=True)
 
-    return answer
+    return find_strategies
 
 
 def _scatter_to_start(name: str) -> Callable[..., Any]:
@@ -229,7 +229,7 @@ for _name in ("scatter", "scatter_add", "scatter_reduce"):
 def _index_write_rule(name: str, adds: bool, linear: bool) -> Callable[..., Strategies | None]:
     """Return a rule for writes of slices of `source` at the indices of one dimension."""
 
-    def answer(
+    def find_strategies(
         input: Operand, dim: int, index: Operand, source: Any = None, *_: Any, **named: Any
     ) -> Strategies | None:
         source = named.get("value") if source is None else source
@@ -250,7 +250,7 @@ def _index_write_rule(name: str, adds: bool, linear: bool) -> Callable[..., Stra
         at = index_strategies(operands, ins, [target], terms=terms, reduction="sum" if sums else None, whole=whole)
         return Strategies(at, run=_local_write(name, input, axis, wraps=name == "index_fill"), written_back=True)
 
-    return answer
+    return find_strategies
 
 
 rule("index_add")(_index_write_rule("index_add", adds=True, linear=True))

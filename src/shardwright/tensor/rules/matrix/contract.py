@@ -98,7 +98,9 @@ def _linear(input: Operand, weight: Operand, bias: Operand | None = None) -> Str
 
 
 def _add_product(left: str, right: str, out: str) -> Callable[..., Strategies | None]:
-    def answer(input: Operand, *factors: Operand, beta: Any = 1, alpha: Any = 1, **named: Any) -> Strategies | None:
+    def find_strategies(
+        input: Operand, *factors: Operand, beta: Any = 1, alpha: Any = 1, **named: Any
+    ) -> Strategies | None:
         del beta, alpha
         if list(named) != sorted(named):  # mat1 before mat2, batch1 before batch2, vec1 before vec2, mat before vec
             return None
@@ -115,7 +117,7 @@ def _add_product(left: str, right: str, out: str) -> Callable[..., Strategies | 
             else replace(strategies, run=_expand_first)
         )
 
-    return answer
+    return find_strategies
 
 
 rule("addmm", numbers_by_type=True)(_add_product("mk", "kn", "mn"))

@@ -120,10 +120,10 @@ def _by_keyword(kwargs: dict[str, Any]) -> bool:
 
 
 def _table(spec: str, terms: Terms | None = None) -> Callable[..., Strategies | None]:
-    def answer(*args: Any, **kwargs: Any) -> Strategies | None:
+    def find_strategies(*args: Any, **kwargs: Any) -> Strategies | None:
         return None if _by_keyword(kwargs) else batched(spec, operands_in(*args, *kwargs.values()), terms)
 
-    return answer
+    return find_strategies
 
 
 for _spec, _names in ONE_MATRIX.items():

@@ -21,7 +21,7 @@ _SELU_LIMIT = -1.7580993408473766  # limit of SELU for large negative inputs: th
 def _register(name: str, *, features: bool, alpha: bool) -> None:
     """Register the rule of one kind of dropout: of elements or of feature maps, to zero or to the limit of SELU."""
 
-    def answer(
+    def find_strategies(
         input: Operand, p: float = 0.5, training: bool = True, inplace: bool = False, **given: Any
     ) -> Strategies | None:
         training = given.get("train", training)
@@ -44,7 +44,7 @@ def _register(name: str, *, features: bool, alpha: bool) -> None:
 
         return Strategies(at, run=run, shapes=(input.shape,), draws=True)
 
-    rule(name)(answer)
+    rule(name)(find_strategies)
 
 
 def _drop(source: Tensor, layout: Layout, p: float, features: bool, alpha: bool, inplace: bool) -> Tensor:

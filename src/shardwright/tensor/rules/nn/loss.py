@@ -44,10 +44,10 @@ def _register_loss(
         losses = function(*given, **kwargs)
         return losses.mean() if reduction == MEAN else losses.sum()
 
-    def answer(*args: Any, **kwargs: Any) -> Strategies | None:
+    def find_strategies(*args: Any, **kwargs: Any) -> Strategies | None:
         return unreduced(*args, **kwargs) if reduction_of(args, kwargs) == NONE else None
 
-    rule(name)(answer)
+    rule(name)(find_strategies)
     composite(name)(compose)
 
 

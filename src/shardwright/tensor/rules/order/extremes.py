@@ -43,8 +43,8 @@ def _extreme_along(name: str, input: Any, dim: Any, keepdim: bool) -> tuple[Any,
     input = completed(name, input)
     find: Any = getattr(torch, name)
     with no_torch_function():
-        mine, own_indices = _find_in_shard(lambda shard: find(shard, shards.dim, keepdim=True), input, shards)
-        values, indices = shards.gather(name, mine), shards.gather(name, own_indices)
+        own, own_indices = _find_in_shard(lambda shard: find(shard, shards.dim, keepdim=True), input, shards)
+        values, indices = shards.gather(name, own), shards.gather(name, own_indices)
         best, at = find(values, shards.dim, keepdim=True)
         return _tagged(best, indices.gather(shards.dim, at), input._layout, shards.dim, keepdim)
 
@@ -106,8 +106,8 @@ def _aminmax(input: Any, *, dim: Any = None, keepdim: bool = False) -> Any:
 def _is_cheaper(layout: Layout, shards: Shards, rows: int) -> bool:
     """True if gathering this many rows per shard costs less than resharding along another dimension."""
     others = any(d != shards.dim and size >= len(shards.sizes) for d, size in enumerate(layout.shape))
-    size = layout.shape[shards.dim]
-    return sum(min(rows, size) for size in shards.sizes) < (size // len(shards.sizes) if others else size)
+    length = layout.shape[shards.dim]
+    return sum(min(rows, size) for size in shards.sizes) < (length // len(shards.sizes) if others else length)
 
 
 def _best_rows(name: str, input: Any, shards: Shards, rows: int, largest: bool) -> tuple[Tensor, Tensor]:
@@ -116,8 +116,8 @@ def _best_rows(name: str, input: Any, shards: Shards, rows: int, largest: bool) 
     def find(shard: Tensor) -> Any:
         return shard.topk(min(rows, shard.shape[shards.dim]), shards.dim, largest)
 
-    mine, where = _find_in_shard(find, input, shards)
-    values, indices = shards.gather(name, mine, rows), shards.gather(name, where, rows)
+    own, own_indices = _find_in_shard(find, input, shards)
+    values, indices = shards.gather(name, own, rows), shards.gather(name, own_indices, rows)
     values, order = values.sort(stable=True, dim=shards.dim, descending=largest)
     return values.narrow(shards.dim, 0, rows), indices.gather(shards.dim, order).narrow(shards.dim, 0, rows)
 

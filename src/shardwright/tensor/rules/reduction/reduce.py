@@ -82,7 +82,7 @@ def _mean(input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any 
 
 
 def _extreme(op: str) -> Callable[..., Strategies]:
-    def answer(input: Operand, dim: Any = (), keepdim: bool = False) -> Strategies:
+    def find_strategies(input: Operand, dim: Any = (), keepdim: bool = False) -> Strategies:
         dims = reduced_dims(input, dim)
         ins, out = reduction_labels(input, dims, keepdim)
         # A partial maximum has no gradient: if one is required, the reduced dimensions are not sharded.
@@ -99,7 +99,7 @@ def _extreme(op: str) -> Callable[..., Strategies]:
 
         return Strategies(index_strategies([input], [ins], [out], reduction=reduction), run=run)
 
-    return answer
+    return find_strategies
 
 
 rule("amax")(_extreme("max"))
@@ -196,7 +196,7 @@ def along(results: int, keeps: bool) -> Callable[..., Strategies | None]:
     `keeps`: the dimension keeps its size (a scan); otherwise it is reduced, or kept as 1 with `keepdim`.
     """
 
-    def answer(input: Operand, dim: Any = None, keepdim: bool = False, **_: Any) -> Strategies | None:
+    def find_strategies(input: Operand, dim: Any = None, keepdim: bool = False, **_: Any) -> Strategies | None:
         if dim is None:
             return None
         dims = reduced_dims(input, dim)
@@ -205,7 +205,7 @@ def along(results: int, keeps: bool) -> Callable[..., Strategies | None]:
             index_strategies([input], [ins], [ins if keeps else out] * results, whole=set(dims), reduction=None)
         )
 
-    return answer
+    return find_strategies
 
 
 rule("argmax", "argmin")(along(1, keeps=False))
@@ -223,13 +223,15 @@ def _cumsum(input: Operand, dim: int, *, dtype: Any = None) -> Strategies:
 
 
 def _max_or_min(op: str) -> Callable[..., Strategies | None]:
-    def answer(input: Operand, other: Any = None, keepdim: bool = False, *, dim: Any = None) -> Strategies | None:
+    def find_strategies(
+        input: Operand, other: Any = None, keepdim: bool = False, *, dim: Any = None
+    ) -> Strategies | None:
         if isinstance(other, Operand):
             return pointwise()(input, other)
         over = other if dim is None else dim
         return _extreme(op)(input) if over is None else along(2, keeps=False)(input, over, keepdim)
 
-    return answer
+    return find_strategies
 
 
 rule("max")(_max_or_min("max"))
