@@ -1,44 +1,44 @@
-"""Every error shardwright raises on purpose.
+"""All exceptions that shardwright raises deliberately.
 
 ```
 ShardwrightError
-├── LayoutError            (ValueError)    nonsense geometry: the value, the rule and the numbers
-│   ├── RegionError                        a region outside its parent, or of the wrong rank
-│   ├── TilingError                        shards that overlap, leave a gap, or reach outside their tensor
-│   ├── PlacementError                     a placement that cannot be, or not on this tensor and mesh
-│   └── MeshError                          a mesh that cannot be, or a rank or name that is not in it
-├── ArgumentTypeError      (TypeError)     a value of a kind that has no meaning here
-├── CommError              (RuntimeError)  something went wrong between ranks
-│   ├── CollectiveArgumentError (ValueError) sizes that do not fit the tensor or the group
-│   ├── ProgramMismatchError               ranks run different programs: who is where
-│   ├── RankFailedError                    a step failed on some rank; raised alike on all of them
-│   └── RankLostError                      a rank died, or did not answer in time
-├── TensorError            (RuntimeError)  a DTensor was asked for what it cannot do
-│   ├── MixedTensorsError                  plain tensors beside DTensors
+├── LayoutError            (ValueError)    invalid geometry
+│   ├── RegionError                        a region outside its parent, or of another number of dimensions
+│   ├── TilingError                        shards that overlap, leave a gap, or are outside the tensor
+│   ├── PlacementError                     invalid placement for this tensor or mesh
+│   └── MeshError                          invalid mesh, or a rank or name that is not part of it
+├── ArgumentTypeError      (TypeError)     an argument of the wrong type
+├── CommError              (RuntimeError)  communication between ranks failed
+│   ├── CollectiveArgumentError (ValueError) sizes that do not match the tensor or the group
+│   ├── ProgramMismatchError               ranks run different programs
+│   ├── RankFailedError                    a step failed on some rank; raised on all of them
+│   └── RankLostError                      a rank died or timed out
+├── TensorError            (RuntimeError)  an operation that a DTensor does not support
+│   ├── MixedTensorsError                  plain tensors mixed with DTensors
 │   ├── MeshMismatchError                  DTensors on different meshes in one call
-│   ├── InPlaceError                       a write that would change its target's layout, or be lost
+│   ├── InPlaceError                       an in-place write that would change the layout, or be lost
 │   ├── CommunicationError                 implicit communication that the policy forbids
-│   ├── PartialGradientError               a gradient through a partial maximum, which has none
-│   ├── RandomArgumentError  (ValueError)  a parameter that a distribution does not have
-│   ├── ShardError           (ValueError)  a shard that does not fit its metadata
-│   │   └── DisagreementError              ranks that describe one ShardedTensor differently
-│   ├── LocalTensorError                   a local tensor that does not fit its layout, on some rank
-│   ├── RuleError                          a rule of your own that cannot be registered, or gives no sense
-│   ├── CaptureError                       a program that `sw.compile` cannot capture: which line, and why
-│   └── UnsupportedError                   a path that would silently see the shard alone
-├── StorageError           (OSError)       the place of a checkpoint could not be read or written
-│   ├── MissingKeyError                    nothing is stored under that key
-│   └── StorageBusyError                   another process is saving there
+│   ├── PartialGradientError               a gradient through a partial maximum, minimum or product
+│   ├── RandomArgumentError  (ValueError)  an invalid parameter of a distribution
+│   ├── ShardError           (ValueError)  a shard that does not match its metadata
+│   │   └── DisagreementError              ranks describe one ShardedTensor differently
+│   ├── LocalTensorError                   a local tensor that does not match its layout
+│   ├── RuleError                          an invalid user-defined rule
+│   ├── CaptureError                       a program that `sw.compile` cannot capture
+│   └── UnsupportedError                   an operation that would silently see only the local shard
+├── StorageError           (OSError)       storage could not be read or written
+│   ├── MissingKeyError                    no such key
+│   └── StorageBusyError                   another process is saving to this location
 ├── CheckpointError        (RuntimeError)  a checkpoint could not be saved or loaded
-│   ├── StateError           (ValueError)  something in the state that is not stored, with its path
+│   ├── StateError           (ValueError)  a value in the state cannot be stored
 │   │   └── StateDiffersError              ranks have different values under one name
-│   ├── NotACheckpointError                nothing was saved there
-│   ├── SaveTimeoutError     (TimeoutError) a save in the background has not ended yet
-│   ├── MissingNameError     (KeyError)    no tensor or value of that name is stored; near misses
-│   ├── LoadMismatchError    (ValueError)  what is stored does not fit what is asked for: everything that does not
-│   ├── FormatError          (ValueError)  a manifest that makes no sense, or of another version
-│   │   └── UnknownVersionError            a manifest of a version that this library does not read
-│   └── CorruptionError                    bytes are not what was written: which file, tensor and block
+│   ├── NotACheckpointError                no checkpoint at this location
+│   ├── SaveTimeoutError     (TimeoutError) a background save has not finished yet
+│   ├── MissingNameError     (KeyError)    no stored tensor or value of that name
+│   ├── LoadMismatchError    (ValueError)  stored names, shapes or dtypes do not match the request
+│   ├── FormatError          (ValueError)  an invalid manifest
+│   │   └── UnknownVersionError            a manifest of an unsupported version
+│   └── CorruptionError                    stored bytes are corrupt
 └── RanksError             (RuntimeError)  testing: ranks raised, died or hung
 ```
 
@@ -96,19 +96,19 @@ __all__ = [
 
 
 class ShardwrightError(Exception):
-    """The root of the tree: catches everything shardwright raises on purpose.
+    """The base class of all exceptions that shardwright raises deliberately.
 
     >>> from shardwright import Region
     >>> try:
     ...     Region((0,), (-1,))
     ... except ShardwrightError as error:
     ...     print(error)
-    Region size (-1,) is negative in dimension 0: sizes are 0 or more
+    Region size must not be negative, got (-1,) (dimension 0)
     """
 
 
 class LayoutError(ShardwrightError, ValueError):
-    """Geometry that cannot be: the message gives the value, the rule and the numbers.
+    """Invalid geometry: a region, placement, mesh or layout.
 
     >>> issubclass(LayoutError, ValueError)
     True
@@ -121,12 +121,12 @@ class RegionError(LayoutError):
     >>> from shardwright import Region
     >>> Region((0,), (4,)).slices(Region((2,), (4,)))
     Traceback (most recent call last):
-    shardwright.errors.RegionError: region [0:4] is not inside [2:6]: ...
+    shardwright.errors.RegionError: region [0:4] is not inside [2:6]
     """
 
 
 class TilingError(LayoutError):
-    """Shards that do not tile their tensor: the first overlap, gap or stray, with the shards and their numbers.
+    """Shards do not tile their tensor: the message names the first overlap, gap or shard outside.
 
     >>> from shardwright.sharded import EnumerableShardingSpec, ShardMetadata
     >>> EnumerableShardingSpec([ShardMetadata([0], [3], "rank:0/cpu"), ShardMetadata([2], [2], "rank:1/cpu")])
@@ -136,7 +136,7 @@ class TilingError(LayoutError):
 
 
 class PlacementError(LayoutError):
-    """A placement that cannot be, or that does not fit this tensor and this mesh.
+    """A placement that is invalid, or does not match the tensor or the mesh.
 
     >>> from shardwright import Layout, Mesh, Shard
     >>> Layout(Mesh((2,)), [Shard(3)], (8, 8))
@@ -146,7 +146,7 @@ class PlacementError(LayoutError):
 
 
 class MeshError(LayoutError):
-    """A mesh that cannot be, or a rank or a dimension name that is not in it.
+    """An invalid mesh, or a rank or dimension name that is not part of it.
 
     >>> from shardwright import Mesh
     >>> Mesh((2, 2), ranks=(0, 1, 2))
@@ -156,17 +156,17 @@ class MeshError(LayoutError):
 
 
 class ArgumentTypeError(ShardwrightError, TypeError):
-    """A value of a kind that has no meaning here.
+    """An argument of the wrong type.
 
     >>> from shardwright import Shard
     >>> Shard("rows")
     Traceback (most recent call last):
-    shardwright.errors.ArgumentTypeError: Shard dimension 'rows' is a str: an integer is needed
+    shardwright.errors.ArgumentTypeError: Shard dimension must be an int, got str: 'rows'
     """
 
 
 class CommError(ShardwrightError, RuntimeError):
-    """Something went wrong between ranks: a step failed on one of them, or one is lost.
+    """Communication between ranks failed: a step failed on some rank, or a rank is lost.
 
     >>> issubclass(RankLostError, CommError), issubclass(CommError, RuntimeError)
     (True, True)
@@ -174,7 +174,7 @@ class CommError(ShardwrightError, RuntimeError):
 
 
 class CollectiveArgumentError(CommError, ValueError):
-    """Sizes or ranks given to a collective that do not fit its tensor or its group.
+    """Sizes or ranks passed to a collective do not match its tensor or its group.
 
     >>> import torch
     >>> from shardwright import comm
@@ -185,7 +185,7 @@ class CollectiveArgumentError(CommError, ValueError):
 
 
 class ProgramMismatchError(CommError):
-    """Ranks were about to make different movements: the message says which rank, which operator, which line.
+    """Ranks were about to run different collectives: the message names ranks, operators and source lines.
 
     >>> issubclass(ProgramMismatchError, RuntimeError)
     True
@@ -194,7 +194,7 @@ class ProgramMismatchError(CommError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What one rank said of its failure: its number, the error's type, message and traceback.
+    """The failure of one rank: its rank, and the type, message and traceback of the exception.
 
     >>> print(Failure(3, "OSError", "disk full"))
     rank 3: OSError: disk full
@@ -210,10 +210,10 @@ class Failure:
 
 
 class RankFailedError(CommError):
-    """A step failed on one rank or several; every rank raises this same error.
+    """A step failed on one or several ranks; every rank raises this same error.
 
-    `failures` holds each failing rank's own words, lowest rank first; on a rank that failed, `__cause__`
-    is the exception itself.
+    `failures` describes the failure of each rank, lowest rank first; on a rank that failed, `__cause__` is the
+    exception itself.
 
     >>> error = RankFailedError("save", (Failure(3, "OSError", "disk full"),))
     >>> print(error)
@@ -239,7 +239,7 @@ class RankFailedError(CommError):
 
 
 class RankLostError(CommError):
-    """A rank died, or did not answer within the timeout. `ranks` names those that are known to be lost.
+    """A rank died or timed out. `ranks` are those known to be lost.
 
     >>> RankLostError("rank 2 did not answer within 5 s", ranks=(2,)).ranks
     (2,)
@@ -254,7 +254,7 @@ class RankLostError(CommError):
 
 
 class TensorError(ShardwrightError, RuntimeError):
-    """A DTensor was asked for what it cannot do.
+    """An operation that a DTensor does not support.
 
     A RuntimeError, never a TypeError: Python's operators turn a TypeError into "unsupported operand".
 
@@ -264,7 +264,7 @@ class TensorError(ShardwrightError, RuntimeError):
 
 
 class MixedTensorsError(TensorError):
-    """Plain tensors beside DTensors in one call: nothing says how the plain ones are laid out.
+    """Plain tensors mixed with DTensors in one call: the layout of the plain ones is unknown.
 
     >>> import torch, shardwright as sw
     >>> sw.ones(2, mesh=sw.Mesh((1,))) + torch.ones(2)
@@ -284,7 +284,7 @@ class MeshMismatchError(TensorError):
 
 
 class InPlaceError(TensorError):
-    """A write in place that would change its target's layout, or that would be lost.
+    """An in-place write that would change the layout of its target, or would be lost.
 
     >>> import shardwright as sw
     >>> sw.ones(2, mesh=sw.Mesh((1,)), placements=[sw.Partial()]).relu_()
@@ -305,7 +305,7 @@ class CommunicationError(TensorError):
 
 
 class PartialGradientError(TensorError):
-    """A gradient was asked for through a partial maximum, minimum or product, which has none.
+    """A gradient was requested through a partial maximum, minimum or product, which is undefined.
 
     >>> issubclass(PartialGradientError, TensorError)
     True
@@ -313,18 +313,18 @@ class PartialGradientError(TensorError):
 
 
 class ShardError(TensorError, ValueError):
-    """A shard whose tensor does not fit its metadata: its rank, its number, what it has and what it should have.
+    """A shard does not match its metadata.
 
     >>> import torch
     >>> from shardwright import sharded
     >>> sharded.Shard.from_tensor_and_offsets(torch.zeros(2, 3), [0], rank=0)
     Traceback (most recent call last):
-    shardwright.errors.ShardError: a shard of 2 dimensions at offsets [0]: give one offset for each
+    shardwright.errors.ShardError: Shard: a tensor of 2 dimensions needs as many offsets, got [0]
     """
 
 
 class DisagreementError(ShardError):
-    """Ranks describe one ShardedTensor differently: which ranks say what. Raised alike on all of them.
+    """Ranks describe one ShardedTensor differently. Raised on all of them.
 
     >>> issubclass(DisagreementError, ValueError)
     True
@@ -332,7 +332,7 @@ class DisagreementError(ShardError):
 
 
 class LocalTensorError(TensorError, ValueError):
-    """A local tensor that does not fit its layout: its size, dtype or device, on the rank that is named.
+    """A local tensor does not match its layout: wrong size, dtype or device on the rank in the message.
 
     >>> import torch, shardwright as sw
     >>> sw.DTensor.from_local(torch.ones(3), sw.Mesh((1,)), [sw.Shard(0)], shape=(4,))
@@ -342,7 +342,7 @@ class LocalTensorError(TensorError, ValueError):
 
 
 class RandomArgumentError(TensorError, ValueError):
-    """A parameter that a distribution does not have, or a seed on which ranks disagree.
+    """An invalid parameter of a distribution, or a seed on which ranks disagree.
 
     >>> import shardwright as sw
     >>> sw.zeros(2, mesh=sw.Mesh((1,))).bernoulli_(1.5)
@@ -352,7 +352,7 @@ class RandomArgumentError(TensorError, ValueError):
 
 
 class RuleError(TensorError):
-    """A rule that cannot be registered, or whose answer does not fit the operator.
+    """A rule that cannot be registered, or whose result does not match the operator.
 
     >>> import torch, shardwright as sw
     >>> sw.register_rule(torch.add, sw.rules.pointwise())
@@ -362,7 +362,7 @@ class RuleError(TensorError):
 
 
 class CaptureError(TensorError):
-    """A program that `sw.compile` cannot capture; the message says which line of it, and why.
+    """A program that `sw.compile` cannot capture; the message names the line and the reason.
 
     >>> import shardwright as sw
     >>> x = sw.ones(2, mesh=sw.init_device_mesh("cpu", (1,)))
@@ -373,7 +373,7 @@ class CaptureError(TensorError):
 
 
 class UnsupportedError(TensorError):
-    """A path that would silently see the shard alone, refused with the reason and what to do instead.
+    """An operation that would silently see only the local shard; the message has reason and remedy.
 
     >>> import torch, shardwright as sw
     >>> torch.func.grad(torch.sum)(sw.ones(2, mesh=sw.Mesh((1,))))
@@ -383,7 +383,7 @@ class UnsupportedError(TensorError):
 
 
 class StorageError(ShardwrightError, OSError):
-    """The place of a checkpoint could not be read or written: what was being done, to what, and why it failed.
+    """Storage could not be read or written.
 
     >>> from shardwright.storage import LocalStorage
     >>> LocalStorage("somewhere").open("../manifest.json")
@@ -393,7 +393,7 @@ class StorageError(ShardwrightError, OSError):
 
 
 class MissingKeyError(StorageError):
-    """Nothing is stored under a key.
+    """The key does not exist.
 
     >>> issubclass(MissingKeyError, OSError)
     True
@@ -401,7 +401,7 @@ class MissingKeyError(StorageError):
 
 
 class StorageBusyError(StorageError):
-    """Another process is saving a checkpoint to the same place.
+    """Another process is saving a checkpoint to the same location.
 
     >>> issubclass(StorageBusyError, OSError)
     True
@@ -417,7 +417,7 @@ class CheckpointError(ShardwrightError, RuntimeError):
 
 
 class StateError(CheckpointError, ValueError):
-    """Something in a state is not stored: its path, what it is, and what to do.
+    """A value in a state cannot be stored; the message has its path, type and a remedy.
 
     >>> import tempfile
     >>> from shardwright import checkpoint
@@ -429,7 +429,7 @@ class StateError(CheckpointError, ValueError):
 
 
 class StateDiffersError(StateError):
-    """Ranks have different values under one name: all such names, and which ranks have what.
+    """Ranks have different values under one name; the message lists all such names.
 
     >>> issubclass(StateDiffersError, StateError)
     True
@@ -437,7 +437,7 @@ class StateDiffersError(StateError):
 
 
 class NotACheckpointError(CheckpointError):
-    """Nothing was saved there, or not completely.
+    """There is no complete checkpoint at this location.
 
     >>> import tempfile
     >>> from shardwright import checkpoint
@@ -449,7 +449,7 @@ class NotACheckpointError(CheckpointError):
 
 
 class SaveTimeoutError(CheckpointError, TimeoutError):
-    """A save in the background had not ended when the wait for it did; it goes on.
+    """A background save did not finish within the timeout; it continues.
 
     >>> issubclass(SaveTimeoutError, TimeoutError)
     True
@@ -457,7 +457,7 @@ class SaveTimeoutError(CheckpointError, TimeoutError):
 
 
 class MissingNameError(CheckpointError, KeyError):
-    """No tensor or value of that name is stored; the message suggests the nearest name.
+    """No tensor or value of that name is stored; the message suggests the closest name.
 
     >>> import tempfile
     >>> from shardwright import checkpoint
@@ -468,12 +468,12 @@ class MissingNameError(CheckpointError, KeyError):
     shardwright.errors.MissingNameError: no plain value is stored under 'epochs'; did you mean 'epoch'?
     """
 
-    def __str__(self) -> str:  # a KeyError's text would be the repr of it
+    def __str__(self) -> str:  # KeyError.__str__ would return the repr of the message
         return str(self.args[0]) if self.args else ""
 
 
 class LoadMismatchError(CheckpointError, ValueError):
-    """What is stored does not fit what is asked for: every name, shape and dtype that does not, at once.
+    """Stored names, shapes or dtypes do not match the request; the message lists all mismatches.
 
     >>> issubclass(LoadMismatchError, ValueError)
     True
@@ -481,7 +481,7 @@ class LoadMismatchError(CheckpointError, ValueError):
 
 
 class FormatError(CheckpointError, ValueError):
-    """A manifest of a version that is not known, or one that makes no sense.
+    """An invalid manifest.
 
     >>> issubclass(FormatError, ValueError)
     True
@@ -489,7 +489,7 @@ class FormatError(CheckpointError, ValueError):
 
 
 class UnknownVersionError(FormatError):
-    """A manifest of a version that this library does not read: a newer one wrote it.
+    """A manifest of an unsupported version, written by a newer library.
 
     >>> issubclass(UnknownVersionError, FormatError)
     True
@@ -497,7 +497,7 @@ class UnknownVersionError(FormatError):
 
 
 class CorruptionError(CheckpointError):
-    """Bytes are not those that were written: which file, which tensor, which block.
+    """Stored bytes are corrupt; the message names file, tensor and block.
 
     >>> issubclass(CorruptionError, RuntimeError)
     True
@@ -505,7 +505,7 @@ class CorruptionError(CheckpointError):
 
 
 class RanksError(ShardwrightError, RuntimeError):
-    """Ranks borrowed from a test pool raised, died or hung; the message holds their tracebacks or stacks.
+    """Rank processes of a test pool raised, died or hung; the message has their tracebacks or stacks.
 
     >>> from shardwright.testing import run_ranks
     >>> run_ranks(1, lambda: 1 // 0)

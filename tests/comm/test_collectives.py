@@ -224,13 +224,13 @@ def test_results_never_share_memory_with_arguments():
     [
         (lambda: comm.all_gather(torch.ones(3), sizes=[1, 2]), r"2 sizes \[1, 2\] for a group of 1 ranks"),
         (lambda: comm.all_gather(torch.ones(3), sizes=[2]), r"sizes \[2\] give rank 0 extent 2 .* is \[3\]"),
-        (lambda: comm.all_gather(torch.ones(3), dim=1), "dimension 1 of a tensor of 1 dimensions"),
+        (lambda: comm.all_gather(torch.ones(3), dim=1), "dimension 1 is out of range for a tensor of 1 dimensions"),
         (lambda: comm.reduce_scatter(torch.ones(3), sizes=[2]), "add up to 2, but dimension 0 has extent 3"),
         (lambda: comm.all_to_all([torch.ones(1)], [(2,)]), r"sends itself \[1\], but expects \[2\]"),
         (lambda: comm.all_to_all([], []), "0 pieces to send"),
         (lambda: comm.broadcast(torch.ones(1), src=1), "source 1 is not in a group of 1"),
         (lambda: comm.exchange({2: torch.ones(1)}, {}), "peer 2 is not in a group of 1"),
-        (lambda: comm.exchange({0: torch.ones(1)}, {}), "rank 0 names itself in its sends only"),
+        (lambda: comm.exchange({0: torch.ones(1)}, {}), "rank 0 lists itself only in its sends"),
         (lambda: comm.exchange({0: torch.ones(1)}, {0: torch.ones(2)}), r"\[1\], but expects torch.float32 \[2\]"),
     ],
 )

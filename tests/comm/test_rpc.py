@@ -52,7 +52,7 @@ def test_a_worker_says_its_rank_and_runs_what_it_is_sent(tmp_path: Any) -> None:
     assert first["ranks"] == second["ranks"] == [0, 1]
     assert (first["sum"], second["sum"]) == (3, 4)
     assert first["outside"] == "worker 'master' is not in a process group: call init_process_group there"
-    assert first["nobody"].startswith("worker 'trainer7' did not tell its rank: ")
+    assert first["nobody"].startswith("worker 'trainer7' did not return its rank: ")
     assert first["calling nobody"].startswith("calling worker 'trainer7' failed: ")
 
 

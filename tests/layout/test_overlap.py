@@ -49,8 +49,8 @@ def test_every_meeting_pair_is_found_once_in_order(
     sizes: tuple[int, int], lists: tuple[list[Region], list[Region]]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "_FEW", sizes[0])
-        patch.setattr(overlap, "_AT_ONCE", sizes[1])
+        patch.setattr(overlap, "_MAX_PAIRWISE", sizes[0])
+        patch.setattr(overlap, "_MAX_PAIRS_AT_ONCE", sizes[1])
         assert pairs_found(*lists) == pairs_by_comparing_all(*lists)
 
 

@@ -100,7 +100,7 @@ def nobody_holds_anything(rank: int) -> None:
 # A tensor that is not what its metadata says.
 
 
-@case("ShardError", r"^rank 1, shard 0: a tensor of size \[1, 3\] for shard sizes \[2, 3\]$")
+@case("ShardError", r"^rank 1, shard 0: the tensor has size \[1, 3\], but its metadata says \[2, 3\]$")
 def a_tensor_of_another_size(rank: int) -> None:
     shard = rows(rank)
     if rank == 1:
@@ -108,24 +108,26 @@ def a_tensor_of_another_size(rank: int) -> None:
     build(shard)
 
 
-@case("ShardError", r"^rank 3, shard 1: dtype is torch.float64, and torch.float32 in shard 0 of rank 3$")
+@case("ShardError", r"^rank 3, shard 1: dtype is torch.float64, but torch.float32 in shard 0 of rank 3$")
 def two_dtypes_on_one_rank(rank: int) -> None:
     half = [ShardMetadata([2 * rank + n, 0], [1, 3], f"rank:{rank}/cpu") for n in range(2)]
     dtypes = [torch.float32, torch.float64 if rank == 3 else torch.float32]
     build(*(Shard(torch.zeros(1, 3, dtype=dtype), box) for dtype, box in zip(dtypes, half, strict=True)))
 
 
-@case("ShardError", r"^rank 2, shard 0: a tensor on meta for placement rank:2/cpu$")
+@case("ShardError", r"^rank 2, shard 0: the tensor is on meta, but its placement is rank:2/cpu$")
 def a_tensor_on_another_device(rank: int) -> None:
     build(rows(rank, tensor=torch.zeros(2, 3, device="meta" if rank == 2 else "cpu")))
 
 
-@case("ShardError", r"^rank 1, shard 0: layout torch.sparse_coo: shards are strided tensors; call to_dense\(\)$")
+@case(
+    "ShardError", r"^rank 1, shard 0: shards must be strided tensors, got layout torch.sparse_coo: call to_dense\(\)$"
+)
 def a_tensor_of_another_layout(rank: int) -> None:
     build(rows(rank, tensor=torch.ones(2, 3).to_sparse() if rank == 1 else None))
 
 
-@case("ShardError", r"^rank 0, shard 0: sizes \[2, 3\] with strides \[1, 2\] are neither contiguous nor channels last")
+@case("ShardError", r"^rank 0, shard 0: size \[2, 3\] with strides \[1, 2\] is neither contiguous nor channels last")
 def a_tensor_with_holes(rank: int) -> None:
     build(rows(rank, tensor=torch.zeros(3, 2).T if rank == 0 else None))
 
@@ -135,17 +137,17 @@ def two_ranks_are_wrong_and_both_are_named(rank: int) -> None:
     build(rows(rank, tensor=torch.ones(2, 3).to_sparse() if rank % 2 else None))
 
 
-@case("ShardError", r"^rank 2: Tensor is not a sharded.Shard$")
+@case("ShardError", r"^rank 2: expected a sharded.Shard, got Tensor$")
 def a_tensor_instead_of_a_shard(rank: int) -> None:
     sharded.init_from_local_shards([torch.zeros(2, 3) if rank == 2 else rows(rank)], 8, 3)
 
 
-@case("ShardError", r"^rank 2: local shards: NoneType is not a list of sharded.Shard$")
+@case("ShardError", r"^rank 2: local shards must be a list of sharded.Shard, got NoneType$")
 def no_list_of_shards(rank: int) -> None:
     sharded.init_from_local_shards(None if rank == 2 else [rows(rank)], 8, 3)
 
 
-@case("ShardError", r"^rank 1: global size 8.5 is a float: an integer is needed$")
+@case("ShardError", r"^rank 1: global size must be an int, got float: 8.5$")
 def a_size_that_is_no_number(rank: int) -> None:
     build(rows(rank), size=(8.5 if rank == 1 else 8, 3))
 
@@ -153,22 +155,22 @@ def a_size_that_is_no_number(rank: int) -> None:
 # Ranks that disagree.
 
 
-@case("DisagreementError", r"ranks disagree about the global size: rank 0 says \(8, 3\), rank 2 says \(9, 3\)")
+@case("DisagreementError", r"ranks disagree about the global size: rank 0 has \(8, 3\), rank 2 has \(9, 3\)")
 def disagreement_about_size(rank: int) -> None:
     build(rows(rank), size=(9 if rank == 2 else 8, 3))
 
 
-@case("DisagreementError", r"ranks disagree about dtype: rank 0 says float32, rank 3 says float64")
+@case("DisagreementError", r"ranks disagree about dtype: rank 0 has float32, rank 3 has float64")
 def disagreement_about_dtype(rank: int) -> None:
     build(rows(rank, tensor=torch.zeros(2, 3, dtype=torch.float64 if rank == 3 else torch.float32)))
 
 
-@case("DisagreementError", r"ranks disagree about requires_grad: rank 0 says False, rank 1 says True")
+@case("DisagreementError", r"ranks disagree about requires_grad: rank 0 has False, rank 1 has True")
 def disagreement_about_requires_grad(rank: int) -> None:
     build(rows(rank, tensor=torch.zeros(2, 3, requires_grad=rank == 1)))
 
 
-@case("DisagreementError", r"ranks disagree about memory_format: rank 0 says 0, rank 2 says 1")
+@case("DisagreementError", r"ranks disagree about memory_format: rank 0 has 0, rank 2 has 1")
 def disagreement_about_memory_format(rank: int) -> None:
     how = torch.channels_last if rank == 2 else torch.contiguous_format
     pictures(rank, torch.zeros(2, 3, 4, 5).to(memory_format=how))
@@ -177,12 +179,12 @@ def disagreement_about_memory_format(rank: int) -> None:
 # Placements.
 
 
-@case("ShardError", r"^rank 1, shard 0: placement rank:9/cpu names rank 9: give a rank its own shards$")
+@case("ShardError", r"^rank 1, shard 0: placement rank:9/cpu belongs to rank 9: pass only this rank's own shards$")
 def a_shard_of_another_rank(rank: int) -> None:
     build(rows(rank, place="rank:9/cpu" if rank == 1 else None))
 
 
-@case("PlacementError", r"placement cpu names no rank, and 4 ranks share the tensor: write rank:0/cpu")
+@case("PlacementError", r"placement cpu names no rank, but the group has 4 ranks: write rank:0/cpu")
 def a_placement_without_a_rank(rank: int) -> None:
     build(rows(rank, place="cpu" if rank == 1 else None))
 
@@ -192,7 +194,7 @@ def a_new_tensor_on_a_rank_outside(rank: int) -> None:
     sharded.zeros(ChunkShardingSpec(0, ["rank:0/cpu", "rank:4/cpu"]), 8, 3)
 
 
-@case("PlacementError", r"placement cpu names no rank, and 4 ranks share the tensor")
+@case("PlacementError", r"placement cpu names no rank, but the group has 4 ranks")
 def a_new_tensor_on_no_rank(rank: int) -> None:
     sharded.zeros(ChunkShardingSpec(0, ["cpu", "cpu"]), 8, 3)
 
@@ -200,22 +202,22 @@ def a_new_tensor_on_no_rank(rank: int) -> None:
 # New tensors.
 
 
-@case("ShardError", r"requires_grad with torch.int64: only floating point and complex have gradients")
+@case("ShardError", r"requires_grad=True needs a floating point or complex dtype, got torch.int64")
 def integers_that_require_grad(rank: int) -> None:
     sharded.zeros(ChunkShardingSpec(0, ["rank:1/cpu"]), 8, dtype=torch.int64, requires_grad=True)
 
 
-@case("ShardError", r"memory format channels_last with size \[8, 3\]: it needs 4 dimensions")
+@case("ShardError", r"memory_format channels_last needs 4 dimensions, got size \[8, 3\]")
 def channels_last_of_a_matrix(rank: int) -> None:
     sharded.zeros(ChunkShardingSpec(0, ["rank:1/cpu"]), 8, 3, memory_format=torch.channels_last)
 
 
-@case("ShardError", r"memory format torch.preserve_format: new shards are contiguous_format or channels_last")
+@case("ShardError", r"memory_format must be contiguous_format or channels_last, got torch.preserve_format")
 def a_memory_format_that_says_nothing(rank: int) -> None:
     sharded.zeros(EVEN, 8, 3, memory_format=torch.preserve_format)
 
 
-@case("ShardError", r"layout torch.sparse_coo: the shards of a ShardedTensor are torch.strided")
+@case("ShardError", r"layout must be torch.strided, got torch.sparse_coo")
 def a_sparse_new_tensor(rank: int) -> None:
     sharded.zeros(EVEN, 8, 3, layout=torch.sparse_coo)
 
@@ -231,19 +233,19 @@ def checked(rank: int, tensor: Tensor | None = None, size: int = 8, **properties
 
 
 @case(
-    "RankFailedError", r"(?s)failed on 4 ranks.*rank 3: ShardError: rank 3, shard 0: pin_memory is False, and True in"
+    "RankFailedError", r"(?s)failed on 4 ranks.*rank 3: ShardError: rank 3, shard 0: pin_memory is False, but True in"
 )
 def memory_that_is_not_pinned(rank: int) -> None:
     checked(rank, pin_memory=True)
 
 
-@case("RankFailedError", r"failed on 1 rank\n  rank 2: ShardError: rank 2, shard 0: dtype is torch.int64, and torch.fl")
+@case("RankFailedError", r"failed on 1 rank\n  rank 2: ShardError: rank 2, shard 0: dtype is torch.int64, but torch.fl")
 def a_dtype_against_the_metadata(rank: int) -> None:
     checked(rank, torch.zeros(2, 3, dtype=torch.int64) if rank == 2 else None)
 
 
 @case(
-    "RankFailedError", r"rank 1: ShardError: rank 1, shard 0: requires_grad is True, and False in the tensor's metadata"
+    "RankFailedError", r"rank 1: ShardError: rank 1, shard 0: requires_grad is True, but False in the tensor's metadata"
 )
 def requires_grad_against_the_metadata(rank: int) -> None:
     checked(rank, torch.zeros(2, 3, requires_grad=rank == 1))
@@ -251,7 +253,7 @@ def requires_grad_against_the_metadata(rank: int) -> None:
 
 @case(
     "RankFailedError",
-    r"rank 3: ShardError: rank 3, shard 0: memory format is torch.channels_last, and torch.contiguous",
+    r"rank 3: ShardError: rank 3, shard 0: memory format is torch.channels_last, but torch.contiguous",
 )
 def memory_format_against_the_metadata(rank: int) -> None:
     how = torch.channels_last if rank == 3 else torch.contiguous_format
@@ -261,7 +263,7 @@ def memory_format_against_the_metadata(rank: int) -> None:
     ShardedTensor._init_from_local_shards_and_global_metadata(own, metadata, run_check=True)
 
 
-@case("RankFailedError", r"failed on 1 rank\n  rank 2: ShardError: rank 2 gave the shards \[ShardMetadata.*\[0, 0\]")
+@case("RankFailedError", r"failed on 1 rank\n  rank 2: ShardError: rank 2 passed the shards \[ShardMetadata.*\[0, 0\]")
 def a_shard_that_the_metadata_gives_to_another(rank: int) -> None:
     metadata = EVEN.build_metadata(torch.Size([8, 3]), TensorProperties())
     own = [Shard(torch.zeros(2, 3), ShardMetadata([0, 0], [2, 3], "rank:2/cpu"))] if rank == 2 else [rows(rank)]
@@ -276,7 +278,7 @@ def metadata_with_a_gap_on_one_rank(rank: int) -> None:
     ShardedTensor._init_from_local_shards_and_global_metadata([rows(rank)], metadata, run_check=True)
 
 
-@case("DisagreementError", r"ranks disagree: rank 0 says 4 shards .*; rank 3 says 3 shards")
+@case("DisagreementError", r"ranks disagree: rank 0 has 4 shards .*; rank 3 has 3 shards")
 def metadata_that_differ(rank: int) -> None:
     shards = EVEN.build_metadata(torch.Size([8, 3]), TensorProperties()).shards_metadata
     if rank == 3:
@@ -293,30 +295,32 @@ def gather(rank: int, **how: Any) -> None:
 
 
 @case(
-    "RankFailedError", r"gather failed on 1 rank\n  rank 0: ShardError: gather: `out` of size \[8, 2\] .* size \[8, 3\]"
+    "RankFailedError",
+    r"gather failed on 1 rank\n  rank 0: ShardError: gather: `out` has size \[8, 2\], .* size \[8, 3\]",
 )
 def gather_into_another_size(rank: int) -> None:
     gather(rank, out=torch.zeros(8, 2) if rank == 0 else None)
 
 
 @case(
-    "RankFailedError", r"rank 1: ShardError: gather: `out` is torch.int64, the tensor is torch.float32, and enforce_dt"
+    "RankFailedError",
+    r"rank 1: ShardError: gather: with enforce_dtype, `out` must be torch.float32 like the tensor, got torch.int64",
 )
 def gather_into_another_dtype(rank: int) -> None:
     gather(rank, dst=1, out=torch.zeros(8, 3, dtype=torch.int64) if rank == 1 else None, enforce_dtype=True)
 
 
-@case("RankFailedError", r"rank 0: ShardError: gather: `out` is torch.int64, and dtype=torch.int32 is asked for")
+@case("RankFailedError", r"rank 0: ShardError: gather: `out` is torch.int64, but dtype=torch.int32 was given")
 def gather_into_two_dtypes(rank: int) -> None:
     gather(rank, out=torch.zeros(8, 3, dtype=torch.int64) if rank == 0 else None, dtype=torch.int32)
 
 
-@case("RankFailedError", r"rank 2: ShardError: gather: rank 2 gave `out`, and the tensor is gathered on rank 0")
+@case("RankFailedError", r"rank 2: ShardError: gather: rank 2 passed `out`, but the tensor is gathered on rank 0")
 def gather_into_another_ranks_buffer(rank: int) -> None:
     gather(rank, out=torch.zeros(8, 3) if rank in (0, 2) else None)
 
 
-@case("RankFailedError", r"rank 0: ShardError: gather: `out` is a leaf that requires grad: give a plain buffer")
+@case("RankFailedError", r"rank 0: ShardError: gather: `out` must not be a leaf that requires grad")
 def gather_into_a_parameter(rank: int) -> None:
     gather(rank, out=torch.zeros(8, 3, requires_grad=True) if rank == 0 else None)
 
@@ -326,12 +330,12 @@ def gather_on_a_rank_outside(rank: int) -> None:
     gather(rank, dst=4)
 
 
-@case("DisagreementError", r"gather: ranks disagree: rank 0 says dst 0 of .*; rank 3 says dst 1 of ")
+@case("DisagreementError", r"gather: ranks disagree: rank 0 has dst 0 of .*; rank 3 has dst 1 of ")
 def gather_on_different_ranks(rank: int) -> None:
     gather(rank, dst=rank // 3)
 
 
-@case("DisagreementError", r"gather: ranks disagree: .* of torch.float32; .*rank 1 says .* of torch.float64")
+@case("DisagreementError", r"gather: ranks disagree: .* of torch.float32; .*rank 1 has .* of torch.float64")
 def gather_of_different_tensors(rank: int) -> None:
     sharded.ones(EVEN, 8, 3, dtype=torch.float64 if rank == 1 else torch.float32).gather()
 
@@ -344,7 +348,7 @@ def gather_of_tensors_cut_differently(rank: int) -> None:
 # Resharding.
 
 
-@case("DisagreementError", r"reshard: ranks disagree: rank 0 says 4 shards")
+@case("DisagreementError", r"reshard: ranks disagree: rank 0 has 4 shards")
 def reshard_to_different_specs(rank: int) -> None:
     sharded.ones(EVEN, 8, 8).reshard(COLUMNS if rank == 2 else EVEN)
 
@@ -370,7 +374,7 @@ def reshard_to_no_spec(rank: int) -> None:
     sharded.ones(EVEN, 8, 8).reshard("columns" if rank == 3 else EVEN)
 
 
-@case("DisagreementError", r"reshard: ranks disagree: .* with gradients; rank 2 says .* without gradients")
+@case("DisagreementError", r"reshard: ranks disagree: .* with gradients; rank 2 has .* without gradients")
 def reshard_with_gradients_on_some(rank: int) -> None:
     with torch.set_grad_enabled(rank != 2):
         x = sharded.ones(EVEN, 8, 8, requires_grad=True)
@@ -382,17 +386,17 @@ def reshard_with_gradients_on_some(rank: int) -> None:
 # Sharding a whole tensor.
 
 
-@case("DisagreementError", r"shard: ranks disagree: rank 0 says \[8, 3\] .*; rank 1 says \[8, 4\] of torch.float32")
+@case("DisagreementError", r"shard: ranks disagree: rank 0 has \[8, 3\] .*; rank 1 has \[8, 4\] of torch.float32")
 def shard_of_different_sizes(rank: int) -> None:
     EVEN.shard(torch.zeros(8, 4 if rank == 1 else 3))
 
 
-@case("DisagreementError", r"shard: ranks disagree: .*rank 3 says \[8, 3\] of torch.float64")
+@case("DisagreementError", r"shard: ranks disagree: .*rank 3 has \[8, 3\] of torch.float64")
 def shard_of_different_dtypes(rank: int) -> None:
     EVEN.shard(torch.zeros(8, 3, dtype=torch.float64 if rank == 3 else None))
 
 
-@case("DisagreementError", r"shard: ranks disagree: .*no gradient.*rank 3 says .* requires_grad, from rank 0")
+@case("DisagreementError", r"shard: ranks disagree: .*no gradient.*rank 3 has .* requires_grad, from rank 0")
 def shard_of_different_requires_grad(rank: int) -> None:
     EVEN.shard(torch.zeros(8, 3, requires_grad=rank == 3))
 
@@ -412,22 +416,24 @@ def shard_from_a_rank_outside(rank: int) -> None:
     EVEN.shard(torch.zeros(8, 3), src_rank=4)
 
 
-@case("RankFailedError", r"shard failed on 1 rank\n  rank 1: ArgumentTypeError: shard: list is not a plain tensor")
+@case(
+    "RankFailedError", r"shard failed on 1 rank\n  rank 1: ArgumentTypeError: shard: expected a plain tensor, got list"
+)
 def shard_of_a_list(rank: int) -> None:
     EVEN.shard([0.0] if rank == 1 else torch.zeros(8, 3))
 
 
-@case("ArgumentTypeError", r"shard: ShardedTensor is not a plain tensor; a ShardedTensor has reshard\(spec\)")
+@case("ArgumentTypeError", r"shard: expected a plain tensor, got ShardedTensor; use reshard\(spec\)")
 def shard_of_a_sharded_tensor(rank: int) -> None:
     EVEN.shard(sharded.zeros(EVEN, 8, 3))
 
 
-@case("ArgumentTypeError", r"shard: DTensor is not a plain tensor; .* by sharded.from_dtensor")
+@case("ArgumentTypeError", r"shard: expected a plain tensor, got DTensor; .* sharded.from_dtensor")
 def shard_of_a_dtensor(rank: int) -> None:
     EVEN.shard(sw.zeros(8, 3, mesh=sw.init_device_mesh("cpu", (RANKS,))))
 
 
-@case("ShardError", r"shard: a tensor of layout torch.sparse_coo: shards are strided; call to_dense\(\)")
+@case("ShardError", r"shard: the tensor must be strided, got layout torch.sparse_coo: call to_dense\(\)")
 def shard_of_a_sparse_tensor(rank: int) -> None:
     EVEN.shard(torch.ones(8, 3).to_sparse())
 
@@ -530,7 +536,8 @@ def test_one_local_tensor_becomes_the_one_shard_of_its_rank() -> None:
     for rank, (errors, _) in enumerate(found):
         sizes, place = ([3, 3], 0) if rank == 0 else ([2, 3], 1 + 2 * rank)
         assert (
-            errors[0] == f"rank {rank}: a local tensor of size [1, 3] for shard sizes {sizes} at offsets [{place}, 0]"
+            errors[0]
+            == f"rank {rank}: the local tensor has size [1, 3], but the spec says {sizes} at offsets [{place}, 0]"
         )
         assert errors[1].startswith(f"rank {rank} holds {0 if rank else 2} shards under ChunkShardingSpec")
     assert found[3][1] == [0, 0, 0, 1, 1, 2, 2, 3, 3]
@@ -550,7 +557,7 @@ def test_known_metadata_need_no_talk_and_put_shards_in_their_order() -> None:
             return []  # others do not wait for it
         made = ShardedTensor._init_from_local_shards_and_global_metadata(mine[::-1], metadata, sharding_spec=spec)
         assert made.sharding_spec() is spec
-        with pytest.raises(ShardwrightError, match=f"rank {rank} gave the shards "):
+        with pytest.raises(ShardwrightError, match=f"rank {rank} passed the shards "):
             ShardedTensor._init_from_local_shards_and_global_metadata([*mine, rows(rank)], metadata)
         return [shard.tensor[0, 0].item() for shard in made.local_shards()]
 

@@ -175,7 +175,7 @@ def test_without_placements_the_shards_say_them() -> None:
         swapped = sharded.rand(slabs(0, (1, 3), (0, 3)), 6, 6)
         said = refused(lambda: sharded.to_dtensor(swapped), PlacementError)
         assert "the 2 shards of a tensor of size [6, 6]" in said
-        assert "give placements" in said
+        assert "pass placements" in said
         in_their_order = Mesh((4,), ranks=[1, 0, 2, 3])
         assert sharded.to_dtensor(swapped, in_their_order).placements == (Ragged(0, [3, 3, 0, 0]),)
         two = sharded.rand(slabs(0, (0, 3), (0, 3)), 6, 6)

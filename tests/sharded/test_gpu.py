@@ -77,7 +77,7 @@ def test_resharding_keeps_shards_pinned_and_copies_are_not() -> None:
     made.reshard(on("cuda", 0))
     assert not made.metadata().tensor_properties.pin_memory
     assert torch.equal(made.gather().cpu(), whole)
-    with pytest.raises(ShardError, match=r"pin_memory=True: the shard \[0:4\] on rank:0/cuda:0 is not in host memory"):
+    with pytest.raises(ShardError, match=r"pin_memory=True .* shard \[0:4\] is on rank:0/cuda:0"):
         sharded.zeros(on("cuda:0", 0), 4, pin_memory=True)
 
 
@@ -100,7 +100,7 @@ def test_a_change_of_device_numbers_the_devices_of_this_rank_only() -> None:
 
 def test_a_tensor_on_the_wrong_device_is_refused() -> None:
     shard = Shard(torch.zeros(4, device="cuda"), ShardMetadata([0], [4], "rank:0/cpu"))
-    with pytest.raises(ShardError, match="rank 0, shard 0: a tensor on cuda:0 for placement rank:0/cpu"):
+    with pytest.raises(ShardError, match="rank 0, shard 0: the tensor is on cuda:0, but its placement is rank:0/cpu"):
         sharded.init_from_local_shards([shard], 4)
 
 

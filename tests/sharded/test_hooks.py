@@ -107,8 +107,8 @@ def test_what_is_missing_unexpected_or_of_another_size_is_reported() -> None:
     assert first == second
     assert 'Missing key(s) in state_dict: "left.table"' in first[0]
     assert 'Unexpected key(s) in state_dict: "left.tabel"' in first[0]
-    assert "table: a ShardedTensor of size [5, 3] for one of size [4, 3]" in first[1]
-    assert "left.table: a Tensor for a ShardedTensor: cut it with spec.shard(tensor)" in first[1]
+    assert "table: expected a ShardedTensor of size [4, 3], got size [5, 3]" in first[1]
+    assert "left.table: expected a ShardedTensor, got Tensor: shard it with spec.shard(tensor)" in first[1]
     assert "key(s)" not in first[1]
 
 

@@ -226,9 +226,9 @@ def test_a_module_works_as_it_is_and_under_autocast() -> None:
 
 def test_what_is_wrong_on_one_rank_is_raised_on_all_and_names_it() -> None:
     wrong: list[tuple[Any, Any, str]] = [
-        (torch.ones(2, 5), None, r"the input is of size \[2, 5\], .* \[4, 6\] multiplies 6 features"),
-        (torch.tensor(1.0), None, r"the input is of size \[\]"),
-        (torch.ones(6), torch.ones(5), r"the bias is of size \[5\] on cpu: \[4\] on cpu is needed"),
+        (torch.ones(2, 5), None, r"must be 6 for a weight of size \[4, 6\], got size \[2, 5\]"),
+        (torch.tensor(1.0), None, r"got size \[\]"),
+        (torch.ones(6), torch.ones(5), r"the bias must have size \[4\] on cpu, got \[5\] on cpu"),
     ]
 
     def on_a_rank() -> list[str]:
@@ -242,12 +242,12 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all_and_names_it() -> None:
             said.append(str(caught.value))
         with (
             pytest.raises(
-                DisagreementError, match=r"rank 0 says .*torch\.float32, no.*rank 1 says .*torch\.bfloat16, no"
+                DisagreementError, match=r"rank 0 has .*torch\.float32, no.*rank 1 has .*torch\.bfloat16, no"
             ),
             torch.autocast("cpu", torch.bfloat16),
         ):
             functional.linear(torch.ones(6, dtype=torch.bfloat16 if comm.rank() == 1 else torch.float32), weight)
-        with pytest.raises(ShardError, match=r"the input is torch\.float64, and the weight is torch\.float32"):
+        with pytest.raises(ShardError, match=r"the input is torch\.float64, but the weight is torch\.float32"):
             functional.linear(torch.ones(6, dtype=torch.float64), weight)
         torch.testing.assert_close(functional.linear(torch.ones(6), weight), torch.full((4,), 6.0))
         return said

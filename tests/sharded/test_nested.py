@@ -201,7 +201,7 @@ def test_what_does_not_fit_together_is_refused_alike_on_all_ranks() -> None:
     overlap, lacking, inside = answers[0]
     assert all(answer[0] == overlap and answer[2] == inside for answer in answers)
     assert overlap.startswith(
-        "state['w']: its shards, with those of the tensors in them, do not tile it: overlap: shard"
+        "state['w']: its shards, including those of nested tensors, do not tile it: overlap: shard"
     )
     assert "rank:0/cpu" in overlap
     assert "[0:4, 0:3]" in overlap

@@ -122,7 +122,7 @@ def test_steps_equal_those_on_the_whole_tensors_and_survive_a_state_dict(count: 
     run_ranks(count, on_a_rank)
 
 
-def test_the_state_of_a_parameter_is_cut_like_it() -> None:
+def test_the_state_of_a_parameter_has_same_shards_it() -> None:
     def on_a_rank() -> None:
         for spec in specs():
             weight = cut(torch.ones(SIZE), spec)

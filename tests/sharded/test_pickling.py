@@ -111,7 +111,7 @@ def test_tensors_of_a_sub_group_load_inside_it_and_nowhere_else() -> None:
                 gathered = copied.gather(2)
                 assert gathered is None or torch.equal(gathered, _whole())
             with (
-                pytest.raises(UnsupportedError, match="inside another one"),
+                pytest.raises(UnsupportedError, match="cannot be nested"),
                 sharded.load_with_process_group(group.process_group),
             ):
                 pass

@@ -212,7 +212,7 @@ def test_remote_shards_follow_a_reshard(found: dict[str, list[Any]]) -> None:
 
 def test_a_rank_that_is_cut_otherwise_says_so(found: dict[str, list[Any]]) -> None:
     message = found["_cut_otherwise_there"][0]
-    assert "rank 1 has no shard of sizes [1, 2] at offsets [0, 0]: the tensor is cut otherwise there" in message
+    assert "rank 1 has no shard of sizes [1, 2] at offsets [0, 0]: the tensor is sharded differently there" in message
 
 
 def test_placements_name_workers_whatever_their_numbers(found: dict[str, list[Any]]) -> None:
@@ -227,9 +227,7 @@ def test_a_worker_that_is_named_must_be_the_one_that_gives_the_shard(found: dict
     told, checked = found["_other_workers"][0]
     assert found["_other_workers"] == [(told, checked)] * 3
     for me in range(3):
-        fault = (
-            f"rank {me}, shard 0: placement trainer{(me + 1) % 3}/cpu names rank {(me + 1) % 3}: give a rank its own"
-        )
+        fault = f"rank {me}, shard 0: placement trainer{(me + 1) % 3}/cpu belongs to rank {(me + 1) % 3}: pass only"
         assert fault in told
         assert fault in checked
 
@@ -262,5 +260,5 @@ def test_without_rpc_all_ranks_are_told_the_same() -> None:
     first, second = run_ranks(2, on_rank)
     assert first[0] == second[0]
     assert first[0].startswith("init_rrefs: RPC is not running on ranks [0, 1]: call torch.distributed.rpc.init_rpc")
-    assert "it was made without RRefs; make it with init_rrefs=True" in first[1]
+    assert "it was created without RRefs; create it with init_rrefs=True" in first[1]
     assert "worker 'trainer0': RPC is not running here" in first[2]

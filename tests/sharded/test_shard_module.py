@@ -99,10 +99,10 @@ def test_a_parameter_that_cannot_be_sharded_is_refused_with_the_reason() -> None
     for name, spec, reason in (
         ("wieght", ALONE, "'wieght' is not a parameter: did you mean 'weight'"),
         ("nowhere.bias", ALONE, "'nowhere.bias' is not a parameter$"),
-        ("note", ALONE, "'note' is a str, not a tensor"),
-        ("wide", ALONE, r"'wide' has sizes \[4, 3\] with strides \[1, 4\]: call contiguous"),
-        ("done", ALONE, "'done' is a ShardedTensor already: it has reshard"),
-        ("weight", "rows", "'weight': str is not a ShardingSpec"),
+        ("note", ALONE, "'note' must be a tensor, got str"),
+        ("wide", ALONE, r"'wide' of size \[4, 3\] has strides \[1, 4\]: call contiguous"),
+        ("done", ALONE, "'done' is already a ShardedTensor: use its reshard"),
+        ("weight", "rows", "'weight': expected a ShardingSpec, got str"),
     ):
         with pytest.raises(ShardError, match=reason):
             sharded.shard_parameter(layer, name, spec)  # type: ignore[arg-type]  # one of them is a mistake
@@ -130,10 +130,10 @@ def test_ranks_that_disagree_are_told_so_alike() -> None:
 
     first, second = run_ranks(2, on_rank)
     assert first == second
-    assert "rank 0 says [5, 4]" in first[0]
-    assert "rank 0 says parameter 'bias'; rank 1 says parameter 'weight'" in first[2]
+    assert "rank 0 has [5, 4]" in first[0]
+    assert "rank 0 has parameter 'bias'; rank 1 has parameter 'weight'" in first[2]
     assert "rank 0: ShardError: shard_parameter: 'width' is not a parameter" in first[3]
-    assert "rank 0 says ['weight', 'bias']" in first[4]
+    assert "rank 0 has ['weight', 'bias']" in first[4]
 
 
 def test_a_plan_shards_parameters_and_modules_and_keeps_ties() -> None:
@@ -177,20 +177,20 @@ def test_a_plan_with_faults_lists_them_all_and_changes_nothing() -> None:
         sharded.shard_module(model, plan)
     assert str(raised.value).removeprefix("shard_module: ").split("; ") == [
         "'frist.weight' is not a parameter: did you mean 'first.weight'?",
-        "'first' is a Embedding, not a tensor",
-        "'tied.weight' is the same tensor as 'first.weight', and is sharded with it: name one of them",
-        "'second.weight' lies inside 'second', which a Sharder takes whole",
+        "'first' must be a tensor, got Embedding",
+        "'tied.weight' and 'first.weight' are the same tensor: list only one of them",
+        "'second.weight' is inside 'second', which has a Sharder of its own",
         "'haed' is not a module: did you mean 'head'?",
-        "'head.0.weight': str is neither a ShardingSpec nor a Sharder",
+        "'head.0.weight': expected a ShardingSpec or a Sharder, got str",
         "a Sharder for '' would replace the module itself: call its shard(module)",
         "'tide' is not a module: did you mean 'tied'?",
-        "the output of 'head': int is not a ShardingSpec",
+        "the output of 'head': expected a ShardingSpec, got int",
         "'haed.0' is not a module: did you mean 'head.0'?",
     ]
     assert dict(model.named_parameters(remove_duplicate=False)) == before
     with pytest.raises(ArgumentTypeError, match=r"dict is not a sharded\.ShardingPlan"):
         sharded.shard_module(model, {"first.weight": ALONE})  # type: ignore[arg-type]  # that is the test
-    with pytest.raises(ArgumentTypeError, match=r"Nothing\.shard gave a int for 'second', not a module"):
+    with pytest.raises(ArgumentTypeError, match=r"Nothing\.shard must return a module for 'second', got int"):
         sharded.shard_module(model, sharded.ShardingPlan({"second": Nothing()}))
 
 
@@ -243,11 +243,11 @@ def test_the_tensor_that_a_module_keeps_stays_as_it_is() -> None:
 def test_outputs_that_are_no_sharded_tensors() -> None:
     plain = torch.ones(2)
     assert sharded.collect_local_shard(nn.Identity())(plain) is plain
-    with pytest.raises(ArgumentTypeError, match="Identity gave a tuple, not a tensor"):
+    with pytest.raises(ArgumentTypeError, match="Identity must return a tensor, got tuple"):
         sharded.collect_local_shard(nn.Identity())((plain, plain))
-    with pytest.raises(ArgumentTypeError, match="Identity gave a Tensor, and only a ShardedTensor can be resharded"):
+    with pytest.raises(ArgumentTypeError, match="Identity must return a ShardedTensor, got Tensor"):
         sharded.reshard_output(nn.Identity(), ALONE)(plain)
-    with pytest.raises(ArgumentTypeError, match="str is not a ShardingSpec"):
+    with pytest.raises(ArgumentTypeError, match="expected a ShardingSpec, got str"):
         sharded.reshard_output(nn.Identity(), "rows")  # type: ignore[arg-type]  # that is the test
-    with pytest.raises(UnsupportedError, match="rank 0 holds 2 shards, not one"):
+    with pytest.raises(UnsupportedError, match="rank 0 has 2 shards, expected exactly one"):
         sharded.collect_local_shard(nn.Identity())(sharded.ones(ALONE, 4))

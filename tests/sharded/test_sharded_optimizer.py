@@ -258,15 +258,15 @@ def test_what_does_not_fit_is_refused_with_its_name() -> None:
 
     found, second, third = run_ranks(3, on_rank)
     load = "load_state_dict of a ShardedOptimizer: "
-    assert found["keys"] == f"{load}it has the keys ['states'], not 'state' and 'param_groups'"
-    assert found["groups"] == f"{load}it has 2 groups of parameters, the optimizer 1"
+    assert found["keys"] == f"{load}expected the keys 'state' and 'param_groups', got ['states']"
+    assert found["groups"] == f"{load}it has 2 parameter groups, but the optimizer has 1"
     assert "group 0 lacks the parameters ['scale'] and has ['skale']" in found["names"]
     assert found["stranger"] == f"{load}'skale' is not a parameter of the optimizer"
-    assert "'exp_avg' of 'table' is of size [5, 2], and the parameter is of size [5, 3]" in found["size"]
-    assert "'exp_avg' of 'table' is a Tensor, and the parameter is a ShardedTensor" in found["plain"]
+    assert "'exp_avg' of 'table' is of size [5, 2], but the parameter has size [5, 3]" in found["size"]
+    assert "'exp_avg' of 'table' is a Tensor, but the parameter is a ShardedTensor" in found["plain"]
     assert "parameter 'table': rank 0: two of its shards differ in" in found["unstepped"]
     assert found["unstepped"] == second["unstepped"] == third["unstepped"]
-    assert "the shards of 'table' are others than those it was made with" in found["resharded"]
+    assert "the shards of 'table' have been replaced since the optimizer was created" in found["resharded"]
 
 
 def test_ranks_that_stepped_differently_or_load_differently_are_told_so() -> None:
@@ -283,7 +283,7 @@ def test_ranks_that_stepped_differently_or_load_differently_are_told_so() -> Non
         return loading, _refusal(ShardError, optimizer.state_dict)
 
     (loading, first), (_, second) = run_ranks(2, on_rank)
-    assert "ranks disagree: rank 0 says state of 0 parameters" in loading
+    assert "ranks disagree: rank 0 has state of 0 parameters" in loading
     assert "parameter 'table': ranks 0 and 1 differ in 'step'" in first
     assert first == second
 
@@ -291,7 +291,7 @@ def test_ranks_that_stepped_differently_or_load_differently_are_told_so() -> Non
 def test_optimizers_that_need_whole_tensors_are_refused() -> None:
     table = sharded.ones(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 4, 4, requires_grad=True)
     for kind in (torch.optim.LBFGS, torch.optim.Adafactor):
-        with pytest.raises(UnsupportedError, match=f"{kind.__name__} needs whole tensors"):
+        with pytest.raises(UnsupportedError, match=f"{kind.__name__} is not elementwise"):
             sharded.ShardedOptimizer({"table": table}, kind)
 
     class Rows(torch.optim.SGD):
@@ -303,24 +303,24 @@ def test_optimizers_that_need_whole_tensors_are_refused() -> None:
 
     optimizer = sharded.ShardedOptimizer({"table": table}, Rows)
     optimizer.step()
-    with pytest.raises(ShardError, match=r"'rows' is a Tensor of size \[4\]: the optimizer is not elementwise"):
+    with pytest.raises(ShardError, match=r"'rows' must be .*, got Tensor of size \[4\]: .* not elementwise"):
         optimizer.state_dict()
 
 
 def test_arguments_of_a_wrong_kind_are_named() -> None:
     table = sharded.ones(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 4, requires_grad=True)
-    with pytest.raises(ShardError, match="'b' and 'a' are one tensor"):
+    with pytest.raises(ShardError, match="'b' and 'a' are the same tensor"):
         sharded.ShardedOptimizer({"a": table, "b": table}, torch.optim.SGD)
-    with pytest.raises(ArgumentTypeError, match="'a' is a list, not a tensor"):
+    with pytest.raises(ArgumentTypeError, match="'a' must be a tensor, got list"):
         sharded.ShardedOptimizer({"a": [1.0]}, torch.optim.SGD)  # type: ignore[dict-item]  # that is the test
-    with pytest.raises(ArgumentTypeError, match="'Adam' is not a class of optimizers"):
+    with pytest.raises(ArgumentTypeError, match=r"expected a subclass of torch\.optim\.Optimizer, got 'Adam'"):
         sharded.ShardedOptimizer({"a": table}, "Adam")  # type: ignore[arg-type]  # that is the test
     optimizer = sharded.ShardedOptimizer({"a": table}, torch.optim.SGD)
-    with pytest.raises(ArgumentTypeError, match="params is a list: give tensors by name"):
+    with pytest.raises(ArgumentTypeError, match=r"params must be a dict .*, got list"):
         optimizer.add_param_group({"params": [table]})
-    with pytest.raises(ShardError, match="'a' is in another group already"):
+    with pytest.raises(ShardError, match="'a' is already in another group"):
         optimizer.add_param_group({"params": {"a": torch.ones(1)}})
-    with pytest.raises(ShardError, match="'b' and 'a' are one tensor"):
+    with pytest.raises(ShardError, match="'b' and 'a' are the same tensor"):
         optimizer.add_param_group({"params": {"b": table}})
     with pytest.raises(UnsupportedError, match="save its state_dict"):
         torch.save(optimizer, "/dev/null")

@@ -96,7 +96,7 @@ def test_a_layouts_tiles_tile_exactly_and_its_first_ranks_own_them(layout: Any) 
 
 def test_a_layout_of_addends_is_refused() -> None:
     spec = LayoutShardingSpec(Mesh((2,)), [Partial()])
-    with pytest.raises(PlacementError, match=r"holds addends, and a shard holds values: use Shard\(dim\)"):
+    with pytest.raises(PlacementError, match=r"is partial, but shards hold complete values: use Shard\(dim\)"):
         spec.build_metadata(torch.Size([4]), PROPERTIES)
     on_gpu = LayoutShardingSpec(Mesh((2,)), [Shard(0)], device="cuda")
     assert [str(shard.placement) for shard in shards_of(on_gpu, [4])] == ["rank:0/cuda", "rank:1/cuda"]
@@ -126,12 +126,12 @@ def test_pytorch_users_spellings_work() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: ChunkShardingSpec("rows", ["rank:0/cpu"]), ArgumentTypeError, "dim 'rows' is a str: a number is"),
-        (lambda: ChunkShardingSpec(True, ["rank:0/cpu"]), ArgumentTypeError, "dim True is a bool"),
-        (lambda: ChunkShardingSpec(0, []), PlacementError, "no placements: at least one rank"),
+        (lambda: ChunkShardingSpec("rows", ["rank:0/cpu"]), ArgumentTypeError, "dim must be an int, got 'rows'"),
+        (lambda: ChunkShardingSpec(True, ["rank:0/cpu"]), ArgumentTypeError, "dim must be an int, got True"),
+        (lambda: ChunkShardingSpec(0, []), PlacementError, "placements must not be empty"),
         (lambda: ChunkShardingSpec(0, ["cuda:first"]), PlacementError, "placement 'cuda:first': write rank:1/cuda:0"),
         (lambda: ChunkShardingSpec(0, ["rang:0/cpu"]), PlacementError, "placement 'rang:0/cpu': write rank:1/cuda:0"),
-        (lambda: ChunkShardingSpec(0, [0]), ArgumentTypeError, "placement 0 is a int: give text"),
+        (lambda: ChunkShardingSpec(0, [0]), ArgumentTypeError, "placement must be a str .*, got int: 0"),
         (lambda: sharded.empty(ChunkShardingSpec(2, ["rank:0/cpu"]), 3, 4), PlacementError, r"dim 2 .* size \[3, 4\]"),
         (lambda: sharded.empty(ChunkShardingSpec(0, ["rank:0/cpu"])), PlacementError, r"dim 0 .* size \[\]"),
         (lambda: sharded.empty(ChunkShardingSpec(0, ["rank:0/cpu"]), -3), ValueError, "negative"),
@@ -161,11 +161,11 @@ class Written(ShardingSpec):
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
     [
-        (None, ArgumentTypeError, r"Written.build_metadata gave a NoneType, not a ShardedTensorMetadata"),
+        (None, ArgumentTypeError, r"Written.build_metadata must return a ShardedTensorMetadata, got NoneType"),
         (
             ShardedTensorMetadata([], torch.Size([5])),
             TilingError,
-            r"gave shards of a tensor of size \[5\], .* size \[4\]",
+            r"returned shards for size \[5\], .* size \[4\]",
         ),
         (ShardedTensorMetadata([], torch.Size([4])), TilingError, r"gap: nothing holds \[0:4\]"),
         (

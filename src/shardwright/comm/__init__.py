@@ -1,4 +1,4 @@
-"""The only door to torch.distributed: groups, collectives, traffic, and agreement among ranks."""
+"""Communication, the only user of torch.distributed: groups, collectives, traffic, and agreement among ranks."""
 
 from shardwright.comm.agree import agree, common_error, on_first_rank, unwrap_common_error
 from shardwright.comm.collectives import (

@@ -133,7 +133,7 @@ def agree(
     ends = [4 + int.from_bytes(message[:4], "big") for message in messages]
     texts = [message[4:end] for message, end in zip(messages, ends, strict=True)]
     if any(text != texts[0] for text in texts):
-        listed = [f"rank {rank} says {text.decode()}" for rank, text in zip(group.ranks, texts, strict=True)]
+        listed = [f"rank {rank} has {text.decode()}" for rank, text in zip(group.ranks, texts, strict=True)]
         raise DisagreementError(f"{what}: ranks disagree: {join_first(listed, _MAX_LISTED, '; ')}")
     return (result, [message[end:] for message, end in zip(messages, ends, strict=True)]) if gather else result
 

@@ -1,8 +1,8 @@
-"""Asking another rank where it is, while its program runs or waits.
+"""Status queries to other ranks, while their programs compute or wait.
 
-Each rank has a socket on which a thread of its own answers. The system accepts connections for a process whatever it
-is doing, and refuses them once it has ended: so a rank that computes for an hour is never taken for a dead one, and a
-dead one is known at once, whoever else holds its other connections open.
+A thread of each rank answers on a listening socket. The operating system accepts connections for a process whatever it
+is doing, and refuses them once it has exited: so a rank that computes for an hour is never taken for dead, and a dead
+rank is known at once, whoever holds its other connections open.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from shardwright.comm.forked import close_in_children
-from shardwright.comm.rendezvous import addresses, listener, machine
+from shardwright.comm.rendezvous import addresses, listening_socket, machine
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 __all__ = ["Beacon", "Reply", "State", "ask"]
 
-_REQUEST = struct.Struct("!16sI")  # the token, and for which rank it is asked
-_ANSWERING = 2.0  # seconds for one who asks to say so
+_REQUEST = struct.Struct("!16sI")  # the token, and the rank on whose behalf the query is sent
+_REQUEST_SECONDS = 2.0  # timeout for receiving a request
 
 
 class State(Enum):
-    """What is known of a rank that was asked."""
+    """The state of a queried rank."""
 
     HERE = "it has answered"
     SILENT = "its process is there, but has not answered yet"
     ENDED = "its process has ended"
     UNREACHABLE = "its host does not answer"
-    UNKNOWN = "it has not told where to ask"
+    UNKNOWN = "it has not published its address"
 
 
 class Reply(NamedTuple):
-    """The answer of a rank, and what `describe` gave there if it has answered."""
+    """The reply of a rank; `body` is the result of `describe` there if it has answered."""
 
     state: State
     body: dict[str, Any]
@@ -52,27 +52,27 @@ class Reply(NamedTuple):
 
 @final
 class Beacon:
-    """Answers other ranks from a thread, with what `describe(rank that asks)` returns at that moment.
+    """Answers queries of other ranks from a thread, with the current result of `describe(asking rank)`.
 
-    Those who ask must know the token, 16 bytes in hexadecimal, which stands in the store.
+    Queries must carry the token, 16 bytes in hexadecimal, which is published in the store.
     """
 
     def __init__(self, store: Store, key: str, describe: Callable[[int], dict[str, Any]], token: str = "") -> None:
-        self._listener = listener(backlog=128)
+        self._listener = listening_socket(backlog=128)
         self._wake, self._woken = socket.socketpair()
         for sock in (self._wake, self._woken):
             close_in_children(sock)
         self._token = token or secrets.token_hex(16)
         self._describe = describe
         bound, port = self._listener.getsockname()[:2]
-        place = {
+        address = {
             "machine": machine(),
             "bound": bound,
             "addresses": addresses(),
             "port": port,
             "token": self._token,
         }
-        store.set(key, json.dumps(place))
+        store.set(key, json.dumps(address))
         self._thread = threading.Thread(target=self._serve, name="shardwright beacon", daemon=True)
         self._thread.start()
 
@@ -80,7 +80,7 @@ class Beacon:
         """Stop answering."""
         self._wake.close()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_ANSWERING + 1)
+            self._thread.join(_REQUEST_SECONDS + 1)
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector, self._listener, self._woken:
@@ -90,13 +90,13 @@ class Beacon:
                 ready = [key.fileobj for key, _ in selector.select()]
                 if self._woken in ready:
                     return
-                with suppress(OSError):  # one who asks and goes away
+                with suppress(OSError):  # the asking rank has disconnected
                     sock, _ = self._listener.accept()
                     with sock:
                         self._answer(sock)
 
     def _answer(self, sock: socket.socket) -> None:
-        sock.settimeout(_ANSWERING)
+        sock.settimeout(_REQUEST_SECONDS)
         request = b""
         while len(request) < _REQUEST.size:
             part = sock.recv(_REQUEST.size - len(request))
@@ -108,15 +108,15 @@ class Beacon:
             sock.sendall(json.dumps(self._describe(rank)).encode())
 
 
-def ask(places: Mapping[int, dict[str, Any]], asker: int, timeout: float) -> dict[int, Reply]:
-    """Ask ranks, by what they wrote in the store, on behalf of the rank `asker`; wait at most `timeout` seconds.
+def ask(published: Mapping[int, dict[str, Any]], asker: int, timeout: float) -> dict[int, Reply]:
+    """Query ranks at the addresses they published, on behalf of rank `asker`, for at most `timeout` seconds.
 
-    A rank is asked under all its addresses: one that refuses may belong to another host.
+    A rank is queried at all its addresses: one that refuses may belong to another host.
     """
-    found = {rank: Reply(State.UNKNOWN, {}) for rank in places}
+    found = {rank: Reply(State.UNKNOWN, {}) for rank in published}
     calls: dict[socket.socket, tuple[int, bytearray]] = {}
     with selectors.DefaultSelector() as selector:
-        for rank, place in places.items():
+        for rank, place in published.items():
             for address in _addresses_to_ask(place):
                 sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
                 sock.setblocking(False)
@@ -126,18 +126,18 @@ def ask(places: Mapping[int, dict[str, Any]], asker: int, timeout: float) -> dic
                     selector.register(sock, selectors.EVENT_WRITE)
                 else:
                     sock.close()
-                    found[rank] = _surer(found[rank], Reply(_failure(code), {}))
+                    found[rank] = _more_certain(found[rank], Reply(_failure(code), {}))
         deadline = time.monotonic() + timeout
         connected: set[socket.socket] = set()
         while calls and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
-                sock = key.fileobj  # type: ignore[assignment]  # those that were registered
+                sock = key.fileobj  # type: ignore[assignment]  # only sockets are registered
                 if sock not in calls:
                     continue
-                rank, heard = calls[sock]
-                reply = _go_on(sock, heard, connected, places[rank], asker)
+                rank, received = calls[sock]
+                reply = _advance(sock, received, connected, published[rank], asker)
                 if reply is not None:
-                    found[rank] = _surer(found[rank], reply)
+                    found[rank] = _more_certain(found[rank], reply)
                     answered = reply.state is State.HERE
                     for done in [each for each, (of, _) in calls.items() if each is sock or (answered and of == rank)]:
                         selector.unregister(done)
@@ -146,23 +146,25 @@ def ask(places: Mapping[int, dict[str, Any]], asker: int, timeout: float) -> dic
                 elif sock in connected:
                     selector.modify(sock, selectors.EVENT_READ)
         for sock, (rank, _) in calls.items():
-            found[rank] = _surer(found[rank], Reply(State.SILENT if sock in connected else State.UNREACHABLE, {}))
+            found[rank] = _more_certain(
+                found[rank], Reply(State.SILENT if sock in connected else State.UNREACHABLE, {})
+            )
             sock.close()
     return found
 
 
-_SUREST_FIRST = (State.HERE, State.SILENT, State.ENDED, State.UNREACHABLE, State.UNKNOWN)
+_BY_CERTAINTY = (State.HERE, State.SILENT, State.ENDED, State.UNREACHABLE, State.UNKNOWN)
 
 
-def _surer(one: Reply, other: Reply) -> Reply:
-    """Return which of two replies under different addresses of a rank says more of it."""
-    return min(one, other, key=lambda reply: _SUREST_FIRST.index(reply.state))
+def _more_certain(one: Reply, other: Reply) -> Reply:
+    """Return the more conclusive of two replies from different addresses of a rank."""
+    return min(one, other, key=lambda reply: _BY_CERTAINTY.index(reply.state))
 
 
-def _go_on(
-    sock: socket.socket, heard: bytearray, connected: set[socket.socket], place: dict[str, Any], asker: int
+def _advance(
+    sock: socket.socket, received: bytearray, connected: set[socket.socket], place: dict[str, Any], asker: int
 ) -> Reply | None:
-    """Take the next step of a conversation; return how it ended, once it has."""
+    """Continue an exchange; return the reply once it is complete, else None."""
     try:
         if sock not in connected:
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -177,11 +179,11 @@ def _go_on(
     except OSError:
         return Reply(State.SILENT, {})
     if data:
-        heard += data
+        received += data
         return None
     try:
-        return Reply(State.HERE, json.loads(heard))
-    except ValueError:  # it has closed the connection before the end of its answer
+        return Reply(State.HERE, json.loads(received))
+    except ValueError:  # the connection was closed before the end of the reply
         return Reply(State.SILENT, {})
 
 
@@ -190,9 +192,9 @@ def _failure(code: int) -> State:
 
 
 def _addresses_to_ask(place: dict[str, Any]) -> list[str]:
-    """Return the addresses to ask at: a loopback address means this machine, so it is of no use for another one."""
+    """Return the addresses to query; loopback addresses of another machine are useless."""
     if place.get("machine") == machine():
         bound: str = place.get("bound", "")
         return ["127.0.0.1" if bound in ("", "::", "0.0.0.0") else bound]
     usable: Iterable[str] = place.get("addresses", ())
-    return [one for one in usable if not ipaddress.ip_address(one.partition("%")[0]).is_loopback]
+    return [each for each in usable if not ipaddress.ip_address(each.partition("%")[0]).is_loopback]

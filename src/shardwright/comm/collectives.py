@@ -1,11 +1,11 @@
-"""Collectives that take any dtype, any strides, uneven and empty pieces, on any number of ranks.
+"""Collectives for any dtype, strides, uneven and empty pieces, on any number of ranks.
 
-Each comes twice: `all_gather` gives the result, `start_all_gather` a `Pending` of it. Results never share
-memory with arguments. They are below autograd: no gradient flows. One rank alone needs no set-up.
+Each has two forms: `all_gather` returns the result, `start_all_gather` a `Pending` of it. Results never share memory
+with arguments. They are not differentiable. A single rank needs no set-up.
 
-On a CPU the pieces travel point to point, exactly the bytes that are missing: gloo has no uneven all-gather
-and none of the rarer dtypes, and measured 3 to 4 times slower for large pieces. On a GPU the even cases are
-the backend's own, as are large broadcasts and reductions on a CPU, see native.py.
+On a CPU the pieces are sent point to point, exactly the missing bytes: gloo has no uneven all-gather and lacks the
+rarer dtypes, and was measured 3 to 4 times slower for large pieces. On a GPU the even cases use the backend's own
+collectives, as do large broadcasts and reductions on a CPU, see native.py.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = ["all_gather", "all_to_all", "broadcast", "start_all_gather", "start_a
 
 
 def all_gather(tensor: Tensor, group: Group | None = None, sizes: Sequence[int] | None = None, dim: int = 0) -> Tensor:
-    """Every rank's piece, concatenated along `dim` in rank order.
+    """Concatenate every rank's piece along `dim`, in rank order.
 
-    `sizes` holds every rank's extent along `dim`; `None` says they are all equal. The other extents agree.
+    `sizes` are the extents of all ranks along `dim`; `None` means they are equal. The other extents must agree.
 
     >>> all_gather(torch.tensor([1, 2, 3]), sizes=[3])
     tensor([1, 2, 3])
@@ -41,7 +41,7 @@ def all_gather(tensor: Tensor, group: Group | None = None, sizes: Sequence[int] 
 def start_all_gather(
     tensor: Tensor, group: Group | None = None, sizes: Sequence[int] | None = None, dim: int = 0
 ) -> Pending[Tensor]:
-    """`all_gather`, under way.
+    """Start an asynchronous `all_gather`.
 
     >>> start_all_gather(torch.tensor([1, 2])).wait()
     tensor([1, 2])
@@ -62,7 +62,7 @@ def gather(tensor: Tensor, group: Group, sizes: Sequence[int], dim: int, operati
     """Start concatenating all pieces, unreported: other collectives are built on it."""
     piece = dense(tensor)
     shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]) for size in sizes]
-    # Where nothing lies outside `dim`, pieces are consecutive in memory and land in place.
+    # If `dim` is the outermost dimension of extent > 1, pieces are contiguous and received in place.
     in_place = tensor.shape[:dim].numel() == 1
     if in_place:
         whole = torch.empty((*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :]), **like(tensor))
@@ -79,13 +79,13 @@ def gather(tensor: Tensor, group: Group, sizes: Sequence[int], dim: int, operati
         as_bytes(pieces[group.rank]).copy_(as_bytes(piece))
 
     def finish() -> Tensor:
-        _ = piece  # what is being sent must outlive the sending
+        _ = piece  # must stay alive until it is sent
         return whole if in_place else _cat(pieces, dim)
 
     return Pending(operation.kind, group, flights, finish, operation.number)
 
 
-# A dtype of each width that torch can concatenate: it cannot do all of them.
+# A dtype of each width that torch can concatenate: it does not support all.
 _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -104,9 +104,9 @@ def _all_gather_single(target: Tensor, piece: Tensor, group: Group) -> dist.Work
 def all_to_all(
     sends: Sequence[Tensor], recv_shapes: Sequence[Sequence[int]], group: Group | None = None
 ) -> list[Tensor]:
-    """The pieces all ranks have for this one, in rank order, of the shapes `recv_shapes`.
+    """Return the pieces that all ranks send to this one, in rank order, with the shapes `recv_shapes`.
 
-    `sends[i]` goes to rank i of the group. Pieces may differ in shape and be empty; dtype and device agree.
+    `sends[i]` goes to rank i of the group. Pieces may differ in shape and be empty; dtype and device must agree.
 
     >>> all_to_all([torch.tensor([1, 2])], [(2,)])
     [tensor([1, 2])]
@@ -117,7 +117,7 @@ def all_to_all(
 def start_all_to_all(
     sends: Sequence[Tensor], recv_shapes: Sequence[Sequence[int]], group: Group | None = None
 ) -> Pending[list[Tensor]]:
-    """`all_to_all`, under way.
+    """Start an asynchronous `all_to_all`.
 
     >>> start_all_to_all([torch.ones(0)], [(0,)]).wait()
     [tensor([])]
@@ -150,14 +150,14 @@ def start_all_to_all(
     as_bytes(received[me]).copy_(as_bytes(dense(sends[me])))
 
     def finish() -> list[Tensor]:
-        _ = outgoing  # what is being sent must outlive the sending
+        _ = outgoing  # must stay alive until it is sent
         return received
 
     return Pending("all_to_all", group, flights, finish, operation.number)
 
 
 def broadcast(tensor: Tensor, group: Group | None = None, src: int = 0) -> Tensor:
-    """The tensor of rank `src` of the group, on all of them; every rank gives one of that shape and dtype.
+    """Return the tensor of rank `src` of the group; every rank passes one of the same shape and dtype.
 
     >>> broadcast(torch.tensor([7]))
     tensor([7])
@@ -166,7 +166,7 @@ def broadcast(tensor: Tensor, group: Group | None = None, src: int = 0) -> Tenso
 
 
 def start_broadcast(tensor: Tensor, group: Group | None = None, src: int = 0) -> Pending[Tensor]:
-    """`broadcast`, under way.
+    """Start an asynchronous `broadcast`.
 
     >>> start_broadcast(torch.tensor([7])).wait()
     tensor([7])
@@ -193,31 +193,33 @@ def start_broadcast(tensor: Tensor, group: Group | None = None, src: int = 0) ->
 
 
 class Like(TypedDict):
-    """The keywords that make a factory give a tensor of a given kind."""
+    """Keyword arguments of a factory for a tensor's dtype and device."""
 
     dtype: torch.dtype
     device: torch.device
 
 
 def like(tensor: Tensor) -> Like:
-    """The dtype and device of a tensor, as keywords for a factory."""
+    """Return the dtype and device of a tensor as keyword arguments for a factory."""
     return {"dtype": tensor.dtype, "device": tensor.device}
 
 
 def others_in(group: Group) -> list[int]:
-    """The other ranks by index, each rank starting after itself, so that not all send to rank 0 first."""
+    """Return the indices of the other ranks, starting after this one, so that not all send to rank 0 first."""
     return [(group.rank + step) % group.size for step in range(1, group.size)]
 
 
 def wrap_dim(dim: int, tensor: Tensor, kind: str) -> int:
-    """The dimension counted from the front."""
+    """Return the dimension as a non-negative index."""
     if not -tensor.dim() <= dim < tensor.dim():
-        raise CollectiveArgumentError(f"{kind}: dimension {dim} of a tensor of {tensor.dim()} dimensions")
+        raise CollectiveArgumentError(
+            f"{kind}: dimension {dim} is out of range for a tensor of {tensor.dim()} dimensions"
+        )
     return dim % tensor.dim()
 
 
 def bad_sizes(kind: str, sizes: Sequence[int], tensor: Tensor, dim: int, group: Group) -> CollectiveArgumentError:
-    """The error for sizes that do not fit the group or the tensor."""
+    """Return the error for sizes that do not match the group or the tensor."""
     if len(sizes) != group.size:
         return CollectiveArgumentError(f"{kind}: {len(sizes)} sizes {list(sizes)} for a group of {group.size} ranks")
     return CollectiveArgumentError(

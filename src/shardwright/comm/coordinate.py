@@ -1,9 +1,9 @@
-"""Messages among the ranks of a group, over a tree of connections of their own.
+"""The control channel: small messages among the ranks of a group, over a separate tree of TCP connections.
 
-Never the training group: a message must get through, or its failure be explained, while that one is stuck.
-Ranks find each other through the store of the default process group. In a round every rank gives some bytes
-and gets everybody's: up the tree, then down. A parent watches each child's connection by itself, so a rank
-that dies is named by its neighbours, and the news is passed on. The timeout counts from the last arrival.
+It is independent of the training group: messages must get through, or their failure be explained, while that one hangs.
+Ranks find each other through the store of the default process group. A round is an all-gather of bytes: up the tree,
+then down. A parent watches the connection of each child, so a dead rank is detected by its neighbours, which notify the
+rest. The timeout counts from the last arrival.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import final
 
 import torch.distributed as dist
 
-from shardwright.comm.group import Group, world
+from shardwright.comm.group import ControlChannel, Group, world
 from shardwright.comm.losses import Inquiry
-from shardwright.comm.rendezvous import Door, LostNoteError, leave_note, reach, read_note
+from shardwright.comm.rendezvous import Listener, LostNoteError, leave_note, reach, read_note
 from shardwright.comm.stores import STORE_SECONDS, within
 from shardwright.comm.timeout import default_timeout
 from shardwright.comm.wire import Frame, Kind, Link, LinkError, readable
@@ -30,18 +30,17 @@ from shardwright.errors import CommError, RankLostError
 __all__ = ["Channel", "gather_bytes", "open_channel"]
 
 _FANOUT = 32
-_SLACK = (
-    0.5  # seconds a level of the tree waits longer than the one below, so that those nearest to a silence speak first
-)
+# Seconds that each level of the tree waits longer than its children, so that the parent nearest a lost rank reports it.
+_SLACK = 0.5
 _ENTRY = struct.Struct("!IHQ")
 
 
 def gather_bytes(
     payload: bytes, group: Group | None = None, *, what: str = "gather_bytes", timeout: float | None = None
 ) -> list[bytes]:
-    """Every rank's bytes, in rank order, on every rank; lengths may differ.
+    """All-gather bytes: return those of every rank, in rank order; lengths may differ.
 
-    `what` names the exchange: ranks that meet in different ones all get a `CommError` that says who is where.
+    `what` names the round: ranks that are in different ones all raise a `CommError` that says where each of them is.
 
     >>> gather_bytes(b"hello")
     [b'hello']
@@ -53,8 +52,10 @@ def gather_bytes(
     return open_channel(group, what=what, timeout=seconds).round(payload, what, seconds)
 
 
-def open_channel(group: Group, *, what: str = "set-up", timeout: float | None = None, fanout: int = _FANOUT) -> Channel:
-    """The group's channel, connected to this rank's parent in the tree; `fanout` counts on first use only."""
+def open_channel(
+    group: Group, *, what: str = "set-up", timeout: float | None = None, fanout: int = _FANOUT
+) -> ControlChannel:
+    """Return the group's channel, connected to this rank's neighbours; `fanout` is used only when it is created."""
     if group.channel is None:
         group.channel = Channel(group, fanout)
     group.channel.connect(what, default_timeout() if timeout is None else timeout)
@@ -63,17 +64,17 @@ def open_channel(group: Group, *, what: str = "set-up", timeout: float | None = 
 
 @final
 class Channel:
-    """This rank's place in a group's tree: a link to its parent, and one to each child."""
+    """This rank's links in the tree of a group: to its parent and to each child."""
 
     def __init__(self, group: Group, fanout: int) -> None:
         if group.process_group is None:
-            raise CommError(f"{group!r} has no process group: one rank alone needs no channel")
+            raise CommError(f"{group!r} has no process group: a single rank needs no channel")
         me = group.rank
         self._group = group
         self._parent = None if me == 0 else (me - 1) // fanout
         self._children = range(me * fanout + 1, min(me * fanout + fanout + 1, group.size))
         self._height = _levels(me, fanout, group.size)
-        self._patience = _levels(0, fanout, group.size) + _depth(me, fanout)  # in levels, for an answer from above
+        self._levels_to_wait = _levels(0, fanout, group.size) + _depth(me, fanout)  # for an answer from the parent
         self._links: dict[int, Link] = {}
         self._round = 0
         self._lost: RankLostError | None = None
@@ -82,16 +83,16 @@ class Channel:
         self._prefix = f"shardwright/coordinate/{group.process_group.group_name}"
         if group.name:
             self._prefix += f"/aside/{group.name}"
-        self._door = Door(self._store, f"{self._prefix}/{me}", len(self._children)) if self._children else None
+        self._listener = Listener(self._store, f"{self._prefix}/{me}", len(self._children)) if self._children else None
 
     def connect(self, what: str, timeout: float) -> None:
-        """Makes the connections to the parent and the children, waiting for them to arrive."""
+        """Connect to the parent and the children, waiting for them to arrive."""
         with self._lock:
             self._refuse_after_loss(what)
             if self._parent is not None and self._parent not in self._links:
                 self._find_parent(self._parent, what, timeout)
-            if self._door is not None:
-                self._await_children(self._door, what, timeout)
+            if self._listener is not None:
+                self._await_children(self._listener, what, timeout)
 
     def _find_parent(self, parent: int, what: str, timeout: float) -> None:
         try:
@@ -107,36 +108,36 @@ class Channel:
         except LinkError as error:
             raise self._lose([parent], what, str(error)) from error
 
-    def _await_children(self, door: Door, what: str, timeout: float) -> None:
+    def _await_children(self, listener: Listener, what: str, timeout: float) -> None:
         deadline = time.monotonic() + timeout + _SLACK * self._height
         inquiry = Inquiry()
         while missing := sorted(set(self._children) - self._links.keys()):
             if (left := deadline - time.monotonic()) <= 0:
                 raise self._lose(missing, what, f"did not arrive within {timeout:g} s")
-            heard = readable([*door.sockets, *(link.sock for link in self._links.values())], min(left, _SLACK))
-            self._pull(heard, what)
-            # A child that is not connected cannot be heard to die: the watch is asked.
-            loss = None if heard else inquiry.lost([self._group.ranks[index] for index in missing])
-            self._links.update(door.admit())
+            ready = readable([*listener.sockets, *(link.sock for link in self._links.values())], min(left, _SLACK))
+            self._pull(ready, what)
+            # The death of a child that is not connected breaks no connection: query the watch.
+            loss = None if ready else inquiry.lost([self._group.ranks[index] for index in missing])
+            self._links.update(listener.admit())
             if loss is not None:
                 gone = [self._group.ranks.index(rank) for rank in loss.ranks]
                 raise self._lose(gone, what, loss)
             for source, link in self._links.items():
                 for frame in link.frames:
                     if frame.kind == Kind.LOST:
-                        raise self._spread(_heard_of(frame, what), source)
-        door.close()
-        self._door = None
+                        raise self._spread(_loss_of(frame, what), source)
+        listener.close()
+        self._listener = None
 
     def round(self, payload: bytes, what: str, timeout: float) -> list[bytes]:
-        """Every rank's payload, in rank order."""
+        """All-gather the payloads, in rank order."""
         with self._lock:
             self._refuse_after_loss(what)
             self._round += 1
             try:
                 body = self._up_and_down(payload, what, timeout)
             except BaseException:
-                if self._lost is None:  # interrupted half-way: the others must not wait for the other half
+                if self._lost is None:  # interrupted: the others must not wait for the rest of the round
                     me = self._group.global_rank
                     self._spread(RankLostError(f"{what}: rank {me} was interrupted while it waited", (me,)), None)
                 raise
@@ -153,23 +154,23 @@ class Channel:
         return body
 
     def close(self) -> None:
-        """Hangs up on everybody."""
+        """Close all connections."""
         for link in self._links.values():
             link.close()
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
         self._lost = RankLostError("this channel was closed", ())
 
     def _collect(self, entries: dict[int, bytes], what: str, timeout: float) -> None:
         waiting = set(self._children)
-        patience = timeout + _SLACK * self._height
-        deadline = time.monotonic() + patience
+        seconds = timeout + _SLACK * self._height
+        deadline = time.monotonic() + seconds
         while waiting:
-            source, frame = self._hear({*waiting, *self._above()}, deadline, what)
+            source, frame = self._next_frame({*waiting, *self._above()}, deadline, what)
             if frame is None:
                 raise self._lose(sorted(waiting), what, f"did not arrive within {timeout:g} s")
             if frame.kind == Kind.HERE:
-                deadline = time.monotonic() + patience
+                deadline = time.monotonic() + seconds
                 self._relay(source)
             else:
                 entries[source] = frame.body
@@ -180,15 +181,15 @@ class Channel:
             self._links[parent].send(Frame(Kind.UP, self._round, body), timeout)
         except LinkError as error:
             raise self._lose([parent], what, str(error)) from error
-        patience = timeout + _SLACK * self._patience
-        deadline = time.monotonic() + patience
+        seconds = timeout + _SLACK * self._levels_to_wait
+        deadline = time.monotonic() + seconds
         while True:
-            _, frame = self._hear({parent}, deadline, what)
+            _, frame = self._next_frame({parent}, deadline, what)
             if frame is None:
                 raise self._lose([parent], what, f"gave no answer within {timeout:g} s")
             if frame.kind == Kind.DOWN:
                 return frame.body
-            deadline = time.monotonic() + patience
+            deadline = time.monotonic() + seconds
             self._relay(parent)
 
     def _pass_down(self, body: bytes, timeout: float) -> None:
@@ -196,24 +197,24 @@ class Channel:
             try:
                 self._links[child].send(Frame(Kind.DOWN, self._round, body), timeout)
             except LinkError:
-                continue  # this round is decided and others have its result; the next one will miss the child
+                continue  # this round is complete and others have its result; the next one will report the child
 
-    def _hear(self, sources: set[int], deadline: float, what: str) -> tuple[int, Frame | None]:
-        """The next frame of any of these, and whose it is; a frame of `None` once the deadline has passed."""
+    def _next_frame(self, sources: set[int], deadline: float, what: str) -> tuple[int, Frame | None]:
+        """Return the next frame of these neighbours and its source; the frame is None after the deadline."""
         while True:
             for source in sorted(sources):
                 if self._links[source].frames:
-                    # In the order they came: a loss that follows an answer is no matter of this round.
+                    # In order of arrival: a loss reported after an answer does not concern this round.
                     frame = self._links[source].frames.popleft()
                     if frame.kind == Kind.LOST:
-                        raise self._spread(_heard_of(frame, what), source)
+                        raise self._spread(_loss_of(frame, what), source)
                     return source, frame
             if (left := deadline - time.monotonic()) <= 0:
                 return -1, None
             self._pull(readable([self._links[source].sock for source in sources], left), what)
 
     def _pull(self, sockets: list[socket.socket], what: str) -> None:
-        """Takes in what has arrived on these sockets; the end of a neighbour is raised."""
+        """Read from these sockets; raise if a neighbour has closed its connection."""
         for source, link in self._links.items():
             if link.sock in sockets:
                 try:
@@ -228,27 +229,29 @@ class Channel:
         return [*self._above(), *self._children]
 
     def _relay(self, source: int) -> None:
-        # News of an arrival travels on in its direction: from above to all below, from below to all above.
+        # Forward the news of an arrival: from the parent to the children, from a child to the parent.
         self._announce(self._children if source == self._parent else self._above())
 
     def _announce(self, targets: Iterable[int]) -> None:
-        self._say(Frame(Kind.HERE, self._round), targets)
+        self._send(Frame(Kind.HERE, self._round), targets)
 
-    def _say(self, frame: Frame, targets: Iterable[int]) -> None:
+    def _send(self, frame: Frame, targets: Iterable[int]) -> None:
         for target in targets:
             if target in self._links:
-                # A neighbour that cannot be told is dead, and will be found so when it is next listened to.
+                # A neighbour that cannot be reached is dead, which the next read from it will show.
                 with contextlib.suppress(LinkError):
                     self._links[target].send(frame, _SLACK)
 
     def _refuse_after_loss(self, what: str) -> None:
         if self._lost is not None:
-            raise RankLostError(f"{what}: this group cannot go on. Before: {self._lost}", self._lost.ranks)
+            raise RankLostError(
+                f"{what}: this group cannot continue after an earlier loss: {self._lost}", self._lost.ranks
+            )
 
     def _lose(self, indices: list[int], what: str, why: str | RankLostError) -> RankLostError:
-        """Return the error for neighbours that are gone, after telling the others; or what they said in parting.
+        """Build the RankLostError for lost neighbours, after notifying the rest; prefer the reason they sent.
 
-        `why` is what to say of them, or an error that names them.
+        `why` describes what happened to them, or is an error that names them.
         """
         for index in indices:
             if index in self._links:
@@ -256,9 +259,9 @@ class Channel:
                     self._links[index].pull()
                 for frame in self._links[index].frames:
                     if frame.kind == Kind.LOST:
-                        return self._spread(_heard_of(frame, what), index)
+                        return self._spread(_loss_of(frame, what), index)
         if self._parent is not None and self._parent in indices:
-            # It may have closed its door on us before it could tell us why.
+            # It may have closed its socket before it could send the reason.
             key, owner = f"{self._prefix}/{self._parent}", self._group.ranks[self._parent]
             note = within(STORE_SECONDS, lambda: read_note(self._store, key, owner))
             if note is not None:
@@ -271,18 +274,18 @@ class Channel:
 
     def _spread(self, loss: RankLostError, source: int | None) -> RankLostError:
         self._lost = loss
-        if self._door is not None:
-            self._links.update(self._door.admit())
+        if self._listener is not None:
+            self._links.update(self._listener.admit())
             key = f"{self._prefix}/{self._group.rank}"
             within(STORE_SECONDS, lambda: leave_note(self._store, key, str(loss), loss.ranks))
-            self._door.close()
-            self._door = None
+            self._listener.close()
+            self._listener = None
         body = json.dumps({"ranks": loss.ranks, "why": str(loss)}).encode()
-        self._say(Frame(Kind.LOST, self._round, body), [near for near in self._neighbours() if near != source])
+        self._send(Frame(Kind.LOST, self._round, body), [near for near in self._neighbours() if near != source])
         return loss
 
 
-def _heard_of(frame: Frame, what: str) -> RankLostError:
+def _loss_of(frame: Frame, what: str) -> RankLostError:
     news = json.loads(frame.body)
     return _about(news["why"], tuple(news["ranks"]), what)
 
@@ -292,7 +295,7 @@ def _about(why: str, ranks: tuple[int, ...], what: str) -> RankLostError:
 
 
 def _levels(index: int, fanout: int, size: int) -> int:
-    """How many levels of the tree lie below a rank.
+    """Return the number of levels of the tree below a rank.
 
     >>> [_levels(index, 2, 7) for index in (0, 1, 3)]
     [2, 1, 0]
@@ -302,7 +305,7 @@ def _levels(index: int, fanout: int, size: int) -> int:
 
 
 def _depth(index: int, fanout: int) -> int:
-    """How many levels of the tree lie above a rank.
+    """Return the number of levels of the tree above a rank.
 
     >>> [_depth(index, 2) for index in (0, 1, 3)]
     [0, 1, 2]

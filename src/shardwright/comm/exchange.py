@@ -1,7 +1,7 @@
-"""Point to point: the one primitive under the uneven collectives.
+"""Point-to-point exchange, on which the uneven collectives are built.
 
-Bytes are moved, not numbers, so every dtype travels; empty tensors do not travel at all. Every message has a tag that
-only the same message of the same operation has on the other rank, see ledger.py.
+Tensors are sent as bytes, so every dtype is supported; empty tensors are not sent. The tag of a message matches only
+that of the same message of the same operation on the other rank, see ledger.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.comm.flight import Flight, Work
 from shardwright.comm.group import Group, world
 from shardwright.comm.ledger import code, current_tensor, of_tensor, tag
-from shardwright.comm.pending import Flight, Pending, Work
+from shardwright.comm.pending import Pending
 from shardwright.comm.traffic import report
 from shardwright.errors import CollectiveArgumentError
 
@@ -24,9 +25,9 @@ __all__ = ["Operation", "as_bytes", "begin", "dense", "exchange", "post", "start
 
 
 class Operation(NamedTuple):
-    """What a message belongs to: the kind of a collective and its number in the group.
+    """The operation of a message: the kind of a collective and its number in the group.
 
-    A number of None is for `exchange`, whose messages are numbered per peer.
+    The number is None for `exchange`, whose messages are numbered per peer.
     """
 
     kind: str
@@ -40,7 +41,7 @@ _EXCHANGE = Operation("exchange", code("exchange"), None)
 def begin(
     group: Group, kind: str, dtype: torch.dtype, *details: object, op: str = "", sent: dict[int, int] | None = None
 ) -> Operation:
-    """Record the group's next collective. All arguments but `sent` are the same on all its ranks.
+    """Record the group's next collective. All arguments but `sent` must be the same on all ranks.
 
     `sent` is for collectives in which a rank knows only its own sizes: the bytes it sends, by peer.
     """
@@ -52,10 +53,10 @@ def begin(
 
 
 def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: Group | None = None) -> None:
-    """Fills the buffers in `receives` with what those peers send, and sends them what is in `sends`.
+    """Send tensors to peers and receive into buffers, point to point.
 
-    Keys are indices in the group. Only the named peers take part; each must send exactly the bytes the other
-    expects. A tensor for oneself is copied. Buffers may be strided. Every order of calls is free of deadlock.
+    Keys are indices in the group. Only these peers take part; each must send exactly as many bytes as the other
+    expects. A tensor for this rank itself is copied. Buffers may be strided. No order of calls can deadlock.
 
     >>> import torch
     >>> buffer = torch.zeros(2)
@@ -69,7 +70,7 @@ def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group:
 def start_exchange(
     sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: Group | None = None
 ) -> Pending[None]:
-    """`exchange`, under way: the buffers are filled when `wait()` returns.
+    """Start an asynchronous `exchange`: the buffers are filled when `wait()` returns.
 
     >>> start_exchange({}, {}).wait()
     """
@@ -97,7 +98,7 @@ def start_exchange(
 
 def _scatter(strided: list[tuple[Tensor, Tensor]], keep: object) -> Callable[[], None]:
     def finish() -> None:
-        _ = keep  # what is being sent must outlive the sending
+        _ = keep  # must stay alive until it is sent
         for buffer, landing in strided:
             buffer.detach().copy_(landing)
 
@@ -110,8 +111,8 @@ def _check_peers(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], gr
             raise CollectiveArgumentError(f"exchange: peer {peer} is not in a group of {group.size} ranks")
     me = group.rank
     if (me in sends) != (me in receives):
-        side = "send" if me in sends else "receive"
-        raise CollectiveArgumentError(f"exchange: rank {group.ranks[me]} names itself in its {side}s only")
+        side = "sends" if me in sends else "receives"
+        raise CollectiveArgumentError(f"exchange: rank {group.ranks[me]} lists itself only in its {side}")
     if me in sends and (sends[me].shape != receives[me].shape or sends[me].dtype != receives[me].dtype):
         here, there = sends[me], receives[me]
         raise CollectiveArgumentError(
@@ -121,27 +122,27 @@ def _check_peers(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], gr
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The tensor with its values laid out in memory one after the other, as they will travel."""
+    """Return the tensor with its values contiguous in memory, as they are sent."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor, as a view.
+    """View a dense tensor as bytes.
 
     >>> import torch
     >>> as_bytes(torch.zeros(2, 3, dtype=torch.float8_e4m3fn)).shape
     torch.Size([6])
     """
-    # A dense tensor of one element may have any stride, with which it cannot be seen as bytes.
+    # A dense tensor of one element may have any stride, which prevents viewing it as bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def post(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: Group, operation: Operation
 ) -> list[Flight]:
-    """Start moving dense tensors to and from peers, by index in the group; empty ones need no message.
+    """Start sending and receiving dense tensors, by index in the group; empty ones need no message.
 
-    A peer that is gone is reported by the wait, not here: the others must get their messages all the same.
+    A lost peer is reported by the wait, not here: the others must still get their messages.
     """
     sends = [(peer, as_bytes(tensor)) for peer, tensor in sends if tensor.numel()]
     receives = [(peer, as_bytes(tensor)) for peer, tensor in receives if tensor.numel()]
@@ -153,7 +154,7 @@ def post(
     process_group = group.process_group
     assert process_group is not None  # a group of one has no peers
     if device.type != "cpu":
-        # NCCL must be told of all of them at once, or two ranks that send first wait for each other.
+        # NCCL must get all of them in one batch, or two ranks that send first wait for each other.
         batch = [dist.P2POp(dist.irecv, data, group=process_group, group_peer=peer) for peer, data in receives]
         batch += [dist.P2POp(dist.isend, data, group=process_group, group_peer=peer) for peer, data in sends]
         return [Flight(work) for work in dist.batch_isend_irecv(batch)]
@@ -187,7 +188,7 @@ class _Failed:
 
 
 class _Landing:
-    """A message that is received in host memory and copied to its device when it has arrived."""
+    """A message received in host memory and copied to its device on arrival."""
 
     def __init__(self, work: Work, landing: Tensor, target: Tensor) -> None:
         self._work, self._landing, self._target = work, landing, target
@@ -198,7 +199,7 @@ class _Landing:
 
 
 class _Departure:
-    """A message sent from host memory, which must outlive the sending."""
+    """A message sent from host memory, which must stay alive until it is sent."""
 
     def __init__(self, work: Work, copy: Tensor) -> None:
         self._work, self._copy = work, copy
@@ -210,7 +211,7 @@ class _Departure:
 def _post_through_host(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: Group, operation: Operation
 ) -> list[Flight]:
-    """Start moving tensors of a device through host memory: gloo moves no other."""
+    """Start sending and receiving device tensors through host memory: gloo supports no other."""
     flights: list[Flight] = []
     for peer, data in receives:
         landing = torch.empty(data.shape, dtype=data.dtype)

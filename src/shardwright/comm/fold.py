@@ -1,7 +1,7 @@
-"""Reducing tensors of any dtype on one rank, in rank order: the arithmetic torch's backends lack.
+"""Local reduction of tensors of any dtype, in rank order, for dtypes and operations that backends lack.
 
-Low-precision floats are accumulated in float32 and rounded once; unsigned integers wrap as two's complement
-does; the sum of booleans is `or`, their product `and`.
+Low-precision floats are accumulated in float32 and rounded once; unsigned integers wrap as in two's complement; the sum
+of booleans is `or`, their product `and`.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ _BOOL_STEP: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def check(dtype: torch.dtype, op: str) -> None:
-    """Refuses a reduction that has no meaning: `max` of complex numbers, `avg` of integers, bits of floats.
+    """Raise if a reduction is undefined: `max` of complex numbers, `avg` of integers, bitwise operations on floats.
 
     >>> check(torch.int64, "avg")
     Traceback (most recent call last):
     shardwright.errors.ArgumentTypeError: cannot reduce torch.int64 by 'avg': an average needs a float ...
     """
     if op not in _STEP:
-        raise ArgumentTypeError(f"unknown reduction {op!r}: one of {', '.join(get_args(ReduceOp))} is needed")
+        raise ArgumentTypeError(f"unknown reduction {op!r}: expected one of {', '.join(get_args(ReduceOp))}")
     rule = ""
     if dtype not in _WIDER and dtype not in _NATURAL and dtype not in _INTEGERS:
         rule = "torch cannot compute with this dtype"
@@ -90,7 +90,7 @@ def check(dtype: torch.dtype, op: str) -> None:
 
 
 def fold(pieces: Sequence[Tensor], op: str) -> Tensor:
-    """The reduction of tensors of one shape and dtype, in their order, as a new tensor of that dtype.
+    """Reduce tensors of one shape and dtype, in order, into a new tensor of that dtype.
 
     >>> fold([torch.tensor([1, 9]), torch.tensor([3, 4])], "max")
     tensor([3, 9])

@@ -1,7 +1,7 @@
-"""Sockets that end with their process: a child that it forks does not keep them open.
+"""Close sockets in forked children.
 
-Other ranks notice the death of a rank by its connections, which close when the last process that has them open ends. A
-forked child, such as a worker of a DataLoader, would keep them open after its parent has been killed.
+Other ranks detect the death of a rank by its connections, which close when the last process that holds them exits. A
+forked child, such as a DataLoader worker, would keep them open after its parent was killed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _open: WeakSet[_Closable] = WeakSet()
 
 
 def close_in_children(connection: _Closable) -> None:
-    """Have a socket or connection closed in every child that this process forks.
+    """Close a socket or connection in every child that this process forks.
 
     >>> import socket
     >>> with socket.socket() as connection:

@@ -1,10 +1,10 @@
-"""Who talks: a `Group` of ranks, cheap enough to ask for on every operation."""
+"""`Group`: a handle to a set of ranks, cheap to look up on every call."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Protocol, final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,18 +19,29 @@ from shardwright.errors import ArgumentTypeError, CommError, RankLostError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from shardwright.comm.coordinate import Channel
-
 __all__ = ["Group", "forget", "known_groups", "mesh_group", "on_enter", "on_forget", "subgroup", "world"]
+
+
+class ControlChannel(Protocol):
+    """A connection to the other ranks of a group for small messages, implemented in coordinate.py."""
+
+    def connect(self, what: str, timeout: float) -> None:
+        """Connect to the neighbours in the tree of ranks."""
+
+    def round(self, payload: bytes, what: str, timeout: float) -> list[bytes]:
+        """Gather the bytes of every rank, in rank order."""
+
+    def close(self) -> None:
+        """Close the connections."""
 
 
 @final
 class Group:
-    """The ranks that take part in a collective, seen from one of them.
+    """The ranks that take part in a collective, as seen from this process.
 
-    `ranks` are their global numbers, `rank` is this process's index among them and `global_rank` its global number,
-    `size` their number, and `process_group` what torch calls them (`None` where this process is alone). A Group exists
-    on its members only. Collectives count ranks by their index in the group, error messages by their global number.
+    `ranks` are the global ranks, `rank` is this process's index among them, `global_rank` its global rank, `size` the
+    number of ranks, and `process_group` torch's process group (`None` for a single process). A Group exists only on its
+    members. Collectives identify ranks by their index in the group, error messages by their global rank.
 
     >>> from shardwright import comm
     >>> comm.world()
@@ -50,11 +61,11 @@ class Group:
         self.size = len(ranks)
         self.process_group = process_group
         self.ledger = _ledger_of(process_group)
-        self.channel: Channel | None = None  # opened by the first message, see coordinate.py
+        self.channel: ControlChannel | None = None  # opened by the first message, see coordinate.py
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None) -> Group:
-        """The Group of a torch process group; `None` means the world, as it does for torch.
+        """Return the Group of a torch process group; `None` means the world, as in torch.
 
         >>> Group.of(None) is world()
         True
@@ -65,10 +76,10 @@ class Group:
         return known if known is not None else _remember(process_group)
 
     def aside(self, name: str) -> Group:
-        """The same ranks with messages of their own: a thread that talks there is not heard here, nor waits for it.
+        """Return a separate control channel over the same ranks, so that another thread can coordinate concurrently.
 
-        It is for `agree` and `gather_bytes`; collectives on tensors go the same way as those of the group itself.
-        In each of the two, one thread talks at a time.
+        It is for `agree` and `gather_bytes`; tensor collectives use the process group of the group itself. Each channel
+        may be used by one thread at a time.
 
         >>> world().aside("checkpoint") is world().aside("checkpoint")
         True
@@ -79,7 +90,7 @@ class Group:
         return found
 
     def moves(self, device: torch.device) -> bool:
-        """Whether the backend moves tensors of this device point to point; else they go through host memory.
+        """True if the backend transfers tensors of this device directly; else they go through host memory.
 
         >>> world().moves(torch.device("cpu"))
         True
@@ -93,10 +104,10 @@ class Group:
         return f"Group(ranks={self.ranks}, rank={self.rank})"
 
     def __reduce__(self) -> str:
-        raise ArgumentTypeError(f"{self!r} is bound to this process: send its ranks and call comm.subgroup there")
+        raise ArgumentTypeError(f"{self!r} cannot be pickled: send its ranks and call comm.subgroup there")
 
 
-# As long-lived as the connections they describe: a rank may forget its groups while the others do not.
+# They live as long as the process groups: a rank may call forget() while others do not.
 _ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger] = WeakKeyDictionary()
 
 
@@ -110,12 +121,12 @@ _ALONE = Group((0,), 0, None)
 _world = _ALONE
 _groups: dict[dist.ProcessGroup, Group] = {}
 _subgroups: dict[tuple[int, ...], Group] = {}
-_others_who_forget: list[Callable[[], None]] = []
-_others_who_enter: list[Callable[[Group], None]] = []
+_forget_hooks: list[Callable[[], None]] = []
+_enter_hooks: list[Callable[[Group], None]] = []
 
 
 def world() -> Group:
-    """All ranks: the default process group where there is one, else this process alone, with no set-up.
+    """Return the group of all ranks: the default process group, or this process alone if there is none.
 
     >>> world().size
     1
@@ -127,7 +138,7 @@ def world() -> Group:
 
 
 def subgroup(ranks: Sequence[int]) -> Group:
-    """The Group of these global ranks, made on first use. Its members call this alike; the others need not.
+    """Return the Group of these global ranks, created on first use. Collective over its members only.
 
     >>> subgroup([0]).size
     1
@@ -141,7 +152,7 @@ def subgroup(ranks: Sequence[int]) -> Group:
     if list(wanted) != sorted(set(wanted)) or not set(wanted) <= set(everyone.ranks):
         raise CommError(f"subgroup {wanted}: ranks must be ascending, distinct and among {everyone.ranks}")
     if me not in wanted:
-        raise CommError(f"subgroup {wanted}: rank {me} is not in it, so it cannot ask for it")
+        raise CommError(f"subgroup {wanted}: rank {me} is not a member")
     if wanted == everyone.ranks:
         group = everyone
     elif len(wanted) == 1:
@@ -153,25 +164,25 @@ def subgroup(ranks: Sequence[int]) -> Group:
 
 
 def _new_group(ranks: tuple[int, ...], me: int) -> dist.ProcessGroup:
-    """A process group that only its members make, whatever other groups each of them has made before.
+    """Create a process group that only its members take part in, whatever groups each has created before.
 
-    torch puts the number of groups a process has into the new group's name, so members that have made different
-    numbers would wait for each other under different names. They tell each other, and count up to the largest.
+    torch puts the number of groups of a process into the name of a new group, so members that have created different
+    numbers of groups would wait under different names. They exchange their counts and use the largest.
     """
     store = dist.distributed_c10d._get_default_store()
     known = dist.distributed_c10d._world.pg_names
     key = f"shardwright/subgroup/{'-'.join(map(str, ranks))}"
-    key = f"{key}/{store.add(f'{key}/turn/{me}', 1)}"  # counted in the store: another world begins anew
+    key = f"{key}/{store.add(f'{key}/turn/{me}', 1)}"  # counted in the store, so that another world starts again
     store.set(f"{key}/{me}", str(len(known)))
-    most = max(_count_of(store, f"{key}/{rank}", rank, ranks) for rank in ranks)
-    counted = [object() for _ in range(most - len(known))]
-    known.update(dict.fromkeys(counted, ""))  # type: ignore[arg-type]  # they stand for groups that others have made
+    largest = max(_count_of(store, f"{key}/{rank}", rank, ranks) for rank in ranks)
+    counted = [object() for _ in range(largest - len(known))]
+    known.update(dict.fromkeys(counted, ""))  # type: ignore[arg-type]  # placeholders for groups that others have created
     try:
         made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
         return made
     finally:
         for each in counted:
-            known.pop(each)  # type: ignore[call-overload]  # likewise
+            known.pop(each)  # type: ignore[call-overload]  # see above
 
 
 def _count_of(store: Store, key: str, rank: int, ranks: tuple[int, ...]) -> int:
@@ -185,24 +196,24 @@ def _count_of(store: Store, key: str, rank: int, ranks: tuple[int, ...]) -> int:
 
 
 def mesh_group(mesh: DeviceMesh, dim: int | str) -> Group:
-    """The Group of the ranks that differ from this one along one dimension of a DeviceMesh only."""
+    """Return the Group of the ranks that differ from this one only along one dimension of a DeviceMesh."""
     if mesh.get_coordinate() is None:
         raise CommError(f"rank {dist.get_rank()} is not in the mesh {mesh}, so it has no group along {dim!r}")
     return Group.of(mesh.get_group(dim))
 
 
 def forget() -> None:
-    """Drops everything remembered about process groups and closes the coordination channels.
+    """Drop all cached groups and close their control channels.
 
-    Call it before `destroy_process_group` in a process that goes on to join another world.
+    Call it before `destroy_process_group` in a process that will join another world.
 
     >>> forget()
     >>> world().size
     1
     """
     global _world
-    for other in _others_who_forget:  # first: a save in the background is still talking
-        other()
+    for hook in _forget_hooks:  # first: a background save may still use a channel
+        hook()
     for group in [_world, *_groups.values(), *_subgroups.values()]:
         for each in [group, *group.asides.values()]:
             if each.channel is not None:
@@ -213,24 +224,24 @@ def forget() -> None:
     _world = _ALONE
 
 
-def on_forget(also: Callable[[], None]) -> None:
-    """Has `also` called whenever process groups are about to be forgotten, for what else knows of them.
+def on_forget(hook: Callable[[], None]) -> None:
+    """Register a function that is called whenever process groups are about to be forgotten.
 
     >>> on_forget(lambda: None)
     """
-    _others_who_forget.append(also)
+    _forget_hooks.append(hook)
 
 
-def on_enter(also: Callable[[Group], None]) -> None:
-    """Have `also` called with the Group of all ranks whenever this process has come into another world.
+def on_enter(hook: Callable[[Group], None]) -> None:
+    """Register a function that is called with the Group of all ranks whenever this process joins another world.
 
     >>> on_enter(lambda everyone: None)
     """
-    _others_who_enter.append(also)
+    _enter_hooks.append(hook)
 
 
 def known_groups() -> list[Group]:
-    """Return the groups of more than one rank that this process has asked for.
+    """Return the groups of more than one rank that this process has used.
 
     >>> known_groups()
     []
@@ -239,13 +250,13 @@ def known_groups() -> list[Group]:
 
 
 def _enter(process_group: dist.ProcessGroup | None) -> Group:
-    # The world has changed under us: groups of the old one must not be handed out again.
+    # The default process group has changed: groups of the old one must not be used again.
     global _world
     forget()
     if process_group is not None:
         _world = _remember(process_group)
-        for other in _others_who_enter:
-            other(_world)
+        for hook in _enter_hooks:
+            hook(_world)
     return _world
 
 
@@ -253,10 +264,10 @@ def _remember(process_group: object) -> Group:
     if not isinstance(process_group, dist.ProcessGroup):
         if not isinstance(process_group, int) or process_group != dist.GroupMember.NON_GROUP_MEMBER:
             raise ArgumentTypeError(
-                f"process_group={process_group!r} is a {type(process_group).__name__}: give a torch process group, or "
-                "None for all ranks"
+                "process_group must be a torch process group or None, got "
+                f"{type(process_group).__name__}: {process_group!r}"
             )
-        raise CommError(f"rank {dist.get_rank()} is not in this process group (torch gave {process_group!r} for it)")
+        raise CommError(f"rank {dist.get_rank()} is not in this process group (torch returned {process_group!r})")
     ranks = tuple(dist.get_process_group_ranks(process_group))
     group = Group(ranks, process_group.rank(), process_group)
     _groups[process_group] = group

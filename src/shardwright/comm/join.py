@@ -1,4 +1,4 @@
-"""Joining and leaving a world of local processes: what `shardwright.testing` and launchers need."""
+"""Join and leave a world of local processes, for `shardwright.testing` and launchers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["host_store", "join", "leave", "reach_store"]
 
 
 def host_store() -> TCPStore:
-    """A store on a free port of this machine, where ranks find each other; it lives as long as the object.
+    """Start a store on a free port of this machine for rendezvous; it lives as long as the object.
 
     >>> host_store().port > 0
     True
@@ -20,7 +20,7 @@ def host_store() -> TCPStore:
 
 
 def reach_store(port: int) -> TCPStore:
-    """This process's own connection to a store that another process of this machine hosts on `port`.
+    """Connect to a store that another process of this machine hosts on `port`.
 
     >>> store = host_store()
     >>> reach_store(store.port).port == store.port
@@ -30,7 +30,7 @@ def reach_store(port: int) -> TCPStore:
 
 
 def join(rank: int, size: int, store: TCPStore, name: str) -> Group:
-    """The world `name` of `size` local ranks that know each other through `store`, as its rank `rank` (gloo).
+    """Join the world `name` of `size` local ranks as rank `rank`, with gloo and rendezvous through `store`.
 
     >>> leave()  # one world at a time
     >>> join(0, 1, host_store(), "alone").size
@@ -39,7 +39,7 @@ def join(rank: int, size: int, store: TCPStore, name: str) -> Group:
     """
     shared = PrefixStore(name, store)
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=size)
-    # Nobody begins before all have come: one that dies at once would break the others' joining, not their work.
+    # Wait until all have joined: a rank that dies at once would otherwise break the joining of the others.
     if shared.add("joined", 1) == size:
         shared.set("everyone", "here")
     shared.wait(["everyone"])
@@ -47,7 +47,7 @@ def join(rank: int, size: int, store: TCPStore, name: str) -> Group:
 
 
 def leave() -> None:
-    """Leaves the world, if there is one: its process groups and channels are gone.
+    """Leave the world, if there is one, and destroy its process groups and channels.
 
     >>> leave()
     """

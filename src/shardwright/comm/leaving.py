@@ -1,8 +1,8 @@
-"""Letting go of process groups before Python ends.
+"""Release process groups at exit.
 
-gloo's threads outlive the main program as long as anything holds their process group. One of them may be about to
-release a tensor when Python has already ended, and then aborts the process. Python keeps what modules hold until after
-that point; so at exit, everything that holds a group lets go of it, and torch's own registry does too.
+gloo's threads run as long as anything holds their process group. One of them may release a tensor after Python has shut
+down, which aborts the process. Python keeps the globals of modules until after that point, so at exit all references to
+groups are dropped, including those of torch's own registry.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from shardwright.comm.ledger import code, tag
 from shardwright.comm.mesh import known_meshes
 from shardwright.errors import CommError
 
-__all__ = ["break_off", "leaving"]
+__all__ = ["abort_group", "leaving"]
 
-_PATIENCE = 5.0  # seconds for collectives that were started and never waited for
+_TIMEOUT = 5.0  # seconds for collectives that were started and never waited for
 _BREAK = tag(0, code("break off"), 0)
 
-leaving = threading.Event()  # set when this process has begun to end
+leaving = threading.Event()  # set when this process has begun to exit
 
-_inherited: list[dist.ProcessGroup] = []  # of the process that forked this one: their threads are not here
+_inherited: list[dist.ProcessGroup] = []  # of the parent of a forked process: their threads do not exist here
 
 
-def break_off(process_group: dist.ProcessGroup) -> None:
-    """Make everything that moves or waits in a gloo group fail, here and on the other ranks.
+def abort_group(process_group: dist.ProcessGroup) -> None:
+    """Abort all operations of a gloo group, here and on the other ranks.
 
-    gloo offers no such call. But a receive that times out closes all connections of its group.
+    gloo has no such call, but a receive that times out closes all connections of its group.
     """
     if process_group.size() == 1 or "gloo" not in dist.get_backend_config(process_group):
         return
@@ -45,31 +45,31 @@ def break_off(process_group: dist.ProcessGroup) -> None:
             process_group.recv([torch.empty(1, dtype=torch.uint8)], peer, _BREAK).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             if "timed out" in str(error).lower():
-                return  # else this connection was closed already, which closes no other
+                return  # else only this connection was already closed
 
 
 def _leave() -> None:
-    """Release all process groups. What still hangs in them is broken off: at once if the program has failed."""
+    """Release all process groups; abort pending operations, at once if the program has failed."""
     leaving.set()
     groups = _groups_of_torch()
     if any(group in _inherited for group in groups):
         return
     for mesh in known_meshes():
         getattr(mesh, "_pg_registry", {}).clear()
-    with suppress(CommError):  # a channel that cannot be closed any more is closed
+    with suppress(CommError):  # the channel is already broken
         forget()
     if not groups or any("nccl" in dist.get_backend_config(group) for group in groups):
         return
-    # In a thread, which holds the last references: the destructor of a group waits for all that was started in it.
+    # In a thread, which holds the last references: the destructor of a group waits for its operations.
     releasing = threading.Thread(target=_release, args=(groups,), daemon=True)
     releasing.start()
-    releasing.join(_PATIENCE)
+    releasing.join(_TIMEOUT)
 
 
 def _release(groups: list[dist.ProcessGroup]) -> None:
     if getattr(sys, "last_value", None) is not None:
         for group in groups:
-            break_off(group)
+            abort_group(group)
     if dist.is_initialized():
         dist.destroy_process_group()
     groups.clear()

@@ -1,8 +1,8 @@
-"""The record of a group's collectives: how many this rank has started, and which were the last.
+"""The record of the collectives that this rank has started in a group.
 
-Every point-to-point message carries a tag made of its number, the kind of its operation and its size. Ranks in step
-compute the same tags without exchanging anything; a message of another operation or another size never matches, so a
-rank that is out of step waits, and is named (see watch.py), instead of taking another operation's data.
+Every point-to-point message has a tag computed from its number, the kind of its operation and its size. Ranks in step
+compute the same tags without communication; a message of another operation or size never matches, so a rank that is out
+of step waits, and is reported (see watch.py), instead of receiving the data of another operation.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["Entry", "Ledger", "code", "current_tensor", "moving_tensor", "of_ten
 
 _RECENT = 64
 
-# Odd factors, so that two messages that differ in their number alone, or in their size alone, never share a tag.
+# Odd factors, so that two messages that differ only in number, or only in size, never share a tag.
 _PER_NUMBER, _PER_BYTE, _PER_TENSOR = 0x1E3779B1, 0x05EBCA6B, 0x27D4EB2F
 _BITS = (1 << 30) - 1
-_OURS = 1 << 30  # tags below are left to the user's own messages
+_OURS = 1 << 30  # smaller tags are left to the user's own messages
 
 _codes: dict[Hashable, int] = {}
 
 
 def code(kind: Hashable) -> int:
-    """Return a number for a kind of operation, the same in every process.
+    """Return a hash of a kind of operation, the same in every process.
 
     >>> code(("all_gather", "float32")) == code(("all_gather", "float32")) != code(("all_gather", "int32"))
     True
@@ -47,10 +47,10 @@ _moving = _Moving()
 
 @contextmanager
 def moving_tensor(number: int) -> Iterator[None]:
-    """Have the messages of this thread carry the number of the tensor they belong to; 0 is for tensors without one.
+    """Add the number of a tensor to the tags of this thread's messages; 0 for tensors without a number.
 
-    Two tensors of one shape and layout look alike in a message. With their numbers in the tags, a rank that gathers one
-    of them never takes the data of a rank that gathers the other.
+    Messages of two tensors with the same shape and layout look alike. With their numbers in the tags, a rank that
+    gathers one of them never receives the data of a rank that gathers the other.
 
     >>> with moving_tensor(3):
     ...     current_tensor()
@@ -66,12 +66,12 @@ def moving_tensor(number: int) -> Iterator[None]:
 
 
 def current_tensor() -> int:
-    """Return the number of the tensor that this thread moves, or 0."""
+    """Return the number of the tensor that this thread communicates, or 0."""
     return _moving.tensor
 
 
 def of_tensor(kind: int, tensor: int) -> int:
-    """Return the number for a kind of operation (see `code`) on a numbered tensor.
+    """Return the hash of a kind of operation (see `code`) on a numbered tensor.
 
     >>> of_tensor(7, 0), of_tensor(7, 1) != of_tensor(7, 2)
     (7, True)
@@ -80,7 +80,7 @@ def of_tensor(kind: int, tensor: int) -> int:
 
 
 def tag(number: int, kind: int, nbytes: int) -> int:
-    """Return the tag of a message: of the `number`-th operation, of a kind (see `code`), of a size.
+    """Return the tag of a message from its number, the hash of its kind (see `code`) and its size.
 
     >>> tag(1, 7, 8) != tag(2, 7, 8) != tag(2, 7, 12)
     True
@@ -89,7 +89,7 @@ def tag(number: int, kind: int, nbytes: int) -> int:
 
 
 class Entry(NamedTuple):
-    """One collective that this rank has started: its number in the group, and a description equal on all ranks in step.
+    """A collective that this rank has started: its number, and a description that is equal on all ranks in step.
 
     >>> Entry(3, "all_gather", ("float32", (2, 2)), {}).number
     3
@@ -98,15 +98,15 @@ class Entry(NamedTuple):
     number: int
     kind: str
     details: tuple[object, ...]
-    sent: dict[int, int]  # bytes by peer, where each rank knows only its own part
+    sent: dict[int, int]  # bytes by peer, if each rank knows only its own sizes
 
 
 @final
 class Ledger:
-    """What this rank has started in one group.
+    """The operations that this rank has started in one group.
 
-    Collectives of the whole group are numbered alike on all its ranks. Messages of `exchange` concern two ranks only:
-    they are numbered per peer and direction.
+    Collectives have the same number on all ranks of the group. Messages of `exchange` concern only two ranks and are
+    numbered per peer and direction.
 
     >>> ledger = Ledger()
     >>> ledger.begin("all_gather", ("float32", (2, 2))), ledger.begin("all_reduce", ("float32", (4,)))
@@ -123,7 +123,7 @@ class Ledger:
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
         self.tensors: dict[Hashable, int] = {}
-        self.messages: deque[tuple[int, int, int]] = deque(maxlen=_RECENT)  # sent last: peer, number, bytes
+        self.messages: deque[tuple[int, int, int]] = deque(maxlen=_RECENT)  # most recently sent: peer, number, bytes
 
     def begin(self, kind: str, details: tuple[object, ...], sent: dict[int, int] | None = None) -> int:
         """Record the next collective of the group and return its number."""

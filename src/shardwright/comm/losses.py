@@ -1,7 +1,7 @@
-"""Asking, from wherever a rank waits for others, whether one of them is lost.
+"""Queries whether ranks are lost, for code that waits for them.
 
-The watch answers; it is made after what asks here, so it registers itself. A world whose store cannot be shared has no
-watch: there nothing is ever known, and waits end by their timeout.
+The watch answers them; it is defined in a layer above, so it registers itself here. A world whose store cannot be
+shared has no watch: nothing is known there, and waits end by their timeout.
 """
 
 from __future__ import annotations
@@ -12,88 +12,88 @@ from typing import Protocol
 
 from shardwright.errors import RankLostError
 
-__all__ = ["Informant", "Inquiry", "inform", "lost_among", "stamp", "still_stands", "watched"]
+__all__ = ["Inquiry", "LossDetector", "lost_among", "set_detector", "stamp", "still_stands", "watched"]
 
-_PAUSE = 0.5  # seconds before the first question, doubling to _PAUSE_MOST
-_PAUSE_MOST = 2.0
+_FIRST_PAUSE = 0.5  # seconds before the first query, doubling to _MAX_PAUSE
+_MAX_PAUSE = 2.0
 
 
-class Informant(Protocol):
-    """What knows of losses."""
+class LossDetector(Protocol):
+    """Knows which ranks are lost."""
 
     stamp: str
 
     def lost_among(self, ranks: Iterable[int]) -> RankLostError | None:
-        """Return an error that names those of the ranks (by global number) that are certainly lost, if any are."""
+        """Return an error that names the given global ranks that are certainly lost, or None."""
         ...
 
     def still_stands(self, rank: int, stamp: str) -> bool:
-        """Return whether what a rank wrote in the store with this stamp was written in the world it is in now."""
+        """True if a rank's entry in the store with this stamp belongs to its current world."""
         ...
 
 
-_informant: Informant | None = None
+_detector: LossDetector | None = None
 
 
-def inform(informant: Informant | None) -> None:
-    """Have this object answer from now on; None for nobody.
+def set_detector(detector: LossDetector | None) -> None:
+    """Register the loss detector; None removes it.
 
-    >>> inform(None)
+    >>> set_detector(None)
     """
-    global _informant
-    _informant = informant
+    global _detector
+    _detector = detector
 
 
 def watched() -> bool:
-    """Return whether losses can be known at all.
+    """True if a loss detector is registered.
 
     >>> watched()
     False
     """
-    return _informant is not None
+    return _detector is not None
 
 
 def lost_among(ranks: Iterable[int]) -> RankLostError | None:
-    """Return an error that names those of the ranks (by global number) that are certainly lost; None if none are.
+    """Return an error that names the given global ranks that are certainly lost, or None.
 
     >>> lost_among([0])
     """
-    return None if _informant is None else _informant.lost_among(ranks)
+    return None if _detector is None else _detector.lost_among(ranks)
 
 
 def stamp() -> str:
-    """Return what marks notes of this rank in the store as written in this world: another may use the same store.
+    """Return the mark of this world for this rank's entries in the store, which another world may share.
 
     >>> stamp()
     ''
     """
-    return "" if _informant is None else _informant.stamp
+    return "" if _detector is None else _detector.stamp
 
 
 def still_stands(rank: int, written: str) -> bool:
-    """Return whether a rank's note with this stamp was written in the world it is in now, as far as can be known.
+    """True if a rank's entry with this stamp belongs to its current world, as far as is known.
 
     >>> still_stands(0, "")
     True
     """
-    return _informant is None or _informant.still_stands(rank, written)
+    return _detector is None or _detector.still_stands(rank, written)
 
 
 class Inquiry:
-    """Asks about ranks again and again while they are waited for, with pauses.
+    """Repeated queries about ranks that are waited for, with growing pauses.
 
     >>> Inquiry().lost([0])
     """
 
     def __init__(self) -> None:
-        self._pause = _PAUSE
-        self._due = time.monotonic() + _PAUSE
+        self._pause = _FIRST_PAUSE
+        self._due = time.monotonic() + _FIRST_PAUSE
 
     def lost(self, ranks: Iterable[int]) -> RankLostError | None:
-        """Return what `lost_among` does, if it is time to ask again; else None."""
+        """Return the result of `lost_among` if the pause is over, else None."""
         if time.monotonic() < self._due:
             return None
         found = lost_among(ranks)
-        self._pause = min(2 * self._pause, _PAUSE_MOST)
+        self._pause = min(2 * self._pause, _MAX_PAUSE)
         self._due = time.monotonic() + self._pause
         return found

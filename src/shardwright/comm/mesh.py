@@ -1,4 +1,4 @@
-"""Meshes of ranks that can talk: PyTorch's `DeviceMesh` beside the abstract `Mesh`."""
+"""Bind abstract meshes to PyTorch's `DeviceMesh` and to process groups."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ __all__ = [
 ]
 
 _abstract: dict[int, tuple[DeviceMesh, Mesh]] = {}  # by identity: hashing a DeviceMesh is slow
-_bound: dict[Mesh, DeviceMesh] = {}  # whose groups are used
-_latest: dict[tuple[Mesh, str], DeviceMesh] = {}  # by type of device
+_bound: dict[Mesh, DeviceMesh] = {}  # the DeviceMesh whose groups are used
+_latest: dict[tuple[Mesh, str], DeviceMesh] = {}  # by device type
 _lines: dict[tuple[Mesh, int], Group] = {}
 
 
@@ -72,7 +72,7 @@ def init_device_mesh(
 
 
 def bind(mesh: DeviceMesh | Mesh) -> Mesh:
-    """The abstract mesh of a DeviceMesh, which communication along it will go through from now on.
+    """Return the abstract mesh of a DeviceMesh, whose process groups it uses from now on.
 
     >>> bind(Mesh((1,)))
     Mesh(1)
@@ -81,7 +81,7 @@ def bind(mesh: DeviceMesh | Mesh) -> Mesh:
         return mesh
     known = _abstract.get(id(mesh))
     if known is None:
-        world()  # notices a new world first, and forgets the meshes of the old one
+        world()  # detects a new world and drops the meshes of the old one
         known = _abstract[id(mesh)] = (mesh, Mesh.of(mesh))
         _bound.setdefault(known[1], mesh)
         _latest[known[1], mesh.device_type] = mesh
@@ -110,24 +110,24 @@ def current_mesh() -> Mesh:
 
 
 def device_mesh_of(mesh: Mesh, device_type: str | None = None) -> DeviceMesh:
-    """Return the DeviceMesh that an abstract mesh was bound to: of equal ones the last, for this type of device if any.
+    """Return the DeviceMesh bound to an abstract mesh: the latest, preferably of this device type.
 
     >>> device_mesh = init_device_mesh("cpu", (1,))
     >>> device_mesh_of(bind(device_mesh)) is device_mesh
     True
     """
-    world()  # what belongs to a world that is gone is forgotten
+    world()  # drops meshes of an earlier world
     found = _latest.get((mesh, device_type)) if device_type is not None else None
     found = found or next((each for (known, _), each in reversed(_latest.items()) if known is mesh), None)
     if found is None:
         raise MeshError(
-            f"{mesh!r} has no DeviceMesh in this process: make one with init_device_mesh, or pass it to bind"
+            f"{mesh!r} has no DeviceMesh in this process: create one with init_device_mesh, or pass it to bind"
         )
     return found
 
 
 def group_along(mesh: Mesh, dim: int) -> Group:
-    """The Group of the ranks that differ from this one along one dimension of a mesh only.
+    """Return the Group of the ranks that differ from this one only along one dimension of a mesh.
 
     >>> group_along(Mesh((1,)), 0).size
     1
@@ -144,7 +144,7 @@ def group_along(mesh: Mesh, dim: int) -> Group:
 
 
 def rank() -> int:
-    """This process's global rank: 0 where it is alone.
+    """Return this process's global rank; 0 for a single process.
 
     >>> rank()
     0

@@ -1,8 +1,8 @@
-"""What is known of the processes of the other ranks, by asking their beacons.
+"""The state of the processes of other ranks, obtained by querying their beacons.
 
-A beacon that has never been reached from here proves nothing: a firewall may drop or refuse connections between two
-hosts whose ranks communicate well by other ports or another network. So of a rank on a host that no connection was ever
-made to, neither a refusal nor silence counts. A few ranks of each group are asked early, to learn which hosts can be.
+A beacon that was never reached from here proves nothing: a firewall may drop or refuse connections between two hosts
+whose ranks communicate over other ports or another network. So for a host to which no connection was ever made, neither
+a refusal nor silence counts. A few ranks of each group are queried early, to learn which hosts can be reached.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 __all__ = ["ANSWER", "Peers", "beacon_key", "names"]
 
-ANSWER = 3.0  # seconds for an answer
-_FORGOTTEN = 60.0  # seconds without a question after which an earlier failure to reach a rank no longer counts
-_NEIGHBOURS = 4  # ranks of each group that are asked early: those that follow this one
-_LATEST = 60.0  # seconds between two attempts to do so; the first come after 1, 2, 4, ...
+ANSWER = 3.0  # timeout in seconds for a reply
+_FAILURE_EXPIRES = 60.0  # seconds without a query after which an earlier failure to reach a rank is ignored
+_NEIGHBOURS = 4  # ranks of each group that are queried early: those after this one
+_MAX_PAUSE = 60.0  # seconds between two such attempts; the first come after 1, 2, 4, ...
 
 
 @final
 class Peers:
-    """The other ranks, as seen from one."""
+    """The other ranks, as seen from this one."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
         self._rank = rank
         self._places: dict[int, dict[str, Any]] = {}
-        self._unreachable: dict[int, tuple[float, float]] = {}  # since when, and when it was last asked
-        self._reached = {machine()}  # hosts that a connection was made to
+        self._unreachable: dict[int, tuple[float, float]] = {}  # since when, and time of the last query
+        self._reached = {machine()}  # hosts to which a connection was made
         self._met: set[int] = set()
         self._pause, self._due = 1.0, 0.0
 
     def ask(self, ranks: Iterable[int], asker: int | None = None, timeout: float = ANSWER) -> dict[int, Reply]:
-        """Ask ranks where they are, on behalf of this one or of another; wait at most `timeout` seconds."""
+        """Query the state of ranks, on behalf of this rank or of `asker`, for at most `timeout` seconds."""
         ranks = list(ranks)
         self._find([rank for rank in ranks if not self._is_placed(rank)])
         known = {rank: place for rank in ranks if "port" in (place := self._places.get(rank, {}))}
@@ -53,7 +53,7 @@ class Peers:
                 self._reached.add(known[rank]["machine"])
         refused = [rank for rank, reply in found.items() if reply.state is State.ENDED]
         if refused:
-            # It may have opened another door since, or closed this one without ending.
+            # It may have opened another socket since, or closed this one without exiting.
             self._find(refused)
             for rank in refused:
                 now = self._places[rank]
@@ -66,27 +66,27 @@ class Peers:
         return found
 
     def meet(self, groups: Iterable[Group]) -> None:
-        """Ask the ranks that follow this one in these groups, once each, if it is time to."""
+        """Query the ranks after this one in these groups, once each, if the pause is over."""
         now = time.monotonic()
         if now < self._due:
             return
         near = {group.ranks[(group.rank + n) % group.size] for group in groups for n in range(1, _NEIGHBOURS + 1)}
-        strangers = sorted(near - self._met - {self._rank})
-        if strangers:
-            self._find([rank for rank in strangers if not self._is_placed(rank)])
-            hosts = {rank: self._places[rank].get("machine") for rank in strangers if rank in self._places}
+        unmet = sorted(near - self._met - {self._rank})
+        if unmet:
+            self._find([rank for rank in unmet if not self._is_placed(rank)])
+            hosts = {rank: self._places[rank].get("machine") for rank in unmet if rank in self._places}
             self.ask(rank for rank, host in hosts.items() if host not in self._reached)
             self._met |= {rank for rank, host in hosts.items() if host in self._reached}
-            self._pause = min(2 * self._pause, _LATEST)
+            self._pause = min(2 * self._pause, _MAX_PAUSE)
         self._due = now + self._pause
 
     def token(self, rank: int) -> str:
-        """Return the token of the beacon that a rank has, or had last; "" if it is not known."""
+        """Return the token of a rank's current or last beacon; "" if unknown."""
         found: str = self._places.get(rank, {}).get("token", "")
         return found
 
     def lost_for_long(self, found: dict[int, Reply]) -> tuple[int, ...]:
-        """Return those of the ranks just asked that could not be reached for the timeout, whenever they were asked."""
+        """Return the ranks among these replies that have been unreachable for longer than the timeout."""
         now = time.monotonic()
         lost = []
         for rank, reply in found.items():
@@ -94,21 +94,21 @@ class Peers:
                 self._unreachable.pop(rank, None)
                 continue
             since, asked = self._unreachable.get(rank, (now - ANSWER, now))
-            if now - asked > _FORGOTTEN:
-                since = now - ANSWER  # nobody has asked in between: it may have been there
+            if now - asked > _FAILURE_EXPIRES:
+                since = now - ANSWER  # no query in between: it may have been reachable
             self._unreachable[rank] = (since, now)
             if now - since > default_timeout():
                 lost.append(rank)
         return tuple(sorted(lost))
 
     def ended(self, found: dict[int, Reply], finished: Container[int]) -> tuple[int, ...]:
-        """Return the ranks that have ended; those that ended in good order only if they are in `finished`."""
+        """Return the ranks whose process has exited; those that exited normally only if they are in `finished`."""
         gone = [rank for rank, reply in found.items() if reply.state is State.ENDED]
         in_order = {rank for rank in gone if self._places.get(rank, {}).get("ended")}
         return tuple(sorted(rank for rank in gone if (rank in finished if rank in in_order else self._reachable(rank))))
 
     def ended_text(self, ranks: tuple[int, ...]) -> str:
-        """Return a sentence that says that these ranks have ended, and how."""
+        """Describe how these ranks exited."""
         finished = [rank for rank in ranks if self._places.get(rank, {}).get("ended")]
         how = "has come to its end" if finished else "has ended: it was killed, or has left without a word"
         if len(ranks) > 1:
@@ -116,16 +116,16 @@ class Peers:
         return f"{names(ranks)} {how}"
 
     def _reachable(self, rank: int) -> bool:
-        """Return whether a connection was ever made to the rank's host: only then does a failure tell anything."""
+        """True if a connection was ever made to the rank's host: only then is a failure conclusive."""
         return self._places.get(rank, {}).get("machine") in self._reached
 
     def _is_placed(self, rank: int) -> bool:
-        """Return whether it is known where to ask the rank, or that it has ended; one that has left may come back."""
+        """True if the rank's address is known, or that it has exited; one that has left may come back."""
         place = self._places.get(rank, {})
         return "port" in place or bool(place.get("ended"))
 
     def _find(self, ranks: list[int]) -> None:
-        """Read from the store where ranks can be asked."""
+        """Read the addresses of ranks from the store."""
 
         def read() -> list[tuple[int, bytes]]:
             keys = [(rank, beacon_key(rank)) for rank in ranks]
@@ -136,7 +136,7 @@ class Peers:
 
 
 def beacon_key(rank: int) -> str:
-    """Return the key in the store under which a rank says where it can be asked.
+    """Return the key in the store under which a rank publishes its address.
 
     >>> beacon_key(3)
     'shardwright/beacon/3'
@@ -145,7 +145,7 @@ def beacon_key(rank: int) -> str:
 
 
 def names(ranks: tuple[int, ...]) -> str:
-    """Return these ranks in words.
+    """Format these ranks for a message.
 
     >>> names((1, 2))
     'ranks 1, 2'

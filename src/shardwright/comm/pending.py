@@ -1,50 +1,28 @@
-"""A collective under way, and what becomes of it when a peer is lost."""
+"""Asynchronous collectives, and their errors when a peer is lost."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
+from shardwright.comm.flight import Flight
 from shardwright.comm.group import Group, on_forget
 from shardwright.comm.waits import threads, waiting
 from shardwright.comm.watch import ask_why, where
 from shardwright.errors import CommError, RankLostError
 
-__all__ = ["Flight", "Pending", "Work", "explain"]
+__all__ = ["Pending", "explain"]
 
 T = TypeVar("T")
 
 
-class Work(Protocol):
-    """What torch returns for something it moves."""
-
-    def wait(self) -> object:
-        """Return when it has moved; raise a RuntimeError if it cannot."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """Something torch moves for us: the handle, and the peer (by group index) if it is with one peer only.
-
-    `number`, `nbytes` and `incoming` are those of the message, see ledger.py.
-    """
-
-    work: Work
-    peer: int | None = None
-    number: int | None = None
-    nbytes: int = 0
-    incoming: bool = True
-
-
 @final
 class Pending(Generic[T]):
-    """A collective under way: `wait()` gives its result, the same object each time.
+    """An asynchronous collective: `wait()` returns its result, the same object each time.
 
-    Ranks start collectives in the same order; they may wait for them in any. Buffers given to a pending
-    collective belong to it until `wait()` returns.
+    Ranks must start collectives in the same order; they may wait for them in any order. Buffers passed to a pending
+    collective must not be used until `wait()` returns.
 
     >>> import torch
     >>> from shardwright import comm
@@ -61,7 +39,7 @@ class Pending(Generic[T]):
         self.group = group
         self.number = number  # of the collective in its group; None for messages between two ranks
         self.flights = flights
-        self.at: Flight | None = None  # the one that is being waited for
+        self.at: Flight | None = None  # the operation it waits for
         self._finish: Callable[[], T] | None = finish
         self._result: T | None = None
 
@@ -85,7 +63,7 @@ class Pending(Generic[T]):
                 self.at = flight
                 flight.work.wait()
         except RuntimeError as error:
-            # The others must still get what this rank has for them, though it goes on to raise.
+            # Keep it alive: the others must still receive what this rank sends, although it raises.
             _unfinished.append(self)
             raise explain(error, self.kind, self.group, None if self.at is None else self.at.peer) from error
         finally:
@@ -99,7 +77,7 @@ _unfinished: list[Pending[Any]] = []
 on_forget(_unfinished.clear)
 
 
-# What gloo and NCCL say of a peer that is gone: torch has no exception type for it.
+# Phrases in errors of gloo and NCCL about a lost peer: torch has no exception type for it.
 _LOSS = (
     "connection closed",
     "connection reset",
@@ -113,7 +91,7 @@ _LOSS_NCCL = ("remote process exited", "nccl communicator was aborted", "socket"
 
 
 def explain(error: RuntimeError, kind: str, group: Group, peer: int | None) -> CommError:
-    """Return our error for one of torch's: why the collective failed, and which ranks are lost or elsewhere."""
+    """Convert torch's error: say why the collective failed, and which ranks are lost or in another program."""
     text = str(error)
     lowered = text.lower()
     members = f"{kind} over ranks {_brief(group.ranks)}"

@@ -1,8 +1,8 @@
-"""Collectives that add up: all-reduce and reduce-scatter, for every dtype that has arithmetic.
+"""All-reduce and reduce-scatter, for every dtype that supports arithmetic.
 
-The backend reduces where it does so rightly. Elsewhere the pieces are moved and reduced here, in rank order:
-reduce-scatter on a CPU (each rank receives exactly its piece of the others), a few bytes on a CPU, dtypes gloo lacks,
-and `max` and `min` of floats, where gloo loses NaNs.
+The backend reduces if it does so correctly. Otherwise the pieces are exchanged and reduced here, in rank order:
+reduce-scatter on a CPU (each rank receives exactly its piece of the others), small tensors on a CPU, dtypes gloo lacks,
+and `max` and `min` of floats, for which gloo loses NaNs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NATIVE = {
 
 
 def all_reduce(tensor: Tensor, group: Group | None = None, op: ReduceOp = "sum") -> Tensor:
-    """The reduction of all ranks' tensors, which have one shape and dtype; a new tensor, the same on each.
+    """Reduce the tensors of all ranks, which have the same shape and dtype, into a new tensor on every rank.
 
     >>> all_reduce(torch.tensor([1.0, 2.0]), op="max")
     tensor([1., 2.])
@@ -49,7 +49,7 @@ def all_reduce(tensor: Tensor, group: Group | None = None, op: ReduceOp = "sum")
 
 
 def start_all_reduce(tensor: Tensor, group: Group | None = None, op: ReduceOp = "sum") -> Pending[Tensor]:
-    """`all_reduce`, under way.
+    """Start an asynchronous `all_reduce`.
 
     >>> start_all_reduce(torch.tensor([3])).wait()
     tensor([3])
@@ -62,7 +62,7 @@ def start_all_reduce(tensor: Tensor, group: Group | None = None, op: ReduceOp = 
 
 
 def all_reduce_(tensor: Tensor, group: Group | None = None, op: ReduceOp = "sum") -> Tensor:
-    """`tensor` itself, holding the reduction: no second copy where the backend reduces a dense tensor.
+    """Reduce in place and return `tensor`; without a copy if the backend can reduce a dense tensor.
 
     >>> total = torch.tensor([3])
     >>> all_reduce_(total) is total
@@ -106,7 +106,7 @@ def _reduce_natively(target: Tensor, group: Group, op: str) -> Pending[Tensor]:
 def _gather_and_fold(tensor: Tensor, group: Group, op: str) -> Pending[Tensor]:
     size = group.size
     if size > 1:
-        # What the backend would have reduced counts alike, however few the bytes are.
+        # Count what the backend would have transferred, also for small tensors.
         rounds = 2 / size if _backend_reduces(tensor, op) else 1
         report("all_reduce", int(rounds * (size - 1) * tensor.nbytes), group)
     operation = begin(group, "all_reduce", tensor.dtype, tuple(tensor.shape), op=op)
@@ -117,9 +117,9 @@ def _gather_and_fold(tensor: Tensor, group: Group, op: str) -> Pending[Tensor]:
 def reduce_scatter(
     tensor: Tensor, group: Group | None = None, sizes: Sequence[int] | None = None, dim: int = 0, op: ReduceOp = "sum"
 ) -> Tensor:
-    """This rank's piece along `dim` of the reduction of all ranks' tensors, which have one shape and dtype.
+    """Reduce the tensors of all ranks, of the same shape and dtype, and return this rank's piece along `dim`.
 
-    `sizes` holds every rank's extent along `dim`; `None` says they are all equal.
+    `sizes` are the extents of all ranks along `dim`; `None` means they are equal.
 
     >>> reduce_scatter(torch.tensor([1, 2, 3]), sizes=[3])
     tensor([1, 2, 3])
@@ -130,7 +130,7 @@ def reduce_scatter(
 def start_reduce_scatter(
     tensor: Tensor, group: Group | None = None, sizes: Sequence[int] | None = None, dim: int = 0, op: ReduceOp = "sum"
 ) -> Pending[Tensor]:
-    """`reduce_scatter`, under way.
+    """Start an asynchronous `reduce_scatter`.
 
     >>> start_reduce_scatter(torch.tensor([1, 2])).wait()
     tensor([1, 2])
@@ -139,15 +139,15 @@ def start_reduce_scatter(
     check(tensor.dtype, op)
     dim = wrap_dim(dim, tensor, "reduce_scatter")
     parts = _parts(tensor, group, sizes, dim)
-    mine = torch.split(tensor, parts, dim)[group.rank]
+    own = torch.split(tensor, parts, dim)[group.rank]
     if group.size > 1:
-        report("reduce_scatter", (group.size - 1) * mine.nbytes, group)
+        report("reduce_scatter", (group.size - 1) * own.nbytes, group)
     natively = tensor.device.type != "cpu" and group.moves(tensor.device) and _few_padded(parts)
     if natively and tensor.numel() and group.size > 1 and _backend_reduces(tensor, op):
         return _reduce_scatter_natively(tensor, group, parts, dim, op)
     outgoing = {peer: dense(piece) for peer, piece in enumerate(torch.split(tensor, parts, dim)) if peer != group.rank}
-    pieces = [torch.empty(mine.shape, **like(tensor)) for _ in parts]
-    pieces[group.rank] = dense(mine)
+    pieces = [torch.empty(own.shape, **like(tensor)) for _ in parts]
+    pieces[group.rank] = dense(own)
     others = others_in(group)
     operation = begin(group, "reduce_scatter", tensor.dtype, tuple(tensor.shape), tuple(parts), dim, op=op)
     flights = post(
@@ -155,7 +155,7 @@ def start_reduce_scatter(
     )
 
     def finish() -> Tensor:
-        outgoing.clear()  # kept until now: what is being sent must outlive the sending
+        outgoing.clear()  # kept alive until it was sent
         return fold(pieces, op)
 
     return Pending("reduce_scatter", group, flights, finish, operation.number)
@@ -166,7 +166,7 @@ def _parts(tensor: Tensor, group: Group, sizes: Sequence[int] | None, dim: int) 
     if sizes is None:
         if extent % group.size:
             raise CollectiveArgumentError(
-                f"reduce_scatter: extent {extent} of dimension {dim} is not a multiple of {group.size}: give sizes"
+                f"reduce_scatter: extent {extent} of dimension {dim} is not a multiple of {group.size}: pass sizes"
             )
         return [extent // group.size] * group.size
     if len(sizes) != group.size:
@@ -215,7 +215,7 @@ def _reduce_scatter_natively(tensor: Tensor, group: Group, parts: list[int], dim
     )
 
     def finish() -> Tensor:
-        _ = stacked  # what is being sent must outlive the sending
+        _ = stacked  # must stay alive until it is sent
         mine = parts[group.rank]
         piece = result if result.shape[dim] == mine else result.narrow(dim, 0, mine).contiguous()
         return piece.div_(group.size) if op == "avg" else piece

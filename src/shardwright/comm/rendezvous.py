@@ -1,4 +1,4 @@
-"""How one rank finds another: a door it opens, and its whereabouts written in the store."""
+"""Rendezvous: each rank opens a listening socket and publishes its address in the store."""
 
 from __future__ import annotations
 
@@ -21,14 +21,24 @@ from shardwright.comm.wire import Frame, Kind, Link, LinkError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Door", "LostNoteError", "addresses", "await_key", "leave_note", "listener", "machine", "reach", "read_note"]
+__all__ = [
+    "Listener",
+    "LostNoteError",
+    "addresses",
+    "await_key",
+    "leave_note",
+    "listening_socket",
+    "machine",
+    "reach",
+    "read_note",
+]
 
-_REFUSAL = 5.0  # seconds until a door that stays shut counts as a death, where nobody watches
-_SLICE = 0.5  # seconds in torch's store at a time: it hears neither Ctrl-C nor of losses
+_MAX_REFUSAL = 5.0  # seconds after which a rank that refuses connections counts as dead, if there is no watch
+_SLICE = 0.5  # seconds per wait in torch's store, which can be interrupted neither by Ctrl-C nor by a loss
 
 
 class LostNoteError(Exception):
-    """The door sought was closed because ranks were lost; `ranks` names them."""
+    """The listener was closed because ranks were lost; `ranks` are those."""
 
     def __init__(self, why: str, ranks: tuple[int, ...]) -> None:
         super().__init__(why)
@@ -36,108 +46,108 @@ class LostNoteError(Exception):
 
 
 @final
-class Door:
-    """Where children of the tree come in: each must know the token that stands in the store."""
+class Listener:
+    """Accepts connections of the children in the tree; each must send the token published in the store."""
 
     def __init__(self, store: Store, key: str, expected: int) -> None:
-        self.sock = listener(backlog=expected + 16)
+        self.sock = listening_socket(backlog=expected + 16)
         self._token = secrets.token_bytes(16)
-        self._strangers: list[Link] = []
+        self._unidentified: list[Link] = []
         port = self.sock.getsockname()[1]
-        whereabouts = {"machine": machine(), "addresses": addresses(), "port": port, "token": self._token.hex()}
-        store.set(key, json.dumps(whereabouts))
+        address = {"machine": machine(), "addresses": addresses(), "port": port, "token": self._token.hex()}
+        store.set(key, json.dumps(address))
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """What to watch for news at the door."""
-        return [self.sock, *(link.sock for link in self._strangers)]
+        """The sockets to poll for new connections and identifications."""
+        return [self.sock, *(link.sock for link in self._unidentified)]
 
     def admit(self) -> dict[int, Link]:
-        """Those who have come in and said who they are, by index."""
+        """Return the links that have identified themselves, by index."""
         while True:
             try:
                 sock, _ = self.sock.accept()
             except BlockingIOError:
                 break
-            self._strangers.append(Link(sock))
-        guests = {}
-        for link in list(self._strangers):
+            self._unidentified.append(Link(sock))
+        admitted = {}
+        for link in list(self._unidentified):
             try:
                 link.pull()
             except LinkError:
-                # Gone before saying who it was: it is missed, and named, by the round.
-                self._dismiss(link)
+                # Closed before it identified itself: the round will report the rank as missing.
+                self._reject(link)
                 continue
             if not link.frames:
                 continue
             hello = link.frames.popleft()
             if hello.kind == Kind.HELLO and hello.body[:16] == self._token:
-                self._strangers.remove(link)
-                guests[struct.unpack("!I", hello.body[16:])[0]] = link
+                self._unidentified.remove(link)
+                admitted[struct.unpack("!I", hello.body[16:])[0]] = link
             else:
-                self._dismiss(link)
-        return guests
+                self._reject(link)
+        return admitted
 
     def close(self) -> None:
-        """Lets nobody in any more."""
+        """Stop accepting connections."""
         self.sock.close()
-        for link in list(self._strangers):
-            self._dismiss(link)
+        for link in list(self._unidentified):
+            self._reject(link)
 
-    def _dismiss(self, link: Link) -> None:
-        self._strangers.remove(link)
+    def _reject(self, link: Link) -> None:
+        self._unidentified.remove(link)
         link.close()
 
 
 def reach(store: Store, key: str, index: int, owner: int, deadline: float) -> Link:
-    """Return a link through the door under `key`, which global rank `owner` opens, introduced as `index`.
+    """Connect to the listener that global rank `owner` publishes under `key`, and identify as `index`.
 
-    Raise `TimeoutError` if nobody opens in time, `RankLostError` once it is known that the owner is lost, and
-    `LostNoteError` if it has closed the door because others are.
+    Raise `TimeoutError` if it does not publish in time, `RankLostError` once the owner is known to be lost, and
+    `LostNoteError` if it has closed its listener because others are.
     """
     tried: dict[str, Any] = {}
     since = time.monotonic()
     inquiry = Inquiry()
     while True:
-        whereabouts = json.loads(await_key(store, key, owner, deadline, inquiry))
-        if whereabouts != tried:
-            tried, since = whereabouts, time.monotonic()
-        note = _as_note(whereabouts, owner)
+        published = json.loads(await_key(store, key, owner, deadline, inquiry))
+        if published != tried:
+            tried, since = published, time.monotonic()
+        note = _as_note(published, owner)
         if note is not None:
             raise note
-        if "lost" in whereabouts:  # in an earlier world that had the same store: the owner has yet to open its door
+        if "lost" in published:  # of an earlier world with the same store: the owner has yet to open its listener
             loss = inquiry.lost([owner])
             if loss is not None:
                 raise loss
             time.sleep(0.2)
             continue
-        near = ["127.0.0.1"] if whereabouts["machine"] == machine() else []
-        for address in [*near, *whereabouts["addresses"]]:
+        near = ["127.0.0.1"] if published["machine"] == machine() else []
+        for address in [*near, *published["addresses"]]:
             left = deadline - time.monotonic()
             try:
-                sock = socket.create_connection((address, whereabouts["port"]), timeout=max(0.1, min(left, 5.0)))
+                sock = socket.create_connection((address, published["port"]), timeout=max(0.1, min(left, 5.0)))
             except OSError:
-                continue  # perhaps another address, perhaps the note of an earlier world: look again
+                continue  # try the next address; the entry may also be from an earlier world
             link = Link(sock)
-            link.send(Frame(Kind.HELLO, 0, bytes.fromhex(whereabouts["token"]) + struct.pack("!I", index)), 5.0)
+            link.send(Frame(Kind.HELLO, 0, bytes.fromhex(published["token"]) + struct.pack("!I", index)), 5.0)
             return link
-        # A door is open before it is announced: one that is shut belongs to a rank that died, or to one that has left
-        # the channel and will open it again. The watch tells them apart.
+        # A listener is opened before it is published: a closed one belongs to a rank that died, or to one that has
+        # left the channel and will open it again. The watch can tell which.
         loss = inquiry.lost([owner])
         if loss is not None:
             raise loss
-        if not watched() and time.monotonic() - since > _REFUSAL:
-            raise LinkError(f"refuses connections on {whereabouts['addresses']}, port {whereabouts['port']}")
+        if not watched() and time.monotonic() - since > _MAX_REFUSAL:
+            raise LinkError(f"refuses connections on {published['addresses']}, port {published['port']}")
         time.sleep(0.02)
 
 
 def leave_note(store: Store, key: str, why: str, ranks: tuple[int, ...]) -> None:
-    """Tell those who come to the door later why it is closed."""
+    """Publish why the listener is closed, for ranks that try to connect later."""
     store.set(key, json.dumps({"lost": ranks, "why": why, "stamp": stamp()}))
 
 
 def read_note(store: Store, key: str, owner: int) -> LostNoteError | None:
-    """Return why global rank `owner` has closed the door under `key`, if a note of this world says so."""
+    """Return why global rank `owner` has closed its listener, if it published that in this world."""
     return _as_note(json.loads(store.get(key)), owner) if store.check([key]) else None
 
 
@@ -148,9 +158,9 @@ def _as_note(found: dict[str, Any], owner: int) -> LostNoteError | None:
 
 
 def await_key(store: Store, key: str, owner: int, deadline: float, inquiry: Inquiry) -> bytes:
-    """Return what global rank `owner` writes in the store under `key`, once it has.
+    """Wait for global rank `owner` to write `key` in the store, and return the value.
 
-    Raise `TimeoutError` at the deadline, and `RankLostError` once it is known that the owner is lost.
+    Raise `TimeoutError` at the deadline, and `RankLostError` once the owner is known to be lost.
     """
     while True:
         left = deadline - time.monotonic()
@@ -161,17 +171,17 @@ def await_key(store: Store, key: str, owner: int, deadline: float, inquiry: Inqu
         except dist.DistStoreError:
             pass
         except RuntimeError as error:
-            if "timeout" not in str(error).lower():  # how a FileStore says it
+            if "timeout" not in str(error).lower():  # as a FileStore reports it
                 raise
         else:
             return store.get(key)
         loss = inquiry.lost([owner])
-        if loss is not None and not store.check([key]):  # it may have written it, and then ended
+        if loss is not None and not store.check([key]):  # it may have written the key before it exited
             raise loss
 
 
-def listener(backlog: int) -> socket.socket:
-    """A socket that takes connections on a free port: of GLOO_SOCKET_IFNAME if set, else of every interface."""
+def listening_socket(backlog: int) -> socket.socket:
+    """Listen on a free port: of the interface GLOO_SOCKET_IFNAME if set, else of every interface."""
     chosen = _interface_address()
     if chosen is None and socket.has_dualstack_ipv6():
         sock = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
@@ -183,7 +193,7 @@ def listener(backlog: int) -> socket.socket:
 
 
 def addresses() -> list[str]:
-    """Under which addresses other machines may reach this one, the likeliest first."""
+    """Return the addresses of this machine for other machines, the most likely first."""
     chosen = _interface_address()
     if chosen is not None:
         return [chosen]
@@ -193,12 +203,12 @@ def addresses() -> list[str]:
     try:
         found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
     except socket.gaierror:
-        found.append("127.0.0.1")  # a machine without a name can be reached from itself at least
+        found.append("127.0.0.1")  # a machine without a resolvable name can at least be reached from itself
     return list(dict.fromkeys(found))
 
 
 def machine() -> str:
-    """Names what shares a loopback interface: this boot of this machine, and the network namespace in it."""
+    """Identify the loopback interface: the boot id of this machine and the network namespace."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     if boot.exists() and namespace.exists():
         return f"{boot.read_text().strip()}/{namespace.stat().st_ino}"
@@ -206,26 +216,26 @@ def machine() -> str:
 
 
 def _interface_address() -> str | None:
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]  # gloo takes several, separated by commas
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]  # gloo accepts a comma-separated list
     if not name:
         return None
-    import fcntl  # only here: not on every system
+    import fcntl  # not available on every system
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         siocgifaddr = 0x8915
         try:
             answer = fcntl.ioctl(probe.fileno(), siocgifaddr, struct.pack("256s", name.encode()[:15]))
         except OSError:
-            return None  # it has no IPv4 address: be reached on every interface
+            return None  # no IPv4 address: listen on every interface
     return socket.inet_ntoa(answer[20:24])
 
 
 def _address_towards(host: str) -> list[str]:
-    # Connecting a datagram socket sends nothing, but makes the system choose the interface.
+    # Connecting a datagram socket sends nothing, but selects the interface.
     try:
         family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
             return [str(probe.getsockname()[0])]
     except OSError:
-        return []  # the master's name may mean nothing here: there are other ways
+        return []  # the master's name may not resolve here

@@ -1,4 +1,4 @@
-"""`torch.distributed.rpc` (TensorPipe), where it runs: workers by name and by rank, and calls on them."""
+"""`torch.distributed.rpc` (TensorPipe), if it is running: worker names and ranks, and remote calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["call_remotely", "rank_of_worker", "worker_name"]
 
 
 def worker_name() -> str | None:
-    """The name of this process's RPC worker; None where RPC does not run.
+    """Return the name of this process's RPC worker; None if RPC is not running.
 
     >>> worker_name() is None
     True
@@ -24,15 +24,15 @@ def worker_name() -> str | None:
         return None
     try:
         return str(rpc.get_worker_info().name)
-    except RuntimeError:  # torch's way to say that init_rpc was not called, or that shutdown was
+    except RuntimeError:  # init_rpc was not called, or shutdown was
         return None
 
 
 def rank_of_worker(name: str) -> int:
-    """The global rank of the process in which the RPC worker of this name runs.
+    """Return the global rank of the process of this RPC worker.
 
-    The worker is asked, as its number among the workers need not be its rank: a master or parameter servers may be
-    workers, too.
+    The worker is queried, because its worker id may differ from its rank: masters and parameter servers may be workers,
+    too.
 
     >>> rank_of_worker("trainer0")
     Traceback (most recent call last):
@@ -47,14 +47,14 @@ def rank_of_worker(name: str) -> int:
     try:
         rank: int | None = rpc.rpc_sync(name, _own_rank)
     except RuntimeError as error:
-        raise CommError(f"worker {name!r} did not tell its rank: {error}") from error
+        raise CommError(f"worker {name!r} did not return its rank: {error}") from error
     if rank is None:
         raise CommError(f"worker {name!r} is not in a process group: call init_process_group there")
     return rank
 
 
 def call_remotely(worker: str, function: Callable[..., Any], *args: Any) -> Any:
-    """An RRef of what the function returns on that worker, which is called there at once; `to_here()` fetches it.
+    """Call the function on that worker and return an RRef of its result; `to_here()` fetches it.
 
     >>> call_remotely("trainer0", len, [1, 2])
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Calls on torch's stores that end: the host of the store may be the one that is lost."""
+"""Calls on torch's stores with a timeout: the host of the store may be lost."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ STORE_SECONDS = 3.0
 
 
 def within(seconds: float, function: Callable[[], Any]) -> Any:
-    """Return what the function returns, or None if it has not returned in time or the store has failed.
+    """Return the result of the function, or None if it does not return in time or the store fails.
 
-    torch's stores wait without a limit for a host that does not answer.
+    torch's stores wait indefinitely for a host that does not answer.
 
     >>> within(1.0, lambda: 42)
     42
@@ -23,7 +23,7 @@ def within(seconds: float, function: Callable[[], Any]) -> Any:
     found: list[Any] = []
 
     def call() -> None:
-        with suppress(RuntimeError):  # all errors of a store
+        with suppress(RuntimeError):  # the type of all errors of a store
             found.append(function())
 
     thread = threading.Thread(target=call, daemon=True)

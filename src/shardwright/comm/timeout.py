@@ -1,4 +1,4 @@
-"""How long ranks wait for each other."""
+"""The timeout for waiting on other ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["default_timeout"]
 
 
 def default_timeout() -> float:
-    """Return how many seconds ranks wait for each other: 300, or the environment's SHARDWRIGHT_TIMEOUT.
+    """Return the timeout in seconds for waiting on other ranks: SHARDWRIGHT_TIMEOUT, or 300.
 
     >>> default_timeout()
     300.0

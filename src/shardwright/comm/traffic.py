@@ -1,6 +1,6 @@
-"""What moved: every collective reports itself here, and costs one comparison when nobody listens.
+"""Traffic counters: every collective reports itself here, at the cost of one comparison if nothing listens.
 
-Bytes are those of the payload this rank *receives from others*: no padding, no headers, nothing a rank sends
+Bytes are those of the payload that this rank *receives from others*: no padding, no headers, nothing a rank sends
 to itself. An all-reduce counts as a reduce-scatter followed by an all-gather.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["Traffic", "Transfer", "count", "listen", "report"]
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One collective as one rank saw it: its kind, the bytes received from others, the global ranks in it.
+    """One collective on one rank: its kind, the bytes received from others, and the global ranks in it.
 
     >>> Transfer("all_gather", 96, (0, 1, 2, 3)).received
     96
@@ -31,7 +31,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class Traffic:
-    """The sum of the transfers seen: `calls` and `received` bytes by kind of collective.
+    """The sum of transfers: `calls` and `received` bytes by kind of collective.
 
     >>> traffic = Traffic()
     >>> traffic.add(Transfer("broadcast", 8, (0, 1)))
@@ -43,23 +43,23 @@ class Traffic:
     received: Counter[str] = field(default_factory=Counter)
 
     def add(self, transfer: Transfer) -> None:
-        """Counts one more transfer."""
+        """Add one transfer."""
         self.calls[transfer.kind] += 1
         self.received[transfer.kind] += transfer.received
 
     @property
     def bytes(self) -> int:
-        """All bytes received, whatever the kind."""
+        """The total number of bytes received."""
         return self.received.total()
 
 
-# Of the process, not of the thread: autograd runs backward collectives on threads of its own.
+# Per process, not per thread: autograd runs backward collectives on its own threads.
 _listeners: tuple[Callable[[Transfer], None], ...] = ()
 
 
 @contextmanager
 def listen(listener: Callable[[Transfer], None]) -> Iterator[None]:
-    """Calls `listener` with every Transfer this process starts while the context is open.
+    """Call `listener` with every Transfer that this process starts inside the block.
 
     >>> with listen(print):
     ...     pass
@@ -70,19 +70,19 @@ def listen(listener: Callable[[Transfer], None]) -> Iterator[None]:
         yield
     finally:
         # Remove this registration only: the same listener may be open twice.
-        where = len(_listeners) - 1 - _listeners[::-1].index(listener)
-        _listeners = _listeners[:where] + _listeners[where + 1 :]
+        index = len(_listeners) - 1 - _listeners[::-1].index(listener)
+        _listeners = _listeners[:index] + _listeners[index + 1 :]
 
 
 @contextmanager
 def count() -> Iterator[Traffic]:
-    """Counts the collectives this rank starts, and the bytes it receives by them.
+    """Count the collectives that this rank starts inside the block, and the bytes it receives.
 
     >>> import torch
     >>> from shardwright import comm
     >>> with comm.count() as traffic:
     ...     _ = comm.all_reduce(torch.ones(4))
-    >>> traffic.bytes  # one rank has nobody to receive from
+    >>> traffic.bytes  # a single rank receives nothing
     0
     """
     traffic = Traffic()
@@ -91,7 +91,7 @@ def count() -> Iterator[Traffic]:
 
 
 def report(kind: str, received: int, group: Group) -> None:
-    """Tells the listeners of one transfer."""
+    """Report a transfer to the listeners."""
     if _listeners:
         transfer = Transfer(kind, received, group.ranks)
         for listener in _listeners:

@@ -1,4 +1,4 @@
-"""Which threads of this process wait in a collective, and for what. Setting it costs a fraction of a microsecond."""
+"""The threads of this process that wait in a collective, and for what. Updating it takes under a microsecond."""
 
 from __future__ import annotations
 
@@ -7,28 +7,38 @@ import sysconfig
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from shardwright.comm.pending import Pending
+from shardwright.comm.flight import Flight
+from shardwright.comm.group import Group
 
-__all__ = ["line_of", "main_line", "threads", "waiting"]
+__all__ = ["Waiting", "line_of", "main_line", "threads", "waiting"]
 
-waiting: dict[int, Pending[Any]] = {}  # by thread
-threads: set[int] = set()  # those that have ever waited
+
+class Waiting(Protocol):
+    """A collective that a thread waits for."""
+
+    kind: str
+    group: Group
+    number: int | None  # of the collective in its group; None for messages between two ranks
+    at: Flight | None  # the operation it waits for at present
+
+
+waiting: dict[int, Waiting] = {}  # by thread
+threads: set[int] = set()  # that have ever waited
 
 _SKIPPED = (
     str(Path(__file__).resolve().parent.parent),
     str(Path(torch.__file__).resolve().parent),
     sysconfig.get_paths()["stdlib"],
-    "<",  # frozen and made-up modules
+    "<",  # frozen and generated modules
 )
 
 
 def line_of(thread: int) -> str:
-    """Return the line of the user's program that a thread of this process is at; "" if there is none.
+    """Return the current source line of a thread in the user's program; "" if there is none.
 
     >>> line_of(-1)
     ''
@@ -42,7 +52,7 @@ def line_of(thread: int) -> str:
 
 
 def main_line() -> str:
-    """Return the line of the user's program that the main thread is at.
+    """Return the current source line of the main thread in the user's program.
 
     >>> isinstance(main_line(), str)
     True

@@ -1,9 +1,9 @@
-"""Finding out why a collective does not end: whom this rank waits for, and where that rank is.
+"""Diagnose a collective that does not complete: which rank it waits for, and where that rank is.
 
-A thread looks every second whether this process waits in a collective. After two seconds it asks the rank that is
-waited for, and goes on asking. It ends the wait when the answer is certain: that rank's process has ended, its host has
-not been reachable for the timeout, it is in another collective at the same place of the program, or it waits itself for
-this rank, directly or through others. A rank that computes is waited for; where it is, the error of a timeout says.
+A thread checks every second whether this process waits in a collective. After two seconds it queries the rank that is
+waited for, repeatedly. It aborts the wait when the reason is certain: the process of that rank has exited, its host has
+been unreachable for the timeout, it is in another collective at the same point of the program, or it waits for this
+rank itself, directly or through others. A rank that computes is waited for; the error of a timeout says where it is.
 """
 
 from __future__ import annotations
@@ -20,34 +20,33 @@ import torch.distributed as dist
 
 from shardwright.comm.beacon import Beacon, Reply, State
 from shardwright.comm.group import Group, known_groups, on_enter, on_forget
-from shardwright.comm.leaving import break_off, leaving
-from shardwright.comm.losses import inform
+from shardwright.comm.leaving import abort_group, leaving
+from shardwright.comm.losses import set_detector
 from shardwright.comm.peers import ANSWER, Peers, beacon_key, names
 from shardwright.comm.stores import STORE_SECONDS, within
 from shardwright.comm.timeout import default_timeout
-from shardwright.comm.waits import line_of, main_line, threads, waiting
+from shardwright.comm.waits import Waiting, line_of, main_line, threads, waiting
 from shardwright.errors import CommError, ProgramMismatchError, RankLostError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from shardwright.comm.ledger import Entry
-    from shardwright.comm.pending import Pending
 
 __all__ = ["ask_why", "where"]
 
-_TICK = 1.0  # seconds between two looks
-_PATIENCE = 2.0  # seconds of waiting before others are asked
-_PAUSE = 2.0  # seconds between two questions, growing to _PAUSE_MOST
-_PAUSE_MOST = 10.0
-_SIGN = 1.0  # seconds for a connection, which shows that a process is there
-_TRIES = 3  # questions after a failure
+_TICK = 1.0  # seconds between two checks
+_GRACE = 2.0  # seconds of waiting before other ranks are queried
+_PAUSE = 2.0  # seconds between two queries, growing to _MAX_PAUSE
+_MAX_PAUSE = 10.0
+_CONNECT_SECONDS = 1.0  # timeout for a connection, which shows that a process is alive
+_TRIES = 3  # queries after a failure
 _VERDICT = "shardwright/verdict"  # in the store
-_MOST_ASKED = 32  # ranks asked at once, where it is not known for whom this rank waits
+_MAX_QUERIED = 32  # ranks queried at once, if it is unknown which one this rank waits for
 
 
 class _Wait(NamedTuple):
-    """One wait of a rank, as it is described to others."""
+    """The description of a wait that is sent to other ranks."""
 
     rank: int
     group: str
@@ -55,12 +54,12 @@ class _Wait(NamedTuple):
     kind: str
     number: int | None  # of the collective; None for a message between two ranks
     details: str
-    peer: int | None  # global; None: the backend does not say for whom it waits
+    peer: int | None  # global rank; None if the backend does not tell
     nth: int | None  # of the message
     nbytes: int
     incoming: bool
     line: str
-    key: int  # the same as long as it is the same wait
+    key: int  # identifies the wait
 
     def text(self) -> str:
         where = f" at {self.line}" if self.line else ""
@@ -71,7 +70,7 @@ class _Wait(NamedTuple):
 
 @final
 class Watch:
-    """Watches over the waits of this process in one world."""
+    """Watches the waits of this process in one world."""
 
     def __init__(self, everyone: Group, store: Store) -> None:
         self.rank = everyone.global_rank
@@ -79,17 +78,17 @@ class Watch:
         self._store = store
         self._earlier_verdict = ""
         self._process_group = everyone.process_group
-        self._earlier_verdict = self._read_verdict()  # of a world that had the same store: not about this one
+        self._earlier_verdict = self._read_verdict()  # of an earlier world with the same store
         self._peers = Peers(store, self.rank)
         self.stamp = secrets.token_hex(16)
         self._beacon = Beacon(store, beacon_key(self.rank), self._describe, self.stamp)
-        self._seen: dict[int, tuple[int, float, float, float]] = {}  # by thread: wait, since, next question, pause
+        self._seen: dict[int, tuple[int, float, float, float]] = {}  # by thread: wait, since, next query, pause
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwright watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching and answering; others who ask are told whether the process ends."""
+        """Stop watching and answering; publish whether the process exits."""
         self._stop.set()
         note = {"ended": leaving.is_set(), "token": self.stamp}
         within(STORE_SECONDS, lambda: self._store.set(beacon_key(self.rank), json.dumps(note)))
@@ -98,28 +97,28 @@ class Watch:
             self._thread.join(ANSWER)
 
     def why(self, group: Group, peer: int | None) -> CommError | None:
-        """Return the reason why a collective has failed on this rank, if this or another rank knows it."""
+        """Return why a collective has failed on this rank, if any rank knows."""
         others = [group.ranks[peer]] if peer is not None else []
         others += [rank for rank in group.ranks if rank != self.rank and rank not in others]
         for _ in range(_TRIES):
             if self.verdict is not None:
                 break
-            found = self._peers.ask(others[:_MOST_ASKED])
+            found = self._peers.ask(others[:_MAX_QUERIED])
             self._adopt(found.values())
-            # It has failed. A third rank that has come to its end in good order is not the reason.
+            # A third rank that exited normally is not the reason of the failure.
             ended = self._peers.ended(found, finished=found if peer is None else (others[0],))
             if self.verdict is None and ended:
                 self._settle(RankLostError(self._peers.ended_text(ended), ended))
             elif all(reply.state is not State.SILENT for reply in found.values()):
-                break  # else one of them may be about to end
+                break  # else one of them may be about to exit
         return self.verdict
 
     def lost_among(self, ranks: Iterable[int]) -> RankLostError | None:
-        """Return an error that names those of the ranks (by global number) that are certainly lost, if any are.
+        """Return an error that names the given global ranks that are certainly lost, or None.
 
-        For one who waits for them to come: a rank that has ended in good order does not come any more either.
+        For code that waits for them to arrive: a rank that exited normally will not arrive either.
         """
-        found = self._peers.ask(list(ranks)[:_MOST_ASKED], timeout=_SIGN)
+        found = self._peers.ask(list(ranks)[:_MAX_QUERIED], timeout=_CONNECT_SECONDS)
         ended = self._peers.ended(found, finished=found)
         if ended:
             return RankLostError(self._peers.ended_text(ended), ended)
@@ -127,21 +126,21 @@ class Watch:
         return RankLostError(_unreachable_text(lost), lost) if lost else None
 
     def still_stands(self, rank: int, stamp: str) -> bool:
-        """Return whether what a rank wrote in the store with this stamp was written in the world it is in now."""
-        reply = self._peers.ask([rank], timeout=_SIGN)[rank]
+        """True if a rank's entry in the store with this stamp belongs to its current world."""
+        reply = self._peers.ask([rank], timeout=_CONNECT_SECONDS)[rank]
         if reply.state is State.ENDED:
             return self._peers.token(rank) == stamp
         return reply.state is State.HERE and reply.body["stamp"] == stamp
 
     def where(self, group: Group) -> str:
-        """Return a text that says where the other ranks of a group are."""
-        others = [rank for rank in group.ranks if rank != self.rank][:_MOST_ASKED]
+        """Describe where the other ranks of a group are."""
+        others = [rank for rank in group.ranks if rank != self.rank][:_MAX_QUERIED]
         return "".join(f"\n  {_place_text(rank, reply)}" for rank, reply in sorted(self._peers.ask(others).items()))
 
-    # What other ranks are told
+    # Replies to queries
 
     def _describe(self, asker: int) -> dict[str, Any]:
-        # Where torch's process group was replaced, this watch does not know yet that its world has ended.
+        # If torch's process group was replaced, this watch does not know yet that its world has ended.
         here = dist.is_initialized() and dist.group.WORLD is self._process_group
         groups = {}
         for group in known_groups() if here else ():
@@ -163,7 +162,7 @@ class Watch:
             "verdict": _as_note(self.verdict) if here and self.verdict is not None else None,
         }
 
-    def _wait(self, thread: int, pending: Pending[Any]) -> _Wait:
+    def _wait(self, thread: int, pending: Waiting) -> _Wait:
         group = pending.group
         flight = pending.at
         entry = _entry(group, pending.number)
@@ -182,47 +181,47 @@ class Watch:
             id(pending),
         )
 
-    # The thread
+    # The watching thread
 
     def _run(self) -> None:
         while not self._stop.wait(_TICK):
             self._peers.meet(known_groups())
             for thread, pending in list(waiting.items()):
-                self._look(thread, pending)
+                self._check(thread, pending)
             for thread in self._seen.keys() - waiting.keys():
                 del self._seen[thread]
 
-    def _look(self, thread: int, pending: Pending[Any]) -> None:
+    def _check(self, thread: int, pending: Waiting) -> None:
         now = time.monotonic()
         key, since, due, pause = self._seen.get(thread, (0, 0.0, 0.0, 0.0))
         if key != id(pending.at):
-            self._seen[thread] = (id(pending.at), now, now + _PATIENCE - _TICK, _PAUSE)
+            self._seen[thread] = (id(pending.at), now, now + _GRACE - _TICK, _PAUSE)
             return
         if now < due:
             return
         found = self.verdict or self._inquire(self._wait(thread, pending))
-        self._seen[thread] = (key, since, time.monotonic() + pause, min(2 * pause, _PAUSE_MOST))
+        self._seen[thread] = (key, since, time.monotonic() + pause, min(2 * pause, _MAX_PAUSE))
         if found is not None and waiting.get(thread) is pending:
             self._settle(found)
             for group in known_groups():
                 if group.process_group is not None:
-                    break_off(group.process_group)
+                    abort_group(group.process_group)
 
     def _inquire(self, wait: _Wait) -> CommError | None:
         """Return why the wait can never end, if that is certain."""
         asked = [wait.peer] if wait.peer is not None else [rank for rank in wait.ranks if rank != self.rank]
-        found = self._peers.ask(asked[:_MOST_ASKED])
+        found = self._peers.ask(asked[:_MAX_QUERIED])
         self._adopt(found.values())
         if self.verdict is not None:
             return self.verdict
         lost = self._peers.lost_for_long(found)
         if lost:
             return RankLostError(_unreachable_text(lost), lost)
-        # A backend does not say for whom it waits: a rank that has come to its end may have done its part before.
+        # A native collective does not tell which rank it waits for: one that exited may have done its part before.
         ended = self._peers.ended(found, finished=() if wait.peer is None else (wait.peer,))
         if ended:
-            # What it has sent before may be on its way: this is certain if this rank still waits after a while.
-            if self._stop.wait(_PATIENCE) or not self._still(wait):
+            # Its messages may still be on their way: it is certain if this rank still waits after a while.
+            if self._stop.wait(_GRACE) or not self._still(wait):
                 return None
             return RankLostError(self._peers.ended_text(ended), ended)
         first = self._chain(wait)
@@ -236,35 +235,35 @@ class Watch:
         return any(id(p) == wait.key and self._wait(t, p).nth == wait.nth for t, p in list(waiting.items()))
 
     def _chain(self, wait: _Wait) -> CommError | list[_Wait] | None:
-        """Follow who waits for whom; return the waits of a circle that this rank is in, or what is wrong on the way."""
+        """Follow the chain of waits; return a cycle that includes this rank, or an error found on the way."""
         chain = [wait]
         while (peer := chain[-1].peer) is not None:
             last = chain[-1]
             body = self._describe(last.rank) if peer == self.rank else self._peers.ask([peer], last.rank)[peer].body
             if not body or body["threads"] > 1:
-                return None  # another thread may come to it
+                return None  # another thread may get there
             there = body["groups"].get(last.group)
             if there is None:
                 return None
-            odds = _odds(last, there)
-            if odds:
+            difference = _difference(last, there)
+            if difference:
                 other = [_Wait(*w) for w in body["waits"]]
                 named = other[0].text() if other else f"rank {peer}: at {body['line'] or 'an unknown line'}"
-                return ProgramMismatchError(_different(f"{last.text()}\n  {named} ({odds})"))
-            if not _absent(last, there):
-                return None  # it has come, and the message is on its way
+                return ProgramMismatchError(_different(f"{last.text()}\n  {named} ({difference})"))
+            if not _not_started(last, there):
+                return None  # it has started the operation: the message is on its way
             if peer == self.rank:
                 return chain if len(chain) > 1 else None
             waits = [_Wait(*w) for w in body["waits"]]
             if len(waits) != 1 or any(w.rank == waits[0].rank for w in chain):
-                return None  # it computes; or a circle without this rank, whose members find it
+                return None  # it computes; or a cycle without this rank, whose members will find it
             chain.append(waits[0]._replace(ranks=tuple(waits[0].ranks)))
         return None
 
-    # Asking
+    # Verdicts
 
     def _adopt(self, replies: Iterable[Reply]) -> None:
-        """Take over what another rank has found out, if it has."""
+        """Adopt the verdict of another rank, if there is one."""
         notes = [reply.body["verdict"] for reply in replies if reply.body.get("verdict")]
         if not notes:
             noted = self._read_verdict()
@@ -273,10 +272,10 @@ class Watch:
             self.verdict = _from_note(notes[0])
 
     def _settle(self, verdict: CommError) -> None:
-        """Remember why this world cannot go on, and tell the others."""
+        """Record why this world cannot continue, and publish it."""
         if self.verdict is None:
             self.verdict = verdict
-            note = json.dumps(_as_note(verdict) | {"stamp": self.stamp})  # never the same text in two worlds
+            note = json.dumps(_as_note(verdict) | {"stamp": self.stamp})  # unique to this world
             within(STORE_SECONDS, lambda: self._store.compare_set(_VERDICT, self._earlier_verdict, note))
 
     def _read_verdict(self) -> str:
@@ -294,8 +293,8 @@ def _entry(group: Group, number: int | None) -> Entry | None:
     return next((entry for entry in list(group.ledger.recent) if entry.number == number), None)
 
 
-def _odds(wait: _Wait, there: dict[str, Any]) -> str:
-    """Return how a rank differs from one that waits for it, where both have come to the same place; "" if not."""
+def _difference(wait: _Wait, there: dict[str, Any]) -> str:
+    """Describe how a rank's operation differs from the one that another waits for; "" if it does not."""
     if wait.number is not None and wait.details:
         for number, kind, details, sent in there["recent"]:
             if number != wait.number:
@@ -313,8 +312,8 @@ def _odds(wait: _Wait, there: dict[str, Any]) -> str:
     return ""
 
 
-def _absent(wait: _Wait, there: dict[str, Any]) -> bool:
-    """Return whether a rank has not yet come to what another waits for."""
+def _not_started(wait: _Wait, there: dict[str, Any]) -> bool:
+    """True if a rank has not yet started the operation that another waits for."""
     if wait.number is not None:
         return bool(there["count"] < wait.number)
     return bool(there["sent" if wait.incoming else "received"] < (wait.nth or 0))
@@ -326,7 +325,7 @@ def _mismatch(chain: list[_Wait]) -> ProgramMismatchError:
 
 def _different(who: str) -> str:
     return (
-        f"the ranks run different programs, and wait for each other:\n  {who}\n"
+        f"the ranks run different programs and wait for each other:\n  {who}\n"
         "all ranks of a group must call the same collectives in the same order: look for a call that only some of them "
         "make, such as `if rank == 0: print(loss.item())`"
     )
@@ -352,20 +351,20 @@ def _place_text(rank: int, reply: Reply) -> str:
     if reply.body["waits"]:
         return _Wait(*reply.body["waits"][0]).text()
     last = [f"{kind} number {number}" for g in reply.body["groups"].values() for number, kind, *_ in g["recent"][-1:]]
-    before = f"; the last collective that it has started is {', '.join(last)}" if last else ""
-    return f"rank {rank}: it computes, at {reply.body['line'] or 'an unknown line'}{before}"
+    before = f"; the last collective it started is {', '.join(last)}" if last else ""
+    return f"rank {rank}: computing, at {reply.body['line'] or 'an unknown line'}{before}"
 
 
 _current: Watch | None = None
 
 
 def ask_why(group: Group, peer: int | None) -> CommError | None:
-    """Return why a collective has failed, if it can be known. `peer` is the index of the rank it failed with."""
+    """Return why a collective has failed, if known. `peer` is the index of the rank it failed with."""
     return None if _current is None else _current.why(group, peer)
 
 
 def where(group: Group) -> str:
-    """Return a text that says where the other ranks of a group are, a line each."""
+    """Describe where the other ranks of a group are, one line each."""
     return "" if _current is None else _current.where(group)
 
 
@@ -374,18 +373,18 @@ def _enter(everyone: Group) -> None:
     if everyone.size == 1:
         return
     try:
-        # A connection of its own: another thread may be waiting in the one that torch uses.
+        # A separate connection: another thread may be waiting in the one that torch uses.
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # torch's stub lacks it
     except RuntimeError:
-        return  # a store written in Python, or torch's fake one: there is no way to tell others where to ask
+        return  # a store written in Python, or torch's fake store: it cannot be cloned
     _current = Watch(everyone, store)
-    inform(_current)
+    set_detector(_current)
 
 
 def _forget() -> None:
     global _current
     before, _current = _current, None
-    inform(None)
+    set_detector(None)
     if before is not None:
         before.close()
 
@@ -393,7 +392,7 @@ def _forget() -> None:
 def _in_a_child() -> None:
     global _current
     _current = None
-    inform(None)
+    set_detector(None)
 
 
 os.register_at_fork(after_in_child=_in_a_child)

@@ -1,7 +1,7 @@
-"""Frames on a TCP connection between two ranks.
+"""Frames over a TCP connection between two ranks.
 
-Why not gloo: its receives cannot be polled, a timeout on one closes every connection of its group, and Ctrl-C
-does not get through while it waits. Here each connection fails on its own, at once, so the dead can be named.
+gloo does not serve here: its receives cannot be polled, a timeout on one closes every connection of its group, and it
+blocks Ctrl-C. Here each connection fails by itself, at once, so that dead ranks can be identified.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _HEADER = struct.Struct("!BIQ")
 
 
 class Kind(IntEnum):
-    """What a frame says."""
+    """The kind of a frame."""
 
-    HELLO = 1  # from below, once: who I am
-    HERE = 2  # someone has arrived in this round: be patient anew
-    UP = 3  # from below: all that my part of the tree has to say
-    DOWN = 4  # from above: all that everybody has to say
-    LOST = 5  # a rank is lost: pass it on
+    HELLO = 1  # from a child, once: its index
+    HERE = 2  # a rank has arrived in this round: restart the timeout
+    UP = 3  # from a child: the payloads of its subtree
+    DOWN = 4  # from the parent: the payloads of all ranks
+    LOST = 5  # a rank is lost: forward it
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message: its kind, the round it belongs to, its bytes."""
+    """One message: its kind, its round and its bytes."""
 
     kind: Kind
     round: int
@@ -44,12 +44,12 @@ class Frame:
 
 
 class LinkError(Exception):
-    """The other end is gone, or does not take what it is sent."""
+    """The peer has closed the connection, or does not receive."""
 
 
 @final
 class Link:
-    """One end of a connection: frames go in and out whole, and a dead peer is a `LinkError`."""
+    """One end of a connection that sends and receives complete frames; a dead peer raises `LinkError`."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -61,7 +61,7 @@ class Link:
         self._bytes = bytearray()
 
     def send(self, frame: Frame, timeout: float) -> None:
-        """Sends a frame whole, or raises `LinkError`."""
+        """Send a frame, or raise `LinkError`."""
         rest = memoryview(_HEADER.pack(frame.kind, frame.round, len(frame.body)) + frame.body)
         deadline = time.monotonic() + timeout
         while rest:
@@ -70,13 +70,13 @@ class Link:
             except BlockingIOError:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise LinkError(f"took no message within {timeout:g} s") from None
+                    raise LinkError(f"received no message within {timeout:g} s") from None
                 _wait_writable(self.sock, left)
             except OSError as error:
                 raise LinkError(f"closed its connection ({error.strerror or error})") from error
 
     def pull(self) -> None:
-        """Moves the frames that have arrived to `frames`; `LinkError` at the end of the stream."""
+        """Append the frames that have arrived to `frames`; raise `LinkError` at the end of the stream."""
         try:
             data = self.sock.recv(1 << 20)
         except BlockingIOError:
@@ -95,15 +95,15 @@ class Link:
             del self._bytes[:end]
 
     def close(self) -> None:
-        """Hangs up."""
+        """Close the connection."""
         self.sock.close()
 
 
 def fail_when_unreachable(sock: socket.socket) -> None:
-    """Have a connection fail about 8 s after the other host has become unreachable, which closes nothing by itself.
+    """Make a connection fail about 8 s after the other host became unreachable, which does not close it by itself.
 
-    An idle connection is probed after 5 s, and given up after 3 probes. The system does not probe while something it
-    has sent is unacknowledged, and would send it again for 15 minutes: that is given up after 8 s, too.
+    An idle connection is probed after 5 s and given up after 3 probes. While data is unacknowledged, the system does
+    not probe but retransmits, for 15 minutes by default: that is limited to 8 s, too.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -117,13 +117,13 @@ def fail_when_unreachable(sock: socket.socket) -> None:
 
 
 def _wait_writable(sock: socket.socket, timeout: float) -> None:
-    poll = select.poll()  # unlike select(), takes any file descriptor
+    poll = select.poll()  # unlike select(), supports any file descriptor
     poll.register(sock, select.POLLOUT)
     poll.poll(timeout * 1000)
 
 
 def readable(sockets: Iterable[socket.socket], timeout: float) -> list[socket.socket]:
-    """Those of the sockets that have something to say, waiting for the first to have it."""
+    """Block until at least one socket is readable (or timeout) and return the readable ones."""
     with selectors.DefaultSelector() as selector:
         for sock in sockets:
             selector.register(sock, selectors.EVENT_READ)

@@ -1,4 +1,4 @@
-"""PyTorch's own distributed tensors, converted both ways. Only here are they known."""
+"""Conversion from and to PyTorch's own DTensor and ShardedTensor."""
 
 from shardwright.interop.torch_dtensor import from_torch_dtensor, to_shardwright, to_torch_dtensor
 from shardwright.interop.torch_sharded import (

@@ -1,7 +1,7 @@
-"""PyTorch's DTensor and ours into each other: the same local memory on the same mesh; nothing is copied, nobody talks.
+"""Convert between PyTorch's DTensor and ours: sharing local memory, on the same mesh, without communication.
 
-The two agree in what a placement means. What PyTorch says with `_StridedShard`, that a mesh dimension further right
-has cut first, ours says with the order of its layout.
+Placements mean the same in both. PyTorch's `_StridedShard`, for a mesh dimension further right that shards first,
+corresponds to the `order` of our layout.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = ["from_torch_dtensor", "to_shardwright", "to_torch_dtensor"]
 
 
 def to_torch_dtensor(x: DTensor) -> TheirDTensor:
-    """The DTensor as PyTorch's, over the same local memory; gradients flow back to it, and ranks do not talk.
+    """Convert a DTensor to PyTorch's, sharing local memory, without communication. Differentiable.
 
-    A layout with `Ragged`, or with an order of cuts that PyTorch cannot say, is refused.
+    Raise `UnsupportedError` for a layout with `Ragged`, or with an order that PyTorch cannot express.
 
     >>> import shardwright as sw
     >>> x = sw.ones(4, 2, mesh=sw.init_device_mesh("cpu", (1,)), placements=[sw.Shard(0)])
@@ -40,7 +40,7 @@ def to_torch_dtensor(x: DTensor) -> TheirDTensor:
     ((Shard(dim=0),), True)
     """
     if not isinstance(x, DTensor):
-        raise ArgumentTypeError(f"to_torch_dtensor: {type(x).__name__} is not a shardwright DTensor")
+        raise ArgumentTypeError(f"to_torch_dtensor: expected a shardwright DTensor, got {type(x).__name__}")
     layout = x.sharding
     placements = [_to_placement(layout, mesh_dim) for mesh_dim in range(layout.mesh.ndim)]
     try:
@@ -49,8 +49,8 @@ def to_torch_dtensor(x: DTensor) -> TheirDTensor:
         same = False
     if not same:
         raise UnsupportedError(
-            f"to_torch_dtensor: PyTorch has no placements for the order of cuts in {layout}: redistribute it to a "
-            "layout whose mesh dimensions cut from left to right"
+            f"to_torch_dtensor: PyTorch cannot express the order of shardings in {layout}: redistribute it to a "
+            "layout whose mesh dimensions apply from left to right"
         )
     made: TheirDTensor = TheirDTensor.from_local(
         x.to_local(), x.device_mesh, placements, run_check=False, shape=torch.Size(layout.shape), stride=x.stride()
@@ -59,7 +59,7 @@ def to_torch_dtensor(x: DTensor) -> TheirDTensor:
 
 
 def from_torch_dtensor(x: TheirDTensor) -> DTensor:
-    """PyTorch's DTensor as ours, over the same local memory; gradients flow back to it, and ranks do not talk.
+    """Convert PyTorch's DTensor to ours, sharing local memory, without communication. Differentiable.
 
     >>> import shardwright as sw
     >>> theirs = to_torch_dtensor(sw.ones(3, mesh=sw.init_device_mesh("cpu", (1,)), placements=[sw.Shard(0)]))
@@ -67,7 +67,7 @@ def from_torch_dtensor(x: TheirDTensor) -> DTensor:
     [3] (0: S(0))
     """
     if not isinstance(x, TheirDTensor):
-        raise ArgumentTypeError(f"from_torch_dtensor: {type(x).__name__} is not PyTorch's DTensor")
+        raise ArgumentTypeError(f"from_torch_dtensor: expected PyTorch's DTensor, got {type(x).__name__}")
     layout = Layout(comm.bind(x.device_mesh), x.placements, x.shape)
     local: torch.Tensor = x.to_local()
     expected = local_region(layout).size
@@ -75,15 +75,15 @@ def from_torch_dtensor(x: TheirDTensor) -> DTensor:
         if comm.rank() in layout.mesh:
             raise LocalTensorError(
                 f"rank {comm.rank()}: PyTorch's DTensor {list(x.shape)} with {x.placements} has a local tensor of "
-                f"shape {tuple(local.shape)}, and {layout} gives it {expected}: it was cut another way"
+                f"shape {tuple(local.shape)}, expected {expected} for {layout}"
             )
-        local = local.new_empty(expected)  # outside of the mesh PyTorch has a tensor of another emptiness
+        local = local.new_empty(expected)  # outside the mesh PyTorch's empty tensor has another shape
     made: DTensor = tag(alias(local), layout)
     return made
 
 
 def to_shardwright(value: Any) -> Any:
-    """PyTorch's DTensor or ShardedTensor as ours, over the same memory; anything else as it is.
+    """Convert PyTorch's DTensor or ShardedTensor to ours, sharing memory; return other values unchanged.
 
     >>> to_shardwright(3)
     3
@@ -98,8 +98,8 @@ def to_shardwright(value: Any) -> Any:
 def _to_placement(layout: Layout, mesh_dim: int) -> TheirPlacement:
     match layout.placements[mesh_dim]:
         case Shard(dim=dim):
-            cutting = layout.cut_by(dim)
-            before = [other for other in cutting[: cutting.index(mesh_dim)] if other > mesh_dim]
+            sharding = layout.cut_by(dim)
+            before = [other for other in sharding[: sharding.index(mesh_dim)] if other > mesh_dim]
             factor = prod(layout.mesh.shape[other] for other in before)
             return _StridedShard(dim, split_factor=factor) if factor > 1 else TheirShard(dim)
         case Partial(op=op):
@@ -108,6 +108,6 @@ def _to_placement(layout: Layout, mesh_dim: int) -> TheirPlacement:
             return TheirReplicate()
         case placement:
             raise UnsupportedError(
-                f"to_torch_dtensor: {placement} in {layout} has sizes of its own, which PyTorch cannot say: "
+                f"to_torch_dtensor: PyTorch has no placement with explicit sizes like {placement} in {layout}: "
                 "redistribute it to Shard or Replicate"
             )

@@ -1,7 +1,7 @@
-"""PyTorch's ShardedTensor, its metadata and its specs: converted both ways, without copying or talking.
+"""Convert between PyTorch's ShardedTensor, metadata and specs and ours, without copies or communication.
 
-The two agree in meaning; PyTorch's is stricter about memory (contiguous shards only) and about where an empty shard may
-be said to lie, and builds a tensor's metadata from its spec.
+They mean the same. PyTorch's is stricter about memory (contiguous shards only) and about the offsets of empty shards,
+and builds the metadata of a tensor from its spec.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ T = TypeVar("T")
 
 
 def to_torch_sharded_tensor(tensor: ShardedTensor, process_group: Any = None) -> TheirShardedTensor:
-    """The ShardedTensor as PyTorch's: the same shards in the same memory, with their history; ranks do not talk.
+    """Convert a ShardedTensor to PyTorch's: the same shards, memory and autograd history, without communication.
 
-    It belongs to the tensor's process group, unless another is given. Specs that PyTorch lacks become its
-    `EnumerableShardingSpec`.
+    The process group is that of the tensor, unless given. Specs that PyTorch does not have become
+    `EnumerableShardingSpec`s.
 
     >>> import shardwright as sw
     >>> _ = sw.init_device_mesh("cpu", (1,))
@@ -64,28 +64,31 @@ def to_torch_sharded_tensor(tensor: ShardedTensor, process_group: Any = None) ->
     ('torch.distributed._shard.sharded_tensor.api', True)
     """
     if not isinstance(tensor, ShardedTensor):
-        raise ArgumentTypeError(f"to_torch_sharded_tensor: {type(tensor).__name__} is not a shardwright ShardedTensor")
+        raise ArgumentTypeError(
+            f"to_torch_sharded_tensor: expected a shardwright ShardedTensor, got {type(tensor).__name__}"
+        )
     group = tensor._process_group if process_group is None else process_group
     if group is None and comm.world().process_group is None:
         raise UnsupportedError(
-            "to_torch_sharded_tensor: PyTorch's ShardedTensor needs a process group, and there is none: call "
+            "to_torch_sharded_tensor: PyTorch's ShardedTensor needs a process group: call "
             "torch.distributed.init_process_group or shardwright.init_device_mesh first"
         )
     refuse_nested(tensor, "to_torch_sharded_tensor")
-    mine = {number: shard.tensor for number, shard in zip(_own_numbers(tensor), tensor.local_shards(), strict=True)}
-    for number, shard in mine.items():
+    local = {number: shard.tensor for number, shard in zip(_own_numbers(tensor), tensor.local_shards(), strict=True)}
+    for number, shard in local.items():
         if isinstance(shard, ShardedTensorBase | DTensor) or not shard.is_contiguous():
             raise UnsupportedError(
-                f"to_torch_sharded_tensor: shard {number} is {_what(shard)}: PyTorch's holds plain contiguous tensors. "
-                "Flatten nested ones with sharded.flatten_sharded_tensors, and call contiguous() on others"
+                f"to_torch_sharded_tensor: shard {number} must be a plain contiguous tensor, got one that is "
+                f"{_what(shard)}: "
+                "use sharded.flatten_sharded_tensors for nested shards, and contiguous() for others"
             )
-    spec, checked = _spec_and_metadata(tensor, mine)
+    spec, checked = _spec_and_metadata(tensor, local)
 
     def make() -> TheirShardedTensor:
-        # PyTorch checks the metadata it is given, and then builds its own from the spec. They differ where its chunks
-        # are empty: it puts them beyond the tensor, and would refuse that here.
+        # PyTorch validates the metadata, and then builds its own from the spec. They differ for empty chunks, which it
+        # places outside the tensor, where its validation would reject them.
         built = spec.build_metadata(checked.size, checked.tensor_properties)
-        shards = [TheirShard(shard, built.shards_metadata[number]) for number, shard in mine.items()]
+        shards = [TheirShard(shard, built.shards_metadata[number]) for number, shard in local.items()]
         return TheirShardedTensor._init_from_local_shards_and_global_metadata(
             shards, checked, process_group=group, sharding_spec=spec
         )
@@ -94,7 +97,7 @@ def to_torch_sharded_tensor(tensor: ShardedTensor, process_group: Any = None) ->
 
 
 def from_torch_sharded_tensor(tensor: TheirShardedTensor) -> ShardedTensor:
-    """PyTorch's ShardedTensor as ours: the same shards in the same memory, with their history; ranks do not talk.
+    """Convert PyTorch's ShardedTensor to ours: the same shards, memory and autograd history, without communication.
 
     >>> import shardwright as sw
     >>> _ = sw.init_device_mesh("cpu", (1,))
@@ -103,7 +106,9 @@ def from_torch_sharded_tensor(tensor: TheirShardedTensor) -> ShardedTensor:
     tensor([1., 1., 1.])
     """
     if not isinstance(tensor, TheirShardedTensor):
-        raise ArgumentTypeError(f"from_torch_sharded_tensor: {type(tensor).__name__} is not PyTorch's ShardedTensor")
+        raise ArgumentTypeError(
+            f"from_torch_sharded_tensor: expected PyTorch's ShardedTensor, got {type(tensor).__name__}"
+        )
     metadata = from_torch_metadata(tensor.metadata())
     metadata.validate()
     spec = from_torch_spec(tensor.sharding_spec())
@@ -116,7 +121,7 @@ def from_torch_sharded_tensor(tensor: TheirShardedTensor) -> ShardedTensor:
 
 
 def to_torch_spec(spec: ShardingSpec, size: Any = None) -> TheirSpec:
-    """The spec as PyTorch's: chunks as chunks, anything else as the list of its shards of a tensor of this size.
+    """Convert a spec to PyTorch's: chunks to chunks, others to the list of shards of a tensor of this size.
 
     >>> from shardwright.sharded import ChunkShardingSpec
     >>> to_torch_spec(ChunkShardingSpec(0, ["rank:0/cpu"]))
@@ -130,27 +135,28 @@ def to_torch_spec(spec: ShardingSpec, size: Any = None) -> TheirSpec:
         shards = spec.build_metadata(torch.Size(size), TensorProperties()).shards_metadata
     else:
         raise ArgumentTypeError(
-            f"to_torch_spec: {type(spec).__name__} is no spec that PyTorch has: give the size of the tensor, too"
+            f"to_torch_spec: PyTorch has no {type(spec).__name__}: pass the size of the tensor to convert it to a list "
+            "of shards"
         )
     return _or_shard_error(lambda: TheirList([_to_shard(shard) for shard in shards]))
 
 
 def from_torch_spec(spec: TheirSpec) -> ShardingSpec:
-    """PyTorch's `ChunkShardingSpec` or `EnumerableShardingSpec` as ours.
+    """Convert PyTorch's `ChunkShardingSpec` or `EnumerableShardingSpec` to ours.
 
     >>> from torch.distributed._shard.sharding_spec import ChunkShardingSpec
     >>> from_torch_spec(ChunkShardingSpec(0, ["rank:0/cpu"]))
     ChunkShardingSpec(dim=0, placements=[RemoteDevice('rank:0/cpu')])
     """
     if isinstance(spec, TheirChunks):
-        return ChunkShardingSpec(spec.dim, spec.placements)  # type: ignore[arg-type]  # a number: names are refused by both
+        return ChunkShardingSpec(spec.dim, spec.placements)  # type: ignore[arg-type]  # an int: both reject names
     if isinstance(spec, TheirList):
         return EnumerableShardingSpec([_from_shard(shard) for shard in spec.shards])
-    raise ArgumentTypeError(f"from_torch_spec: {type(spec).__name__} is not a spec of PyTorch's that can be converted")
+    raise ArgumentTypeError(f"from_torch_spec: cannot convert {type(spec).__name__}")
 
 
 def to_torch_metadata(value: Any) -> Any:
-    """Our `ShardMetadata`, `TensorProperties` or `ShardedTensorMetadata` as PyTorch's of that name.
+    """Convert `ShardMetadata`, `TensorProperties` or `ShardedTensorMetadata` to PyTorch's.
 
     >>> to_torch_metadata(TensorProperties(dtype=torch.int8)).dtype
     torch.int8
@@ -163,11 +169,13 @@ def to_torch_metadata(value: Any) -> Any:
         case ShardedTensorMetadata(shards_metadata=shards, size=size, tensor_properties=properties):
             return TheirMetadata([_to_shard(shard) for shard in shards], size, to_torch_metadata(properties))
         case _:
-            raise ArgumentTypeError(f"to_torch_metadata: {type(value).__name__} is no metadata of a ShardedTensor")
+            raise ArgumentTypeError(
+                f"to_torch_metadata: expected metadata of a ShardedTensor, got {type(value).__name__}"
+            )
 
 
 def from_torch_metadata(value: Any) -> Any:
-    """PyTorch's `ShardMetadata`, `TensorProperties` or `ShardedTensorMetadata` as ours of that name.
+    """Convert PyTorch's `ShardMetadata`, `TensorProperties` or `ShardedTensorMetadata` to ours.
 
     >>> from torch.distributed._shard.metadata import ShardMetadata
     >>> from_torch_metadata(ShardMetadata([0], [4], "rank:1/cpu"))
@@ -183,25 +191,25 @@ def from_torch_metadata(value: Any) -> Any:
             return ShardedTensorMetadata(inside, torch.Size(size), from_torch_metadata(properties))
         case _:
             raise ArgumentTypeError(
-                f"from_torch_metadata: {type(value).__name__} is no metadata of PyTorch's ShardedTensor"
+                f"from_torch_metadata: expected metadata of PyTorch's ShardedTensor, got {type(value).__name__}"
             )
 
 
-def _spec_and_metadata(tensor: ShardedTensor, mine: dict[int, Tensor]) -> tuple[TheirSpec, TheirMetadata]:
-    """The spec and the metadata as PyTorch accepts them, in the order of ours."""
+def _spec_and_metadata(tensor: ShardedTensor, local: dict[int, Tensor]) -> tuple[TheirSpec, TheirMetadata]:
+    """Return spec and metadata that PyTorch accepts, in the order of ours."""
     metadata = tensor.metadata()
     properties = to_torch_metadata(metadata.tensor_properties)
     owners = tensor._table.ranks.tolist()
     shards = []
     for number, (shard, owner) in enumerate(zip(metadata.shards_metadata, owners, strict=True)):
         where = shard.placement or RemoteDevice.of(f"rank:{owner}")
-        # PyTorch wants the very device, with its number, where ours may say any of its kind.
-        where = where.on(mine[number].device) if number in mine else where
+        # PyTorch requires the device with its index; ours may be without one.
+        where = where.on(local[number].device) if number in local else where
         shards.append(ShardMetadata(shard.shard_offsets, shard.shard_sizes, where))
     if not shards:
         raise UnsupportedError(
-            f"to_torch_sharded_tensor: {tensor!r} has no shards at all, and PyTorch's has one at least: reshard it "
-            "with a ChunkShardingSpec, whose chunks may be empty"
+            f"to_torch_sharded_tensor: {tensor!r} has no shards, but PyTorch's needs at least one: reshard it with a "
+            "ChunkShardingSpec, whose chunks may be empty"
         )
     shards = [_acceptable(shard) for shard in shards]
     spec = tensor.sharding_spec()
@@ -214,14 +222,14 @@ def _spec_and_metadata(tensor: ShardedTensor, mine: dict[int, Tensor]) -> tuple[
 
 
 def _acceptable(shard: ShardMetadata) -> ShardMetadata:
-    """An empty shard at the origin: elsewhere PyTorch may say that it overlaps."""
+    """Move an empty shard to the origin: elsewhere PyTorch may report an overlap."""
     if not shard.region.is_empty:
         return shard
     return ShardMetadata([0] * len(shard.shard_offsets), shard.shard_sizes, shard.placement)
 
 
 def _inside(shard: ShardMetadata, size: Any) -> ShardMetadata:
-    """An empty shard at the end of its tensor: PyTorch puts the last chunks, which are empty, beyond it."""
+    """Move an empty shard inside the tensor: PyTorch places empty trailing chunks outside of it."""
     if not shard.region.is_empty:
         return shard
     offsets = [min(offset, extent) for offset, extent in zip(shard.shard_offsets, size, strict=True)]
@@ -260,4 +268,4 @@ def _or_shard_error(make: Callable[[], T]) -> T:
     try:
         return make()
     except (ValueError, RuntimeError) as error:
-        raise ShardError(f"PyTorch's ShardedTensor cannot be made of this: {error}") from error
+        raise ShardError(f"cannot create PyTorch's ShardedTensor: {error}") from error

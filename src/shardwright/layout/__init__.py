@@ -1,4 +1,4 @@
-"""The pure geometry: regions, placements, meshes, layouts. Values only: no process group, no communication."""
+"""Geometry as pure values: regions, placements, meshes and layouts. No process group, no communication."""
 
 from shardwright.layout.layout import Holding, Layout, RegionTable
 from shardwright.layout.mesh import Mesh

@@ -1,4 +1,4 @@
-"""Checking that what a caller gave is a tuple of plain integers."""
+"""Validate integer arguments."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _PLAIN = {int}
 
 
 def integer(value: object, what: str) -> int:
-    """`value` as an int, or an error that names `what` it should have been."""
-    # bool is an int to Python, but `Shard(True)` is a mistake.
+    """Return `value` as an int; raise an error that mentions `what` if it is not one."""
+    # bool is a subclass of int, but `Shard(True)` is a mistake.
     if not isinstance(value, bool):
         try:
-            return index(value)  # type: ignore[arg-type]  # a value without __index__ is what is being refused
+            return index(value)  # type: ignore[arg-type]  # raises TypeError without __index__
         except TypeError:
             pass
-    raise ArgumentTypeError(f"{what} {value!r} is a {type(value).__name__}: an integer is needed")
+    raise ArgumentTypeError(f"{what} must be an int, got {type(value).__name__}: {value!r}")
 
 
 def integers(values: object, what: str) -> tuple[int, ...]:
-    """`values` as a tuple of ints, or an error that names `what` they should have been."""
-    if isinstance(values, (list, tuple)) and set(map(type, values)) <= _PLAIN:  # the usual case, in a fifth of the time
+    """Return `values` as a tuple of ints; raise an error that mentions `what` if they are not."""
+    if isinstance(values, (list, tuple)) and set(map(type, values)) <= _PLAIN:  # fast path: a fifth of the time
         return tuple(values)
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
-        raise ArgumentTypeError(f"{what} {values!r} is a {type(values).__name__}: a sequence of integers is needed")
+        raise ArgumentTypeError(f"{what} must be a sequence of ints, got {type(values).__name__}: {values!r}")
     return tuple(integer(value, what) for value in values)

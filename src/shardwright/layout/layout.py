@@ -1,4 +1,4 @@
-"""`Layout`: who holds which region of a tensor, answered by arithmetic."""
+"""`Layout`: which rank holds which region of a tensor, by arithmetic."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Holding(NamedTuple):
 
 
 class RegionTable(NamedTuple):
-    """The region of every rank, as arrays: row i is the rank `ranks[i]`, in the mesh's order.
+    """The region of every rank, as arrays: row i belongs to rank `ranks[i]`, in the order of the mesh.
 
     >>> table = Layout(Mesh((2,)), [Shard(0)], (5,)).table()
     >>> table.ranks.tolist(), table.offsets.tolist(), table.sizes.tolist()
@@ -53,13 +53,13 @@ class RegionTable(NamedTuple):
 
 @final
 class Layout:
-    """A tensor's shape spread over a mesh by placements, one per mesh dimension.
+    """How a tensor of a given shape is distributed over a mesh: one placement per mesh dimension.
 
-    It answers who holds what by arithmetic alone, for any rank, in any process. Layouts are interned: equal ones
-    are one object, so comparing and hashing cost nothing.
+    All queries are pure arithmetic, for any rank, in any process. Layouts are interned: equal layouts are the same
+    object, so comparing and hashing are cheap.
 
-    Where several mesh dimensions cut the same tensor dimension, the leftmost cuts first; `order` (mesh dimensions
-    by number or name) says otherwise.
+    If several mesh dimensions shard the same tensor dimension, they apply from left to right, unless `order` (mesh
+    dimensions by index or name) says otherwise.
 
     >>> layout = Layout(Mesh((2, 2), ("dp", "tp")), [Shard(0), Replicate()], (64, 128))
     >>> print(layout)
@@ -86,11 +86,11 @@ class Layout:
         mesh = Mesh.of(mesh)
         shape = integers(shape, "tensor shape")
         if any(size < 0 for size in shape):
-            raise LayoutError(f"tensor shape {shape} holds a negative size: sizes are 0 or more")
+            raise LayoutError(f"tensor shape must not have negative sizes, got {shape}")
         checked = _checked_placements(placements, mesh, shape)
         if any(isinstance(placement, StridedShard) for placement in checked):
             if order is not None:
-                raise PlacementError(f"placements {checked} carry an order of their own: do not give `order` as well")
+                raise PlacementError(f"placements {checked} imply an order: do not pass `order` as well")
             checked, order = _resolve_strided(checked, mesh)
         full_order = _checked_order(order, checked, mesh)
         _check_ragged(checked, full_order, mesh, shape)
@@ -98,18 +98,18 @@ class Layout:
 
     @property
     def ndim(self) -> int:
-        """How many dimensions the tensor has."""
+        """The number of dimensions of the tensor."""
         return len(self.shape)
 
     def region(self, rank: int) -> Region:
-        """The region of the tensor that this rank holds; it may be empty.
+        """Return the region of the tensor that this rank holds; it may be empty.
 
         >>> Layout(Mesh((4,)), [Shard(0)], (5,)).region(2)
         Region[4:5]
         """
         coordinate = self.mesh.coordinate(rank)
         offset, size = [0] * len(self.shape), list(self.shape)
-        for mesh_dim, dim in self._cuts:
+        for mesh_dim, dim in self._sharded:
             here = coordinate[mesh_dim]
             placement = self.placements[mesh_dim]
             if isinstance(placement, Ragged):
@@ -124,7 +124,7 @@ class Layout:
         return region_unchecked(tuple(offset), tuple(size))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of the tensor that this rank holds.
+        """Return the shape of this rank's local tensor.
 
         >>> Layout(Mesh((4,)), [Shard(0)], (5, 3)).local_shape(3)
         (0, 3)
@@ -132,7 +132,7 @@ class Layout:
         return self.region(rank).size
 
     def table(self) -> RegionTable:
-        """The region of every rank, as arrays: for thousands of ranks at once.
+        """Return the region of every rank as arrays, for thousands of ranks at once.
 
         >>> Layout(Mesh((2,)), [Shard(0)], (5,)).table().sizes.tolist()
         [[3], [2]]
@@ -142,18 +142,18 @@ class Layout:
         sizes = np.empty_like(offsets)
         for dim in range(ndim):
             starts, lengths = self._pieces[dim]
-            cutting = self.cut_by(dim)
-            # Pieces have one axis per cutting mesh dimension, in cutting order: bring them to the mesh's order.
-            axes = np.argsort(cutting)
-            grid = tuple(mesh.shape[m] if m in cutting else 1 for m in range(mesh.ndim))
+            sharding = self.cut_by(dim)
+            # Pieces have one axis per mesh dimension that shards `dim`, in sharding order: transpose to mesh order.
+            axes = np.argsort(sharding)
+            grid = tuple(mesh.shape[m] if m in sharding else 1 for m in range(mesh.ndim))
             offsets[..., dim] = starts.transpose(axes).reshape(grid)
             sizes[..., dim] = lengths.transpose(axes).reshape(grid)
         return RegionTable(mesh.array.reshape(-1), offsets.reshape(mesh.size, ndim), sizes.reshape(mesh.size, ndim))
 
     def regions(self) -> tuple[Holding, ...]:
-        """Every region with the ranks that hold it, in row-major order of the mesh; empty ones are left out.
+        """Return every non-empty region with the ranks that hold it, in row-major order of the mesh.
 
-        Ranks that hold addends of one `Partial` region are listed together, as replicas are.
+        Ranks that hold partial values of one region are listed together, as replicas are.
 
         >>> for region, ranks in Layout(Mesh((2, 2)), [Replicate(), Shard(0)], (4,)).regions():
         ...     print(region, ranks)
@@ -161,19 +161,19 @@ class Layout:
         [2:4] (1, 3)
         """
         table, mesh = self.table(), self.mesh
-        cutting = sorted(mesh_dim for mesh_dim, _ in self._cuts)
-        others = [m for m in range(mesh.ndim) if m not in cutting]
-        places = np.arange(mesh.size).reshape(mesh.shape).transpose(*cutting, *others)
-        places = places.reshape(-1, int(np.prod([mesh.shape[m] for m in others], dtype=np.int64)))
-        places = places[table.sizes[places[:, 0]].all(axis=1)]
+        sharding = sorted(mesh_dim for mesh_dim, _ in self._sharded)
+        others = [m for m in range(mesh.ndim) if m not in sharding]
+        rows = np.arange(mesh.size).reshape(mesh.shape).transpose(*sharding, *others)
+        rows = rows.reshape(-1, int(np.prod([mesh.shape[m] for m in others], dtype=np.int64)))
+        rows = rows[table.sizes[rows[:, 0]].all(axis=1)]
         with gc_paused():
-            offsets = map(tuple, table.offsets[places[:, 0]].tolist())
-            sizes = map(tuple, table.sizes[places[:, 0]].tolist())
-            owners = map(tuple, table.ranks[places].tolist())
+            offsets = map(tuple, table.offsets[rows[:, 0]].tolist())
+            sizes = map(tuple, table.sizes[rows[:, 0]].tolist())
+            owners = map(tuple, table.ranks[rows].tolist())
             return tuple(map(Holding, map(region_unchecked, offsets, sizes), owners))
 
     def holders(self, region: Region) -> tuple[Holding, ...]:
-        """Who holds any part of `region`: the parts, each with its ranks. It looks only where the parts are.
+        """Return the parts of `region` that ranks hold, each with its ranks. Costs only as much as there are parts.
 
         >>> Layout(Mesh((4,)), [Shard(0)], (8,)).holders(Region((3,), (3,)))
         (Holding(region=Region[3:4], ranks=(1,)), Holding(region=Region[4:6], ranks=(2,)))
@@ -189,23 +189,23 @@ class Layout:
                 np.flatnonzero((lengths > 0) & (starts < start + size) & (starts + lengths > start)).tolist()
             )
         found = []
-        for places in product(*candidates):
+        for combination in product(*candidates):
             fixed: dict[int, int] = {}
             offset, size_ = [], []
-            for dim, place in enumerate(places):
+            for dim, piece in enumerate(combination):
                 starts, lengths = self._pieces[dim]
-                index = np.unravel_index(place, starts.shape)
+                index = np.unravel_index(piece, starts.shape)
                 fixed.update(zip(self.cut_by(dim), map(int, index), strict=True))
                 offset.append(int(starts[index]))
                 size_.append(int(lengths[index]))
             part = region.intersect(region_unchecked(tuple(offset), tuple(size_)))
-            assert part is not None  # the candidates are those that meet it
+            assert part is not None  # candidates overlap the region
             where = tuple(fixed.get(m, slice(None)) for m in range(self.mesh.ndim))
             found.append(Holding(part, tuple(np.atleast_1d(self.mesh.array[where]).reshape(-1).tolist())))
         return tuple(found)
 
     def replicas(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the very same values as this one, itself included, in the mesh's order.
+        """Return the ranks that hold the same values as this one, including itself, in the order of the mesh.
 
         >>> Layout(Mesh((2, 2)), [Shard(0), Replicate()], (4,)).replicas(1)
         (0, 1)
@@ -218,21 +218,21 @@ class Layout:
         return tuple(np.atleast_1d(self.mesh.array[where]).reshape(-1).tolist())
 
     def cut_by(self, dim: int) -> tuple[int, ...]:
-        """The mesh dimensions that cut a tensor dimension, first cut first.
+        """Return the mesh dimensions that shard a tensor dimension, in the order in which they apply.
 
         >>> Layout(Mesh((2, 2)), [Shard(0), Shard(0)], (8,), order=(1, 0)).cut_by(0)
         (1, 0)
         """
-        return tuple(mesh_dim for mesh_dim, cut in self._cuts if cut == dim)
+        return tuple(mesh_dim for mesh_dim, sharded in self._sharded if sharded == dim)
 
     @cached_property
     def is_partial(self) -> bool:
-        """Whether any mesh dimension holds addends."""
+        """True if any placement is `Partial`."""
         return any(placement.is_partial() for placement in self.placements)
 
     @cached_property
     def is_replicated(self) -> bool:
-        """Whether every rank holds the whole value."""
+        """True if all placements are `Replicate`."""
         return all(placement.is_replicate() for placement in self.placements)
 
     def replace(
@@ -243,7 +243,7 @@ class Layout:
         shape: Iterable[int] | None = None,
         order: Iterable[int | str] | None = None,
     ) -> Layout:
-        """The same layout with something else changed; the order is kept while the placements are.
+        """Return the layout with some attributes replaced; the order is kept as long as the placements are.
 
         >>> print(Layout(Mesh((2,)), [Shard(0)], (4, 6)).replace(placements=[Shard(1)]))
         [4, 6] (0: S(1))
@@ -258,7 +258,7 @@ class Layout:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for JSON. The order is left out where it is the usual one.
+        """Return plain values for JSON. The default order is left out.
 
         >>> Layout(Mesh((2,)), [Shard(0)], (4,)).to_json()
         {'mesh': {'shape': [2]}, 'placements': [{'kind': 'shard', 'dim': 0}], 'shape': [4]}
@@ -274,7 +274,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Layout:
-        """The layout that `to_json` wrote.
+        """Build the layout from the output of `to_json`.
 
         >>> layout = Layout(Mesh((2,)), [Shard(0)], (4,))
         >>> Layout.from_json(layout.to_json()) is layout
@@ -284,18 +284,18 @@ class Layout:
         return cls(Mesh.from_json(value["mesh"]), placements, value["shape"], value.get("order"))
 
     @cached_property
-    def _cuts(self) -> tuple[tuple[int, int], ...]:
-        """(mesh dimension, tensor dimension) of everything that cuts, in cutting order."""
-        cuts = []
+    def _sharded(self) -> tuple[tuple[int, int], ...]:
+        """(mesh dimension, tensor dimension) of every sharding, in the order in which they apply."""
+        sharded = []
         for mesh_dim in self.order:
             placement = self.placements[mesh_dim]
             if isinstance(placement, Shard | Ragged):
-                cuts.append((mesh_dim, placement.dim))
-        return tuple(cuts)
+                sharded.append((mesh_dim, placement.dim))
+        return tuple(sharded)
 
     @cached_property
     def _pieces(self) -> tuple[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]], ...]:
-        """Per tensor dimension: where its pieces start and how long they are, an axis per cut, in cutting order."""
+        """Starts and lengths of the pieces of each tensor dimension, with one axis per sharding, in order."""
         pieces = []
         for dim, extent in enumerate(self.shape):
             start, size = np.zeros((), np.int64), np.array(extent, np.int64)
@@ -328,9 +328,9 @@ class Layout:
         for mesh_dim, placement in enumerate(self.placements):
             turn = ""
             if self._reordered and isinstance(placement, Shard | Ragged):
-                cutting = self.cut_by(placement.dim)
-                # "@0" cuts first: said only where it is not simply left to right.
-                turn = f"@{cutting.index(mesh_dim)}" if len(cutting) > 1 else ""
+                sharding = self.cut_by(placement.dim)
+                # "@0" applies first; shown only if the order is not left to right.
+                turn = f"@{sharding.index(mesh_dim)}" if len(sharding) > 1 else ""
             parts.append(f"{self.mesh.label(mesh_dim)}: {placement}{turn}")
         return f"[{', '.join(map(str, self.shape))}] ({', '.join(parts)})"
 
@@ -351,12 +351,14 @@ def _intern(mesh: Mesh, placements: tuple[Placement, ...], shape: tuple[int, ...
 
 def _checked_placements(placements: Iterable[object], mesh: Mesh, shape: tuple[int, ...]) -> tuple[Placement, ...]:
     if isinstance(placements, Placement) or not isinstance(placements, Iterable):
-        raise ArgumentTypeError(f"placements {placements!r} are not a sequence: give one placement per mesh dimension")
+        raise ArgumentTypeError(
+            f"placements must be a sequence with one placement per mesh dimension, got {placements!r}"
+        )
     given = tuple(as_placement(placement) for placement in placements)
     if len(given) != mesh.ndim:
         raise PlacementError(
             f"{mesh!r} has {mesh.ndim} dimensions, but {len(given)} placements were given: "
-            f"({', '.join(map(str, given))}). Give one per mesh dimension"
+            f"({', '.join(map(str, given))}). Pass one per mesh dimension"
         )
     checked: list[Placement] = []
     for mesh_dim, placement in enumerate(given):
@@ -384,16 +386,14 @@ def _with_dim(placement: Shard | Ragged | StridedShard, dim: int) -> Placement:
 
 
 def _checked_order(order: Iterable[int | str] | None, placements: tuple[Placement, ...], mesh: Mesh) -> tuple[int, ...]:
-    """A full order of mesh dimensions, in the one form in which equal layouts have equal orders."""
+    """Return the order of all mesh dimensions in canonical form, so that equal layouts have equal orders."""
     if order is None:
         return tuple(range(mesh.ndim))
     if not isinstance(order, Iterable) or isinstance(order, str):
-        raise ArgumentTypeError(f"order {order!r} is not a sequence of mesh dimensions")
+        raise ArgumentTypeError(f"order must be a sequence of mesh dimensions, got {order!r}")
     given = tuple(mesh.dim(which) for which in order)
     if sorted(given) != list(range(mesh.ndim)):
-        raise MeshError(
-            f"order {given} is not an arrangement of the {mesh.ndim} dimensions of {mesh!r}: name each once"
-        )
+        raise MeshError(f"order must name each of the {mesh.ndim} dimensions of {mesh!r} once, got {given}")
     full = list(range(mesh.ndim))
     dims = [placement.dim if isinstance(placement, Shard | Ragged) else None for placement in placements]
     for dim in {dim for dim in dims if dim is not None}:
@@ -406,53 +406,54 @@ def _checked_order(order: Iterable[int | str] | None, placements: tuple[Placemen
 def _check_ragged(
     placements: tuple[Placement, ...], order: tuple[int, ...], mesh: Mesh, shape: tuple[int, ...]
 ) -> None:
-    cut: set[int] = set()
+    sharded: set[int] = set()
     for mesh_dim in order:
         placement = placements[mesh_dim]
         if isinstance(placement, Ragged):
             if len(placement.sizes) != mesh.shape[mesh_dim]:
                 raise PlacementError(
-                    f"{placement} gives {len(placement.sizes)} sizes for mesh dimension {mesh.label(mesh_dim)} "
-                    f"of {mesh.shape[mesh_dim]} ranks: give one size per rank"
+                    f"{placement} has {len(placement.sizes)} sizes, but mesh dimension {mesh.label(mesh_dim)} "
+                    f"has {mesh.shape[mesh_dim]} ranks: give one size per rank"
                 )
             if sum(placement.sizes) != shape[placement.dim]:
                 raise PlacementError(
-                    f"{placement} adds up to {sum(placement.sizes)}, but dimension {placement.dim} of shape {shape} "
-                    f"has {shape[placement.dim]}"
+                    f"the sizes of {placement} add up to {sum(placement.sizes)}, but dimension {placement.dim} of "
+                    "shape "
+                    f"{shape} has {shape[placement.dim]}"
                 )
-            if placement.dim in cut:
+            if placement.dim in sharded:
                 raise PlacementError(
-                    f"{placement} on mesh dimension {mesh.label(mesh_dim)} cuts dimension {placement.dim} after "
-                    "another mesh dimension has: Ragged sizes are of the whole dimension, so it must cut first "
-                    "(see `order`)"
+                    f"{placement} on mesh dimension {mesh.label(mesh_dim)} shards dimension {placement.dim} after "
+                    "another "
+                    "mesh dimension: Ragged sizes refer to the full dimension, so it must come first (see `order`)"
                 )
         if isinstance(placement, Shard | Ragged):
-            cut.add(placement.dim)
+            sharded.add(placement.dim)
 
 
 def _resolve_strided(placements: tuple[Placement, ...], mesh: Mesh) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
-    """PyTorch's strided shards as plain shards and an explicit order.
+    """Convert PyTorch's strided shards to plain shards and an explicit order.
 
-    A split factor is the number of pieces that mesh dimensions further right have made before. So from right to
-    left, each mesh dimension goes in after just so many of those that are placed already.
+    A split factor is the number of pieces that mesh dimensions further right have made before. So, from right to left,
+    each mesh dimension is inserted after as many of those already in the order as make that number of pieces.
     """
     order: list[int] = []
     for mesh_dim in reversed(range(mesh.ndim)):
         placement = placements[mesh_dim]
-        place, pieces = 0, 1
+        position, pieces = 0, 1
         if isinstance(placement, Shard | StridedShard):
             factor = placement.split_factor if isinstance(placement, StridedShard) else 1
-            while pieces != factor and place < len(order):
-                before = placements[order[place]]
+            while pieces != factor and position < len(order):
+                before = placements[order[position]]
                 if isinstance(before, Shard | StridedShard) and before.dim == placement.dim:
-                    pieces *= mesh.shape[order[place]]
-                place += 1
+                    pieces *= mesh.shape[order[position]]
+                position += 1
             if pieces != factor:
                 raise PlacementError(
-                    f"{placement} on mesh dimension {mesh.label(mesh_dim)} has split factor {factor}, which no mesh "
-                    f"dimensions to its right make: {mesh!r} with {placements}"
+                    f"{placement} on mesh dimension {mesh.label(mesh_dim)} has split factor {factor}, which the mesh "
+                    f"dimensions to its right do not give: {mesh!r} with {placements}"
                 )
-        order.insert(place, mesh_dim)
+        order.insert(position, mesh_dim)
     plain = tuple(Shard(p.dim) if isinstance(p, StridedShard) else p for p in placements)
     return plain, tuple(order)
 

@@ -23,9 +23,9 @@ _lock = threading.Lock()
 
 @final
 class Mesh:
-    """Ranks arranged in a grid: a shape, a name for each dimension, and which rank is where. No process group.
+    """Ranks arranged in a grid: shape, optional dimension names, and the rank at each position. No process group.
 
-    Meshes are interned: equal ones are one object, so comparing and hashing cost nothing.
+    Meshes are interned: equal meshes are the same object, so comparing and hashing are cheap.
 
     >>> mesh = Mesh((2, 2), names=("dp", "tp"))
     >>> mesh
@@ -45,7 +45,7 @@ class Mesh:
     ) -> Mesh:
         shape = integers(shape, "mesh shape")
         if any(size < 1 for size in shape):
-            raise MeshError(f"mesh shape {shape} has a dimension of no ranks: every dimension has 1 or more")
+            raise MeshError(f"every dimension of a mesh must have at least one rank, got shape {shape}")
         checked_names = _checked_names(names, shape)
         checked_ranks = _checked_ranks(ranks, shape)
         key = (shape, checked_names, checked_ranks)
@@ -59,7 +59,7 @@ class Mesh:
 
     @classmethod
     def of(cls, value: object) -> Mesh:
-        """The mesh that `value` describes: a `Mesh`, a `torch.distributed` `DeviceMesh`, or a shape.
+        """Convert `value` to a mesh: a `Mesh`, a `torch.distributed` `DeviceMesh`, or a shape.
 
         >>> Mesh.of((2, 4))
         Mesh(2, 4)
@@ -67,27 +67,27 @@ class Mesh:
         if isinstance(value, Mesh):
             return value
         ranks = getattr(value, "mesh", None)
-        if ranks is not None and hasattr(value, "mesh_dim_names"):  # a DeviceMesh, recognised by its shape
+        if ranks is not None and hasattr(value, "mesh_dim_names"):  # a DeviceMesh, recognised by its attributes
             return cls(ranks.shape, value.mesh_dim_names, ranks.flatten().tolist())
         if isinstance(value, Sequence) and not isinstance(value, str):
             return cls(value)
         raise ArgumentTypeError(
-            f"{value!r} is a {type(value).__name__}, not a mesh: give a Mesh, a DeviceMesh or a shape such as (2, 4)"
+            f"expected a Mesh, a DeviceMesh or a shape such as (2, 4), got {type(value).__name__}: {value!r}"
         )
 
     @property
     def ndim(self) -> int:
-        """How many dimensions it has."""
+        """The number of dimensions."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """The number of ranks."""
         return len(self.ranks)
 
     @cached_property
     def array(self) -> npt.NDArray[np.int64]:
-        """The ranks in their grid, as a read-only array.
+        """The ranks as a read-only array of the mesh's shape.
 
         >>> Mesh((2, 2)).array.tolist()
         [[0, 1], [2, 3]]
@@ -100,7 +100,7 @@ class Mesh:
         return rank in (self.ranks if isinstance(self.ranks, range) else self._positions)
 
     def position(self, rank: int) -> int:
-        """Where in row-major order this rank is.
+        """Return the row-major position of this rank.
 
         >>> Mesh((2,), ranks=(5, 7)).position(7)
         1
@@ -111,7 +111,7 @@ class Mesh:
             raise MeshError(f"rank {rank!r} is not in {self!r}: its ranks are {_abbreviated(self.ranks)}") from None
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Where in the grid this rank is.
+        """Return the coordinate of this rank in the grid.
 
         >>> Mesh((2, 3)).coordinate(5)
         (1, 2)
@@ -124,7 +124,7 @@ class Mesh:
         return tuple(reversed(coordinate))
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
-        """Which rank is at this place in the grid.
+        """Return the rank at this coordinate.
 
         >>> Mesh((2, 3)).rank_at((1, 2))
         5
@@ -137,7 +137,7 @@ class Mesh:
         return self.ranks[position]
 
     def dim(self, which: int | str) -> int:
-        """The number of a mesh dimension, given its number (negative counts from the end) or its name.
+        """Return the index of a mesh dimension, given its index (negative counts from the end) or its name.
 
         >>> Mesh((2, 4), ("dp", "tp")).dim("tp")
         1
@@ -152,7 +152,7 @@ class Mesh:
         return number % self.ndim
 
     def peers(self, rank: int, dim: int | str) -> tuple[int, ...]:
-        """The ranks that differ from this one along one mesh dimension only, itself included, in order.
+        """Return the ranks that differ from this one only along one mesh dimension, including itself, in order.
 
         >>> Mesh((2, 2), ("dp", "tp")).peers(2, "dp")
         (0, 2)
@@ -166,11 +166,11 @@ class Mesh:
         return tuple(line)
 
     def label(self, dim: int) -> str:
-        """What to call a mesh dimension in text: its name, or its number."""
+        """Return the name of a mesh dimension, or its index as text."""
         return self.names[dim] if self.names is not None else str(dim)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for JSON. Ranks 0, 1, 2, … are left out.
+        """Return plain values for JSON. The default ranks 0, 1, 2, … are left out.
 
         >>> Mesh((2, 2), ("dp", "tp")).to_json()
         {'shape': [2, 2], 'names': ['dp', 'tp']}
@@ -184,7 +184,7 @@ class Mesh:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Mesh:
-        """The mesh that `to_json` wrote.
+        """Build the mesh from the output of `to_json`.
 
         >>> Mesh.from_json({"shape": [2, 2], "names": ["dp", "tp"]})
         Mesh(dp=2, tp=2)
@@ -216,11 +216,11 @@ def _checked_names(names: Iterable[str] | None, shape: tuple[int, ...]) -> tuple
         return None
     checked = tuple(names)
     if any(not isinstance(name, str) for name in checked) or isinstance(names, str):
-        raise ArgumentTypeError(f"mesh names {names!r} are not a sequence of strings")
+        raise ArgumentTypeError(f"mesh names must be a sequence of str, got {names!r}")
     if len(checked) != len(shape):
         raise MeshError(f"mesh of shape {shape} needs {len(shape)} names, got {len(checked)}: {checked}")
     if len(set(checked)) != len(checked):
-        raise MeshError(f"mesh names {checked} are not unique: every dimension needs a name of its own")
+        raise MeshError(f"mesh names must be unique, got {checked}")
     return checked
 
 
@@ -232,11 +232,11 @@ def _checked_ranks(ranks: Iterable[int] | None, shape: tuple[int, ...]) -> Seque
     if len(checked) != size:
         raise MeshError(f"mesh of shape {shape} needs {size} ranks, got {len(checked)}: {_abbreviated(checked)}")
     if any(rank < 0 for rank in checked):
-        raise MeshError(f"mesh ranks {_abbreviated(checked)} hold {min(checked)}: ranks are 0 or more")
+        raise MeshError(f"mesh ranks must not be negative, got {min(checked)} in {_abbreviated(checked)}")
     if len(set(checked)) != size:
         twice = next(rank for i, rank in enumerate(checked) if rank in checked[:i])
-        raise MeshError(f"mesh ranks {_abbreviated(checked)} hold {twice} twice: a rank has one place in a mesh")
-    # A range is told apart from a tuple nowhere but here, and answers in constant time.
+        raise MeshError(f"mesh ranks must be unique, got {twice} twice in {_abbreviated(checked)}")
+    # A range compares like the tuple, and answers in constant time.
     return range(size) if checked == tuple(range(size)) else checked
 
 

@@ -1,8 +1,8 @@
-"""Which boxes of one list meet which boxes of another, and where: the join under every plan of moves.
+"""Find all pairs of overlapping boxes of two lists: the join behind every transfer plan.
 
-Comparing all pairs costs n·m. Here the tensor is halved where that parts the boxes best, again and again, until few
-boxes are left on either side; those are compared whole. A box that crosses a cut goes on in both halves, and a pair
-is counted in the one half in which what it shares begins.
+Comparing all pairs costs n·m. Instead the tensor is bisected recursively, where that separates the boxes best, until
+few boxes are left on each side; those are compared pairwise. A box that crosses a split is in both halves; a pair is
+reported by the half in which its intersection begins.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["Boxes", "Overlaps", "overlapping_pair", "overlaps"]
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 
-_AT_ONCE = 1 << 22  # pairs compared in one go: some 100 MB of arrays
-_FEW = 1 << 14  # no more pairs than this are compared whole
-_GAIN = 0.9  # a cut that leaves more than this part of the pairs to compare is not worth it
+_MAX_PAIRS_AT_ONCE = 1 << 22  # pairs compared in one vectorised step: about 100 MB of arrays
+_MAX_PAIRWISE = 1 << 14  # up to this many pairs are compared without splitting further
+_MIN_GAIN = 0.9  # a split that leaves more than this fraction of the pairs is not worth it
 
 
 class Boxes(NamedTuple):
-    """Regions as arrays, a row for each: for hundreds of thousands of them.
+    """Regions as arrays, one row each: for hundreds of thousands of them.
 
     >>> Boxes.of([Region((0, 2), (4, 3)), Region((4, 0), (1, 5))]).sizes.tolist()
     [[4, 3], [1, 5]]
@@ -37,14 +37,14 @@ class Boxes(NamedTuple):
 
     @classmethod
     def of(cls, regions: Sequence[Region]) -> Boxes:
-        """The boxes of these regions, which all have as many dimensions."""
+        """Return these regions, which have the same number of dimensions, as arrays."""
         ndim = regions[0].ndim if regions else 0
         offsets = np.array([region.offset for region in regions], np.int64).reshape(len(regions), ndim)
         return cls(offsets, np.array([region.size for region in regions], np.int64).reshape(len(regions), ndim))
 
 
 class Overlaps(NamedTuple):
-    """Row k says: box `first[k]` and box `second[k]` share the box of `offsets[k]` and `sizes[k]`, which is not empty.
+    """Overlaps as columns. Row k: boxes `first[k]` and `second[k]` share the box of `offsets[k]` and `sizes[k]`.
 
     >>> found = overlaps(Boxes.of([Region((0,), (4,))]), Boxes.of([Region((0,), (2,)), Region((2,), (9,))]))
     >>> found.second.tolist(), found.offsets.tolist(), found.sizes.tolist()
@@ -58,7 +58,7 @@ class Overlaps(NamedTuple):
 
 
 def overlaps(first: Boxes, second: Boxes) -> Overlaps:
-    """All pairs of a box of `first` and a box of `second` that share an element, ordered by the two numbers.
+    """Return all pairs of boxes of `first` and `second` that share an element, ordered by index.
 
     >>> rows, columns = (Boxes.of([Region.whole((4, 2)), Region((0, 2), (4, 2))]), Boxes.of([Region((1, 1), (2, 2))]))
     >>> found = overlaps(rows, columns)
@@ -67,9 +67,7 @@ def overlaps(first: Boxes, second: Boxes) -> Overlaps:
     """
     ndim = first.offsets.shape[1]
     if len(first.offsets) and len(second.offsets) and second.offsets.shape[1] != ndim:
-        raise RegionError(
-            f"boxes of {ndim} and of {second.offsets.shape[1]} dimensions: only regions of one tensor can overlap"
-        )
+        raise RegionError(f"boxes must have the same number of dimensions, got {ndim} and {second.offsets.shape[1]}")
     a, b = _Side.of(first), _Side.of(second)
     if not (a.size and b.size):
         nothing = np.empty(0, np.int64)
@@ -83,9 +81,9 @@ def overlaps(first: Boxes, second: Boxes) -> Overlaps:
 
 
 def overlapping_pair(boxes: Boxes) -> tuple[int, int] | None:
-    """Two of these boxes that share an element, the first pair that is met; None where no two do.
+    """Return the indices of two overlapping boxes, or None if all are disjoint.
 
-    Of boxes that lie on top of each other there are n² pairs: it stops at one of them.
+    It stops at the first pair: coinciding boxes would have n² pairs.
 
     >>> overlapping_pair(Boxes.of([Region((0,), (2,)), Region((4,), (2,)), Region((5,), (2,))]))
     (1, 2)
@@ -101,9 +99,9 @@ def overlapping_pair(boxes: Boxes) -> tuple[int, int] | None:
 
 
 class _Side(NamedTuple):
-    """Some boxes of one list, none of them empty: their numbers in it, and by dimension where they start and stop."""
+    """Some non-empty boxes of one list: their indices, and their starts and stops by dimension."""
 
-    numbers: Integers
+    indices: Integers
     starts: tuple[Integers, ...]
     stops: tuple[Integers, ...]
 
@@ -115,69 +113,69 @@ class _Side(NamedTuple):
 
     @property
     def size(self) -> int:
-        return len(self.numbers)
+        return len(self.indices)
 
     def take(self, some: npt.NDArray[np.bool_]) -> _Side:
-        return _Side(self.numbers[some], tuple(c[some] for c in self.starts), tuple(c[some] for c in self.stops))
+        return _Side(self.indices[some], tuple(c[some] for c in self.starts), tuple(c[some] for c in self.stops))
 
 
-class _Cut(NamedTuple):
-    """Where a dimension is cut in two."""
+class _Split(NamedTuple):
+    """A split of one dimension in two."""
 
     dim: int
     at: int
 
     def halves(self, side: _Side) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Which boxes reach into the lower half, and which into the upper one."""
+        """Return masks of the boxes that reach into the lower and into the upper half."""
         return side.starts[self.dim] < self.at, side.stops[self.dim] > self.at
 
 
-_Bounds: TypeAlias = tuple[tuple[int | None, int | None], ...]  # by dimension; None where no cut was made
+_Bounds: TypeAlias = tuple[tuple[int | None, int | None], ...]  # by dimension; None if not split
 
 
 def _join(a: _Side, b: _Side, within: _Bounds) -> Iterator[tuple[Integers, Integers]]:
-    """Numbers of the pairs that share something which begins within these bounds."""
-    cut = _best_cut(a, b) if a.size * b.size > _FEW else None
-    if cut is None:
+    """Yield the indices of pairs whose intersection begins within these bounds."""
+    split = _best_split(a, b) if a.size * b.size > _MAX_PAIRWISE else None
+    if split is None:
         yield from _compare(a, b, within)
         return
-    (low_a, high_a), (low_b, high_b) = cut.halves(a), cut.halves(b)
-    low, high = within[cut.dim]
-    before, after = within[: cut.dim], within[cut.dim + 1 :]
-    yield from _join(a.take(low_a), b.take(low_b), (*before, (low, cut.at), *after))
-    yield from _join(a.take(high_a), b.take(high_b), (*before, (cut.at, high), *after))
+    (low_a, high_a), (low_b, high_b) = split.halves(a), split.halves(b)
+    low, high = within[split.dim]
+    before, after = within[: split.dim], within[split.dim + 1 :]
+    yield from _join(a.take(low_a), b.take(low_b), (*before, (low, split.at), *after))
+    yield from _join(a.take(high_a), b.take(high_b), (*before, (split.at, high), *after))
 
 
-def _best_cut(a: _Side, b: _Side) -> _Cut | None:
-    """Of the cuts halfway through the boxes, one for each dimension, the one that leaves the fewest pairs."""
-    best, fewest = None, _GAIN * a.size * b.size
+def _best_split(a: _Side, b: _Side) -> _Split | None:
+    """Return the median split, over all dimensions, that leaves the fewest pairs; None if none is worth it."""
+    best, fewest = None, _MIN_GAIN * a.size * b.size
     for dim in range(len(a.starts)):
         starts = np.concatenate([a.starts[dim], b.starts[dim]])
         at = np.partition(starts, len(starts) // 2)[len(starts) // 2]
-        if at == starts.min():  # nothing would be below it
+        if at == starts.min():  # the lower half would be empty
             later = starts[starts > at]
             if not later.size:
                 continue
             at = later.min()
-        cut = _Cut(dim, int(at))
-        left = sum(int(x.sum()) * int(y.sum()) for x, y in zip(cut.halves(a), cut.halves(b), strict=True))
+        split = _Split(dim, int(at))
+        left = sum(int(x.sum()) * int(y.sum()) for x, y in zip(split.halves(a), split.halves(b), strict=True))
         if left < fewest:
-            best, fewest = cut, left
+            best, fewest = split, left
     return best
 
 
 def _compare(a: _Side, b: _Side, within: _Bounds) -> Iterator[tuple[Integers, Integers]]:
-    """All pairs, a bounded number at a time."""
-    rows = max(1, _AT_ONCE // max(1, b.size))
+    """Compare all pairs, a bounded number at a time."""
+    rows = max(1, _MAX_PAIRS_AT_ONCE // max(1, b.size))
     for first in range(0, a.size, rows):
         some = slice(first, first + rows)
-        meets = np.ones((len(a.numbers[some]), b.size), bool)
+        overlap = np.ones((len(a.indices[some]), b.size), bool)
         for dim, (low, high) in enumerate(within):
             start = np.maximum(a.starts[dim][some, None], b.starts[dim])
-            meets &= start < np.minimum(a.stops[dim][some, None], b.stops[dim])
+            overlap &= start < np.minimum(a.stops[dim][some, None], b.stops[dim])
             if low is not None:
-                meets &= start >= low
+                overlap &= start >= low
             if high is not None:
-                meets &= start < high
-        i, j = meets.nonzero()
-        yield a.numbers[some][i], b.numbers[j]
+                overlap &= start < high
+        i, j = overlap.nonzero()
+        yield a.indices[some][i], b.indices[j]

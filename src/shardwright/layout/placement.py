@@ -1,4 +1,4 @@
-"""`Placement`: what one mesh dimension does with a tensor."""
+"""`Placement`: how a tensor is distributed along one mesh dimension."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REDUCTIONS = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 
 
 class Placement(ABC):
-    """What one mesh dimension does with a tensor: `Shard`, `Replicate`, `Partial` or `Ragged`.
+    """How a tensor is distributed along one mesh dimension: `Shard`, `Replicate`, `Partial` or `Ragged`.
 
     PyTorch's own placement objects are accepted wherever these are.
 
@@ -27,23 +27,23 @@ class Placement(ABC):
     __slots__ = ()
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether it cuts the tensor (along `dim`, when given); true for `Shard` and `Ragged`."""
+        """True for `Shard` and `Ragged` (along `dim`, if given)."""
         return isinstance(self, Shard | Ragged) and (dim is None or self.dim == dim)
 
     def is_replicate(self) -> bool:
-        """Whether every rank of this mesh dimension holds the same."""
+        """True for `Replicate`."""
         return isinstance(self, Replicate)
 
     def is_partial(self, op: str | None = None) -> bool:
-        """Whether the ranks of this mesh dimension hold addends (of this reduction, when given)."""
+        """True for `Partial` (with this reduction, if given)."""
         return isinstance(self, Partial) and (op is None or self.op == op)
 
     @abstractmethod
     def __str__(self) -> str:
-        """The short form that layouts are written with: `S(0)`, `R`, `P(sum)`."""
+        """Return the short form used by layouts: `S(0)`, `R`, `P(sum)`."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for JSON.
+        """Return plain values for JSON.
 
         >>> Shard(1).to_json()
         {'kind': 'shard', 'dim': 1}
@@ -53,7 +53,7 @@ class Placement(ABC):
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Placement:
-        """The placement that `to_json` wrote.
+        """Build the placement from the output of `to_json`.
 
         >>> Placement.from_json({"kind": "partial", "op": "max"})
         Partial('max')
@@ -67,7 +67,7 @@ class Placement(ABC):
             "ragged": Ragged,
         }
         if kind not in kinds:
-            raise PlacementError(f"placement kind {kind!r} is unknown: it is one of {', '.join(kinds)}")
+            raise PlacementError(f"unknown placement kind {kind!r}: expected one of {', '.join(kinds)}")
         if kind == "partial" and "op" in fields:
             fields["reduce_op"] = fields.pop("op")  # the name of the argument
         return kinds[kind](**fields)
@@ -76,9 +76,9 @@ class Placement(ABC):
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Shard(Placement):
-    """Cut along `dim` into as many pieces as the mesh dimension has ranks, sized as `torch.chunk` does.
+    """Sharded along `dim` into one chunk per rank of the mesh dimension, sized as by `torch.chunk`.
 
-    A negative `dim` counts from the end, once the tensor is known.
+    A negative `dim` counts from the end.
 
     >>> Shard(0), str(Shard(-1))
     (Shard(0), 'S(-1)')
@@ -101,8 +101,8 @@ class Shard(Placement):
         """
         if num_chunks < 1 or not 0 <= rank < num_chunks or curr_local_size < 0:
             raise PlacementError(
-                f"chunk {rank} of {num_chunks} of a dimension of size {curr_local_size}: chunks are numbered from 0, "
-                "and sizes are not negative"
+                f"invalid chunk {rank} of {num_chunks} of a dimension of size {curr_local_size}: chunks are numbered "
+                "from 0, and sizes must not be negative"
             )
         chunk = -(-curr_local_size // num_chunks)
         start = min(chunk * rank, curr_local_size)
@@ -134,7 +134,7 @@ class Replicate(Placement):
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Partial(Placement):
-    """Every rank holds one addend of the value, which is their reduction by `op`.
+    """Every rank holds a partial value; the value of the tensor is their reduction by `op`.
 
     `reduce_op` is PyTorch's name for it, as an argument and as an attribute.
 
@@ -147,12 +147,12 @@ class Partial(Placement):
 
     def __init__(self, reduce_op: str = "sum") -> None:
         if reduce_op not in REDUCTIONS:
-            raise PlacementError(f"Partial op {reduce_op!r} is unknown: it is one of {', '.join(REDUCTIONS)}")
+            raise PlacementError(f"unknown Partial op {reduce_op!r}: expected one of {', '.join(REDUCTIONS)}")
         object.__setattr__(self, "op", reduce_op)
 
     @property
     def reduce_op(self) -> str:
-        """The reduction, under the name PyTorch's Partial has for it."""
+        """The reduction, under PyTorch's name."""
         return self.op
 
     def __repr__(self) -> str:
@@ -165,7 +165,7 @@ class Partial(Placement):
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Ragged(Placement):
-    """Cut along `dim` into pieces of these sizes, one per rank of the mesh dimension; zeros are welcome.
+    """Sharded along `dim` into pieces of these sizes, one per rank of the mesh dimension; zeros are allowed.
 
     >>> Ragged(0, (3, 0, 5)), str(Ragged(0, (3, 0, 5)))
     (Ragged(0, (3, 0, 5)), 'S(0: 3+0+5)')
@@ -177,7 +177,7 @@ class Ragged(Placement):
     def __init__(self, dim: int, sizes: Iterable[int]) -> None:
         checked = integers(sizes, "Ragged sizes")
         if any(size < 0 for size in checked):
-            raise PlacementError(f"Ragged sizes {checked} hold a negative number: sizes are 0 or more")
+            raise PlacementError(f"Ragged sizes must not be negative, got {checked}")
         object.__setattr__(self, "dim", integer(dim, "Ragged dimension"))
         object.__setattr__(self, "sizes", checked)
 
@@ -191,9 +191,9 @@ class Ragged(Placement):
 @final
 @dataclass(frozen=True, slots=True)
 class StridedShard(Placement):
-    """PyTorch's `_StridedShard`, read but not kept: a `Layout` turns it into an explicit order of mesh dimensions.
+    """PyTorch's `_StridedShard`, as input only: a `Layout` converts it to an explicit order of mesh dimensions.
 
-    `split_factor` is into how many pieces mesh dimensions further right have cut `dim` before this one does.
+    `split_factor` is the number of pieces into which mesh dimensions further right have already split `dim`.
     """
 
     dim: int
@@ -204,7 +204,7 @@ class StridedShard(Placement):
 
 
 def as_placement(value: object) -> Placement:
-    """`value` as a placement of ours. PyTorch's are recognised by their type's name, so nothing is imported.
+    """Convert `value` to a `Placement`. PyTorch's are recognised by the name of their type, without importing it.
 
     >>> as_placement(Shard(0))
     Shard(0)
@@ -222,9 +222,9 @@ def as_placement(value: object) -> Placement:
             case "Partial":
                 return Partial(value.reduce_op)
             case name:
-                raise PlacementError(f"{name} of torch.distributed.tensor has no counterpart here: {value!r}")
+                raise PlacementError(f"{name} of torch.distributed.tensor is not supported: {value!r}")
     raise ArgumentTypeError(
-        f"{value!r} is a {type(value).__name__}, not a placement: use Shard(dim), Replicate(), Partial(op) or Ragged"
+        f"expected Shard(dim), Replicate(), Partial(op) or Ragged, got {type(value).__name__}: {value!r}"
     )
 
 

@@ -29,7 +29,7 @@ __all__ = [
 
 
 class ByteRuns(NamedTuple):
-    """Where a region's bytes lie in a row-major buffer: `starts` (ascending), each `length` bytes long.
+    """The byte ranges of a region in a row-major buffer: `starts` (ascending), each `length` bytes long.
 
     >>> starts, length = Region((1, 0), (2, 3)).byte_runs((4, 6), itemsize=4)
     >>> [(start, start + length) for start in starts.tolist()]
@@ -42,9 +42,9 @@ class ByteRuns(NamedTuple):
 
 @final
 class Region:
-    """A box of a tensor: where it starts and how far it reaches in every dimension.
+    """A box of a tensor: its offset and size in every dimension.
 
-    It is a value: frozen, hashable, picklable. Text shows it as Python would slice it.
+    Frozen, hashable and picklable. Printed in slice notation.
 
     >>> box = Region((0, 2), (4, 3))
     >>> box
@@ -63,20 +63,17 @@ class Region:
     def __init__(self, offset: Iterable[int], size: Iterable[int]) -> None:
         offset, size = integers(offset, "Region offset"), integers(size, "Region size")
         if len(offset) != len(size):
-            raise RegionError(
-                f"Region offset {offset} has {len(offset)} dimensions and size {size} has {len(size)}: "
-                "both need one number per dimension"
-            )
+            raise RegionError(f"Region offset and size must have the same length, got {offset} and {size}")
         for what, numbers in (("offset", offset), ("size", size)):
             for dim, number in enumerate(numbers):
                 if number < 0:
-                    raise RegionError(f"Region {what} {numbers} is negative in dimension {dim}: {what}s are 0 or more")
+                    raise RegionError(f"Region {what} must not be negative, got {numbers} (dimension {dim})")
         _set(self, "offset", offset)
         _set(self, "size", size)
 
     @classmethod
     def whole(cls, shape: Iterable[int]) -> Region:
-        """The region that is all of a tensor of this shape.
+        """Return the region of a full tensor of this shape.
 
         >>> Region.whole((4, 6))
         Region[0:4, 0:6]
@@ -86,17 +83,17 @@ class Region:
 
     @property
     def ndim(self) -> int:
-        """How many dimensions it has."""
+        """The number of dimensions."""
         return len(self.size)
 
     @property
     def end(self) -> tuple[int, ...]:
-        """One past the last index, in every dimension."""
+        """One past the last index in every dimension."""
         return tuple(o + s for o, s in zip(self.offset, self.size, strict=True))
 
     @property
     def volume(self) -> int:
-        """How many elements it holds: 1 for a region of no dimensions (a scalar).
+        """The number of elements; 1 for a region without dimensions (a scalar).
 
         >>> Region((), ()).volume, Region((3, 0), (5, 0)).volume
         (1, 0)
@@ -105,11 +102,11 @@ class Region:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds no element at all."""
+        """True if it has no elements."""
         return 0 in self.size
 
     def intersect(self, other: Region) -> Region | None:
-        """What both hold, or None where that is nothing.
+        """Return the intersection, or None if it is empty.
 
         >>> Region((0,), (4,)).intersect(Region((3,), (4,)))
         Region[3:4]
@@ -127,7 +124,7 @@ class Region:
         return region_unchecked(tuple(offset), tuple(size))
 
     def subtract(self, other: Region) -> tuple[Region, ...]:
-        """What is left of this region without `other`: disjoint boxes, at most two per dimension.
+        """Return this region without `other` as disjoint boxes, at most two per dimension.
 
         >>> Region((0, 0), (4, 4)).subtract(Region((1, 1), (2, 3)))
         (Region[0:1, 0:4], Region[1:3, 0:1], Region[3:4, 0:4])
@@ -138,7 +135,7 @@ class Region:
         before: list[Region] = []
         after: list[Region] = []
         offset, size = list(self.offset), list(self.size)
-        # Peel one dimension after another: what lies before and after `common` there is whole in later dimensions.
+        # Peel off one dimension after the other: boxes before and after `common` span the later dimensions.
         for dim in range(self.ndim):
             low, high = common.offset[dim] - offset[dim], offset[dim] + size[dim] - common.end[dim]
             if low:
@@ -150,7 +147,7 @@ class Region:
         return (*before, *reversed(after))
 
     def contains(self, other: Region) -> bool:
-        """Whether `other` lies within these bounds. An empty region counts by its bounds, too.
+        """True if `other` is within these bounds. For an empty region the bounds count, too.
 
         >>> Region((0, 0), (4, 4)).contains(Region((1, 1), (3, 3)))
         True
@@ -162,28 +159,28 @@ class Region:
         )
 
     def shift(self, by: Sequence[int]) -> Region:
-        """The same box, moved.
+        """Return the box shifted by these distances.
 
         >>> Region((4, 0), (2, 2)).shift((-4, 1))
         Region[0:2, 1:3]
         """
         by = integers(by, "shift")
         if len(by) != self.ndim:
-            raise RegionError(f"shift {by} has {len(by)} numbers, {self} has {self.ndim} dimensions: give one for each")
+            raise RegionError(f"shift needs {self.ndim} distances for {self}, got {by}")
         return Region(tuple(o + d for o, d in zip(self.offset, by, strict=True)), self.size)
 
     def within(self, parent: Region) -> Region:
-        """This region in the coordinates of a buffer that holds `parent`.
+        """Return this region in the coordinates of a buffer that holds `parent`.
 
         >>> Region((6, 2), (2, 2)).within(Region((4, 0), (4, 8)))
         Region[2:4, 2:4]
         """
         if not parent.contains(self):
-            raise RegionError(f"region {self} is not inside {parent}: a part can only be taken of what is there")
+            raise RegionError(f"region {self} is not inside {parent}")
         return region_unchecked(tuple(o - p for o, p in zip(self.offset, parent.offset, strict=True)), self.size)
 
     def slices(self, buffer: Region | None = None) -> tuple[slice, ...]:
-        """What to index a tensor with to get this region: the whole tensor, or a buffer that holds only `buffer`.
+        """Return the slices of this region in the full tensor, or in a tensor that holds only the region `buffer`.
 
         >>> Region((6, 2), (2, 2)).slices()
         (slice(6, 8, None), slice(2, 4, None))
@@ -194,21 +191,21 @@ class Region:
         return tuple(slice(o, o + s) for o, s in zip(box.offset, box.size, strict=True))
 
     def byte_runs(self, parent: Region | Sequence[int], itemsize: int) -> ByteRuns:
-        """Where this region's bytes lie in the row-major buffer of `parent` (a region, or a tensor's shape).
+        """Return the byte ranges of this region in the row-major buffer of `parent` (a region or a shape).
 
-        A box in a box has runs of one length, so this is one number and an array of starts, in order.
+        All ranges have the same length, so the result is one length and an ascending array of starts.
 
         >>> runs = Region((1, 0), (2, 3)).byte_runs((4, 6), itemsize=4)
         >>> runs.starts.tolist(), runs.length
         ([24, 48], 12)
         """
         if itemsize < 1:
-            raise RegionError(f"itemsize {itemsize} is not positive: an element has at least one byte")
+            raise RegionError(f"itemsize must be at least 1, got {itemsize}")
         parent = parent if isinstance(parent, Region) else Region.whole(parent)
         box = self.within(parent)
         if box.is_empty:
             return ByteRuns(np.empty(0, np.int64), 0)
-        # Trailing dimensions that are taken whole make one run together with the dimension before them.
+        # Trailing dimensions that are spanned entirely form one run with the dimension before them.
         split, run = box.ndim, 1
         while split > 0:
             split -= 1
@@ -225,9 +222,9 @@ class Region:
         return ByteRuns(starts, run * itemsize)
 
     def covers(self, regions: Iterable[Region]) -> Coverage:
-        """Whether these regions tile this one exactly: true, or the first gap, overlap or stray in row-major order.
+        """Return `Exact` if these regions tile this one, else the first gap, overlap or region outside.
 
-        It takes n log n for n regions, in any number of dimensions; empty regions are welcome.
+        The first in row-major order. O(n log n) for n regions, in any number of dimensions; empty regions are ignored.
 
         >>> bool(Region((0,), (4,)).covers([Region((0,), (1,)), Region((1,), (3,))]))
         True
@@ -237,7 +234,7 @@ class Region:
         return coverage(self, list(regions))
 
     def to_json(self) -> dict[str, list[int]]:
-        """Plain lists, for JSON.
+        """Return plain lists for JSON.
 
         >>> Region((0, 2), (4, 3)).to_json()
         {'offset': [0, 2], 'size': [4, 3]}
@@ -246,7 +243,7 @@ class Region:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Region:
-        """The region that `to_json` wrote.
+        """Build the region from the output of `to_json`.
 
         >>> Region.from_json({"offset": [0, 2], "size": [4, 3]})
         Region[0:4, 2:5]
@@ -255,10 +252,7 @@ class Region:
 
     def _same_ndim(self, other: Region) -> None:
         if len(self.size) != len(other.size):
-            raise RegionError(
-                f"region {self} has {self.ndim} dimensions and {other} has {other.ndim}: "
-                "only regions of one tensor can be compared"
-            )
+            raise RegionError(f"regions must have the same number of dimensions, got {self} and {other}")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Region):
@@ -289,7 +283,7 @@ _set_offset, _set_size = Region.__dict__["offset"].__set__, Region.__dict__["siz
 
 
 def region_unchecked(offset: tuple[int, ...], size: tuple[int, ...]) -> Region:
-    """A Region from numbers that arithmetic has just made: no checks, a quarter of the time."""
+    """Create a Region without validation, in a quarter of the time."""
     region = _new(Region)
     _set_offset(region, offset)
     _set_size(region, size)
@@ -299,7 +293,7 @@ def region_unchecked(offset: tuple[int, ...], size: tuple[int, ...]) -> Region:
 @final
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """The regions tile the parent: every element is held once. True in a condition; the others are false.
+    """The regions tile the parent: every element is covered once. Truthy; the other results are falsy.
 
     >>> Region((0,), (4,)).covers([Region((0,), (1,)), Region((1,), (3,))])
     Exact()
@@ -315,7 +309,7 @@ class Exact:
 @final
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """No region holds `region`, a box that starts at the first missing element.
+    """No region covers `region`, a box that starts at the first missing element.
 
     >>> print(Region((0,), (8,)).covers([Region((0,), (2,)), Region((5,), (3,))]))
     gap: nothing holds [2:5] of [0:8]
@@ -334,7 +328,7 @@ class Gap:
 @final
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Regions number `first` and `second` both hold `region`.
+    """The regions with indices `first` and `second` both cover `region`.
 
     >>> print(Region((0,), (8,)).covers([Region((0,), (5,)), Region((4,), (4,))]))
     overlap: region 0 [0:5] and region 1 [4:8] both hold [4:5]
@@ -356,7 +350,7 @@ class Overlap:
 @final
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """Region number `index` reaches outside the parent.
+    """The region with this index is not inside the parent.
 
     >>> print(Region((0,), (8,)).covers([Region((0,), (9,))]))
     outside: region 0 [0:9] is not inside [0:8]
@@ -380,10 +374,7 @@ def coverage(parent: Region, regions: Sequence[Region]) -> Coverage:
     """Return `Exact` if `regions` tile `parent`, else the first gap, overlap or region outside."""
     for index, region in enumerate(regions):
         if region.ndim != parent.ndim:
-            raise RegionError(
-                f"region {index} {region} has {region.ndim} dimensions, {parent} has {parent.ndim}: "
-                "only regions of one tensor can tile it"
-            )
+            raise RegionError(f"region {index} {region} has {region.ndim} dimensions, but {parent} has {parent.ndim}")
     starts = np.array([r.offset for r in regions], np.int64).reshape(len(regions), parent.ndim)
     return coverage_of_boxes(parent, starts, np.array([r.size for r in regions], np.int64).reshape(starts.shape))
 

@@ -1,4 +1,4 @@
-"""ShardedTensor: a tensor as explicit regions on ranks, with its metadata, specs, gather, reshard and remote shards."""
+"""ShardedTensor: a tensor as explicit regions on ranks, with metadata, specs, gather, reshard and operators."""
 
 from shardwright.sharded import ops
 from shardwright.sharded.base.tensor_base import ShardedTensorBase

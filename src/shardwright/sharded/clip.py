@@ -1,4 +1,4 @@
-"""`clip_grad_norm_`: gradients scaled down to a norm that all ranks find together."""
+"""`clip_grad_norm_`: clip gradients by their global norm."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _NORM = struct.Struct("!d")
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scales gradients in place so that their norm, all of them taken as one vector, is `max_norm` at most.
+    """Scale gradients in place so that their total norm, as one vector, is at most `max_norm`.
 
-    It returns the norm that they had: a plain tensor, the same on every rank. All ranks of the parameters' groups call
-    it with the same parameters, those without shards or without gradients, too; a number of each rank travels. Plain
-    tensors among the parameters count once: their gradients are the same on all ranks. `torch.nn.utils.clip_grad_norm_`
-    leaves out parameters without a gradient, which are others on other ranks, so it cannot find the norm of a
-    ShardedTensor's.
+    Return the norm before clipping as a plain tensor, the same on every rank. Collective: all ranks of the parameters'
+    groups call it with the same parameters, including ranks without shards or gradients; each sends one number. Plain
+    tensors among the parameters count once, as their gradients are the same on all ranks.
+    `torch.nn.utils.clip_grad_norm_` skips parameters without a gradient, which differ between ranks, so it cannot
+    compute the norm of ShardedTensors.
 
     >>> import torch
     >>> from shardwright import sharded
@@ -47,18 +47,18 @@ def clip_grad_norm_(
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     named = {str(number): tensor for number, tensor in enumerate(tensors) if isinstance(tensor, ShardedTensor)}
     norms = []
-    for group, ours in by_group(named):
-        norms += _told(list(ours.values()), group, tensors, max_norm, norm_type)
-    _check(tensors, max_norm, norm_type)  # where there is no group
+    for group, sharded in by_group(named):
+        norms += _gathered_norms(list(sharded.values()), group, tensors, max_norm, norm_type)
+    _check(tensors, max_norm, norm_type)  # if there is no group
     norms += _norm([tensor for tensor in tensors if not isinstance(tensor, ShardedTensor)], norm_type)
     total = _combined(norms, norm_type)
     if error_if_nonfinite and not math.isfinite(total):
         raise ShardError(
-            f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {total}, by which they cannot be "
-            "scaled: give error_if_nonfinite=False to do it all the same"
+            f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {total}, so they cannot be clipped: "
+            "pass error_if_nonfinite=False to scale them anyway"
         )
     factor = max_norm / (total + 1e-6)
-    if not factor >= 1:  # not a number is neither, and is passed on, as torch does
+    if not factor >= 1:  # NaN propagates, as in torch
         for tensor in tensors:
             for gradient in _gradients(tensor):
                 gradient.mul_(factor)
@@ -66,40 +66,39 @@ def clip_grad_norm_(
     return torch.tensor(total, dtype=dtype.to_real(), device=tensors[0].device if tensors else "cpu")
 
 
-def _told(
-    ours: Sequence[Tensor], group: comm.Group, tensors: Sequence[Tensor], max_norm: float, norm_type: float
+def _gathered_norms(
+    sharded: Sequence[Tensor], group: comm.Group, tensors: Sequence[Tensor], max_norm: float, norm_type: float
 ) -> list[float]:
-    """The norms that the ranks of a group find for their shards of these tensors."""
+    """Gather the norms of all ranks' shards of these tensors."""
 
-    def mine() -> tuple[None, bytes]:
+    def local_norm() -> tuple[None, bytes]:
         _check(tensors, max_norm, norm_type)
-        return None, b"".join(map(_NORM.pack, _norm(ours, norm_type)))
+        return None, b"".join(map(_NORM.pack, _norm(sharded, norm_type)))
 
-    alike = f"{len(tensors)} parameters, max_norm {max_norm}, norm_type {norm_type}"
-    _, told = announce(mine, alike, group, "clip_grad_norm_")
-    return [norm for said in told for (norm,) in _NORM.iter_unpack(said)]
+    arguments = f"{len(tensors)} parameters, max_norm {max_norm}, norm_type {norm_type}"
+    _, messages = announce(local_norm, arguments, group, "clip_grad_norm_")
+    return [norm for message in messages for (norm,) in _NORM.iter_unpack(message)]
 
 
 def _check(tensors: Sequence[Any], max_norm: Any, norm_type: Any) -> None:
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ArgumentTypeError(f"clip_grad_norm_: {name} {value!r} is a {type(value).__name__}: give a number")
+            raise ArgumentTypeError(f"clip_grad_norm_: {name} must be a number, got {value!r}")
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
             raise ArgumentTypeError(
-                f"clip_grad_norm_: {type(tensor).__name__} among the parameters: ShardedTensors and plain tensors are "
-                "known here"
+                f"clip_grad_norm_: parameters must be ShardedTensors or plain tensors, got {type(tensor).__name__}"
             )
 
 
 def _gradients(tensor: Tensor) -> list[Tensor]:
-    """The gradients that this rank has of a parameter."""
+    """Return the gradients of a parameter on this rank."""
     found = [each.grad for each in local_tensors(tensor)]
     return [gradient for gradient in found if gradient is not None]
 
 
 def _norm(tensors: Sequence[Tensor], norm_type: float) -> list[float]:
-    """The norm of this rank's gradients, as a list of it; an empty one where it has no element of any."""
+    """Return the norm of this rank's gradients as a one-element list; an empty list if it has no elements."""
     found = []
     for gradient in (gradient.detach() for tensor in tensors for gradient in _gradients(tensor)):
         values = gradient if gradient.layout == torch.strided else gradient.coalesce().values()
@@ -110,7 +109,7 @@ def _norm(tensors: Sequence[Tensor], norm_type: float) -> list[float]:
 
 
 def _combined(norms: Sequence[float], norm_type: float) -> float:
-    """The norm of a vector from those of its pieces."""
+    """Return the norm of a vector, given the norms of its pieces."""
     if not norms:
         return 0.0
     if norm_type == 0:

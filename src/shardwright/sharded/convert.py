@@ -1,6 +1,6 @@
-"""Between ShardedTensors and DTensors: the same memory where their regions agree, else the moves that are due.
+"""Convert between ShardedTensors and DTensors: sharing memory if their regions agree, else by a transfer.
 
-Whether they agree is found from the two tables of regions alone, so all ranks decide alike and none waits for another.
+Whether they agree follows from the two tables of regions alone, so all ranks decide identically without communication.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, MeshError, PlacementError
 from shardwright.layout import Layout, Mesh, Placement, Ragged, Region, RegionTable, Replicate, Shard
-from shardwright.sharded.base.agreement import digest
 from shardwright.sharded.base.checks import refuse_nested, refuse_sparse
+from shardwright.sharded.metadata.digest import digest
 from shardwright.sharded.metadata.owners import owner_in
 from shardwright.sharded.metadata.process_group import group_of
 from shardwright.sharded.metadata.properties import TensorProperties
@@ -38,14 +38,14 @@ def to_dtensor(
     placements: Sequence[object] | None = None,
     order: Sequence[int | str] | None = None,
 ) -> DTensor:
-    """The ShardedTensor as a DTensor on a mesh; gradients flow back to its shards.
+    """Convert a ShardedTensor to a DTensor on a mesh. Differentiable.
 
-    Where every rank of the mesh holds just its region, as one shard, the DTensor is that shard's memory, and nobody
-    talks. Else each rank receives what it lacks and nothing more, and all ranks of the tensor's group call it, as do
-    those of the mesh: a rank outside the group, which has no ShardedTensor, gives the tensor's `metadata()`. A rank
-    outside the mesh gets a DTensor that is empty there.
+    If every rank of the mesh holds exactly its region, as one shard, the DTensor shares memory with the shard, without
+    communication. Otherwise each rank receives only what it lacks; all ranks of the tensor's group and of the mesh call
+    it, and a rank outside the group, which has no ShardedTensor, passes the tensor's `metadata()`. Outside the mesh the
+    local tensor is empty.
 
-    Without a mesh it is all ranks of the group in a row; without placements, those that the shards agree with.
+    The mesh defaults to all ranks of the group in one dimension, the placements to those that match the shards.
 
     >>> from shardwright import sharded
     >>> table = sharded.ones(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 4, 2)
@@ -61,7 +61,7 @@ def to_dtensor(
         metadata, table = tensor.metadata(), tensor._table
         shards, group = tensor.local_shards(), tensor._group
     else:
-        raise ArgumentTypeError(f"to_dtensor: {type(tensor).__name__} is not a ShardedTensor, nor the metadata of one")
+        raise ArgumentTypeError(f"to_dtensor: expected a ShardedTensor or its metadata, got {type(tensor).__name__}")
     if isinstance(tensor, ShardedTensor):
         refuse_nested(tensor, "to_dtensor")
         refuse_sparse(tensor, "to_dtensor")
@@ -87,16 +87,18 @@ def _layout_for(
         size, ranks = tensor.size, comm.world().ranks
     if known is None:
         known = Mesh((len(ranks),), ranks=ranks)
-    if strangers := sorted(set(known.ranks) - set(comm.world().ranks)):
-        raise MeshError(f"to_dtensor: ranks {strangers} of {known!r} are not in the world of {comm.world().size} ranks")
+    if unknown := sorted(set(known.ranks) - set(comm.world().ranks)):
+        raise MeshError(f"to_dtensor: ranks {unknown} of {known!r} are not in the world of {comm.world().size} ranks")
     layout = Layout(known, _agreeing(table, known, size) if placements is None else placements, size, order)
     if layout.is_partial:
-        raise PlacementError(f"to_dtensor: {layout} holds addends, and shards hold values: use Shard or Replicate")
+        raise PlacementError(
+            f"to_dtensor: {layout} is partial, but shards hold complete values: use Shard or Replicate"
+        )
     return layout
 
 
 def _agreeing(table: RegionTable, mesh: Mesh, size: Sequence[int]) -> tuple[Placement]:
-    """The placement on a mesh of one dimension whose regions are the shards as they lie."""
+    """Return the placement on a one-dimensional mesh whose regions are these shards."""
     candidates: list[Placement] = []
     if mesh.ndim == 1:
         for dim in range(len(size)):
@@ -112,15 +114,15 @@ def _agreeing(table: RegionTable, mesh: Mesh, size: Sequence[int]) -> tuple[Plac
         if holds(table, Layout(mesh, [placement], size).table()):
             return (placement,)
     raise PlacementError(
-        f"to_dtensor: the {len(table.ranks)} shards of a tensor of size {list(size)} are no placement's on {mesh!r}: "
-        "give placements, and what does not lie there already is moved"
+        f"to_dtensor: no placement on {mesh!r} matches the {len(table.ranks)} shards of a tensor of size {list(size)}: "
+        "pass placements, and missing regions are transferred"
     )
 
 
 def _moved_to(
     layout: Layout, table: RegionTable, group: comm.Group | None, held: list[Tensor], like: Tensor, needs: bool
 ) -> Tensor:
-    """This rank's region under the layout, received from the ranks that hold its parts."""
+    """Return this rank's region under the layout, received from the ranks that hold it."""
     members = set(table.ranks.tolist()) | set(layout.mesh.ranks)
     if group is None or not members <= set(group.ranks):
         if comm.rank() not in members:
@@ -129,14 +131,13 @@ def _moved_to(
     target = _with_empty_rows(layout.table(), sorted(members - set(layout.mesh.ranks)))
     _agree("to_dtensor", table, target, like, needs, group)
     transfer = ShardTransfer(table, target, group)
-    # One region for each rank. Replicas have gradients that are alike, so on the way back one of them is enough: a
-    # rank's own, where it has one.
+    # One region per rank. Replicas have identical gradients, so one suffices in backward: a rank's own, if it has one.
     moved = transfer.apply(held, like) if needs else transfer.run(held, like)
     return moved[0] if moved else like.new_empty(local_region(layout).size)
 
 
 def _agree(what: str, source: RegionTable, target: RegionTable, like: Tensor, needs: bool, group: comm.Group) -> None:
-    """Sees that all ranks are about to make the same moves, before any waits for another."""
+    """Check that all ranks are about to perform the same transfer."""
     how = "with gradients" if needs else "without gradients"
     comm.agree(
         lambda: (None, f"{digest(source)} of {like.dtype} to {digest(target)} {how}"),
@@ -148,7 +149,7 @@ def _agree(what: str, source: RegionTable, target: RegionTable, like: Tensor, ne
 
 
 def _with_empty_rows(table: RegionTable, ranks: list[int]) -> RegionTable:
-    """The table with an empty box for each of these ranks, so that they take part."""
+    """Add an empty box for each of these ranks to the table, so that they take part."""
     nothing = np.zeros((len(ranks), table.sizes.shape[1]), np.int64)
     return RegionTable(
         np.concatenate([table.ranks, np.array(ranks, np.int64)]),
@@ -158,7 +159,7 @@ def _with_empty_rows(table: RegionTable, ranks: list[int]) -> RegionTable:
 
 
 def _part(shards: Sequence[LocalShard], region: Region, like: Tensor, needs: bool) -> Tensor:
-    """The shard that is this region; where the region is empty, any shard of its size, or a new tensor."""
+    """Return the shard of this region; for an empty region, any shard of its size, or a new tensor."""
     for shard in shards:
         if shard.metadata.region == region or (region.is_empty and tuple(shard.metadata.shard_sizes) == region.size):
             return shard.tensor
@@ -173,12 +174,12 @@ def _device(shards: Sequence[LocalShard], metadata: ShardedTensorMetadata) -> to
 
 
 def from_dtensor(x: DTensor, sharding_spec: ShardingSpec | None = None, process_group: Any = None) -> ShardedTensor:
-    """The DTensor as a ShardedTensor: the same memory, without a spec; gradients flow back to the DTensor.
+    """Convert a DTensor to a ShardedTensor. Without a spec it shares memory. Differentiable.
 
     Its regions become the shards; the first rank of the mesh that holds a region owns it, and replicas are left out.
-    With a spec its shards are made, and each rank receives what it does not hold itself, as a replica or otherwise. A
-    `Partial` is reduced first, into shards of the longest dimension. All ranks of the mesh call it, and those that the
-    spec names; they are the group, unless another is given. A local tensor that is not contiguous is copied.
+    With a spec, each rank receives what it lacks of its shards. A `Partial` is first reduce-scattered along the longest
+    dimension. Collective over the ranks of the mesh and of the spec, which form the group unless another is given. A
+    non-contiguous local tensor is copied.
 
     >>> import torch, shardwright as sw
     >>> x = sw.distribute_tensor(torch.ones(4, 2), sw.init_device_mesh("cpu", (1,)), [sw.Shard(0)])
@@ -189,7 +190,7 @@ def from_dtensor(x: DTensor, sharding_spec: ShardingSpec | None = None, process_
     2
     """
     if not isinstance(x, DTensor):
-        raise ArgumentTypeError(f"from_dtensor: {type(x).__name__} is not a shardwright DTensor")
+        raise ArgumentTypeError(f"from_dtensor: expected a shardwright DTensor, got {type(x).__name__}")
     x = _reduced(x)
     layout, local = x.sharding, x.to_local()
     needs = x.requires_grad and torch.is_grad_enabled()
@@ -222,16 +223,16 @@ def from_dtensor(x: DTensor, sharding_spec: ShardingSpec | None = None, process_
 
 
 def _reduced(x: DTensor) -> DTensor:
-    """The DTensor with its addends added up, each rank left with a shard of the sum."""
+    """Return the DTensor with partial values reduced, each rank keeping a shard of the result."""
     layout = x.sharding
     if not layout.is_partial:
         return x
     longest = max(range(layout.ndim), key=lambda dim: layout.shape[dim], default=None)
-    whole: Placement = Replicate() if longest is None else Shard(longest)
-    # What cuts already goes on cutting first: Ragged sizes are of the whole dimension.
-    addends = [mesh_dim for mesh_dim in layout.order if layout.placements[mesh_dim].is_partial()]
-    order = [mesh_dim for mesh_dim in layout.order if mesh_dim not in addends] + addends
-    placements = [whole if placement.is_partial() else placement for placement in layout.placements]
+    reduced: Placement = Replicate() if longest is None else Shard(longest)
+    # Existing shardings apply first: sizes of Ragged refer to the full dimension.
+    partial = [mesh_dim for mesh_dim in layout.order if layout.placements[mesh_dim].is_partial()]
+    order = [mesh_dim for mesh_dim in layout.order if mesh_dim not in partial] + partial
+    placements = [reduced if placement.is_partial() else placement for placement in layout.placements]
     return x.redistribute(placements=placements, order=order)
 
 
@@ -239,17 +240,17 @@ def _group_for(layout: Layout, metadata: ShardedTensorMetadata, process_group: A
     ranks = set(layout.mesh.ranks)
     if process_group is not None:
         group = group_of(process_group)
-        if strangers := sorted(ranks - set(group.ranks)):
+        if missing := sorted(ranks - set(group.ranks)):
             raise PlacementError(
-                f"from_dtensor: ranks {strangers} hold parts of {layout} and are not in the group of ranks "
-                f"{list(group.ranks)}: give a group with all ranks of the mesh"
+                f"from_dtensor: ranks {missing} hold parts of {layout} but are not in the group of ranks "
+                f"{list(group.ranks)}: pass a group with all ranks of the mesh"
             )
         return group
     owner = owner_in(comm.world())
     ranks |= {owner(placement) for placement in {shard.placement for shard in metadata.shards_metadata}}
     if comm.rank() not in ranks:
         raise PlacementError(
-            f"from_dtensor: rank {comm.rank()} is not in {layout.mesh!r}, and gets no shard: give a process_group with "
-            "this rank, on all of its ranks, or do not call it here"
+            f"from_dtensor: rank {comm.rank()} is not in {layout.mesh!r} and gets no shard: pass a process_group that "
+            "includes it on all ranks, or do not call it here"
         )
     return comm.subgroup(sorted(ranks))

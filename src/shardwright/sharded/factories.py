@@ -1,4 +1,4 @@
-"""New ShardedTensors: every rank makes its own shards, and no rank the whole."""
+"""Factories of ShardedTensors: every rank creates only its own shards."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["ShardedFactoryOptions", "empty", "full", "ones", "rand", "randn", "z
 
 
 class ShardedFactoryOptions(TypedDict, total=False):
-    """What every factory takes by keyword: torch's own, the process group, and whether to make RRefs for RPC.
+    """Keyword arguments of all factories: torch's own, the process group, and whether to create RRefs for RPC.
 
     >>> from shardwright import sharded
-    >>> how: sharded.ShardedFactoryOptions = {"dtype": torch.float64}
-    >>> sharded.zeros(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 2, **how).dtype
+    >>> options: sharded.ShardedFactoryOptions = {"dtype": torch.float64}
+    >>> sharded.zeros(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 2, **options).dtype
     torch.float64
     """
 
@@ -33,69 +33,69 @@ class ShardedFactoryOptions(TypedDict, total=False):
     init_rrefs: bool
 
 
-def empty(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[ShardedFactoryOptions]) -> ShardedTensor:
-    """A ShardedTensor whose values are not set.
+def empty(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[ShardedFactoryOptions]) -> ShardedTensor:
+    """Return an uninitialised ShardedTensor.
 
     >>> from shardwright import sharded
     >>> sharded.empty(sharded.ChunkShardingSpec(1, ["rank:0/cpu"]), 2, 3).shape
     torch.Size([2, 3])
     """
-    return ShardedTensor(sharding_spec, *size, **how)
+    return ShardedTensor(sharding_spec, *size, **options)
 
 
-def zeros(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[ShardedFactoryOptions]) -> ShardedTensor:
-    """A ShardedTensor of zeros.
+def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[ShardedFactoryOptions]) -> ShardedTensor:
+    """Return a ShardedTensor of zeros.
 
     >>> from shardwright import sharded
     >>> sharded.zeros(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 2).gather()
     tensor([0., 0.])
     """
-    return full(sharding_spec, size, 0, **how)
+    return full(sharding_spec, size, 0, **options)
 
 
-def ones(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[ShardedFactoryOptions]) -> ShardedTensor:
-    """A ShardedTensor of ones.
+def ones(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[ShardedFactoryOptions]) -> ShardedTensor:
+    """Return a ShardedTensor of ones.
 
     >>> from shardwright import sharded
     >>> sharded.ones(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 2).gather()
     tensor([1., 1.])
     """
-    return full(sharding_spec, size, 1, **how)
+    return full(sharding_spec, size, 1, **options)
 
 
 def full(
-    sharding_spec: ShardingSpec, size: Sequence[Any], fill_value: Any, **how: Unpack[ShardedFactoryOptions]
+    sharding_spec: ShardingSpec, size: Sequence[Any], fill_value: Any, **options: Unpack[ShardedFactoryOptions]
 ) -> ShardedTensor:
-    """A ShardedTensor of one value.
+    """Return a ShardedTensor filled with one value.
 
     >>> from shardwright import sharded
     >>> sharded.full(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), (2,), 0.5).gather()
     tensor([0.5000, 0.5000])
     """
-    made = ShardedTensor(sharding_spec, *size, **how)
+    made = ShardedTensor(sharding_spec, *size, **options)
     with torch.no_grad():
         for shard in made.local_shards():
             shard.tensor.fill_(fill_value)
     return made
 
 
-def rand(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[ShardedFactoryOptions]) -> ShardedTensor:
-    """Uniform numbers of [0, 1): those of `shardwright.rand`, the same for every spec and number of ranks.
+def rand(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[ShardedFactoryOptions]) -> ShardedTensor:
+    """Return uniform random numbers in [0, 1): those of `shardwright.rand`, for every spec and number of ranks.
 
     >>> import shardwright as sw
     >>> sw.manual_seed(0)
     >>> sw.sharded.rand(sw.sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 3).gather()
     tensor([0.2117, 0.3332, 0.1760])
     """
-    return fill_shards(ShardedTensor(sharding_spec, *size, **how), fill_uniform)
+    return fill_shards(ShardedTensor(sharding_spec, *size, **options), fill_uniform)
 
 
-def randn(sharding_spec: ShardingSpec, *size: Any, **how: Unpack[ShardedFactoryOptions]) -> ShardedTensor:
-    """Normal numbers of mean 0 and standard deviation 1: those of `shardwright.randn`, the same for every spec.
+def randn(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[ShardedFactoryOptions]) -> ShardedTensor:
+    """Return standard normal random numbers: those of `shardwright.randn`, for every spec and number of ranks.
 
     >>> import shardwright as sw
     >>> sw.manual_seed(0)
     >>> sw.sharded.randn(sw.sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 3).gather()
     tensor([0.8912, 0.5441, 0.4056])
     """
-    return fill_shards(ShardedTensor(sharding_spec, *size, **how), fill_normal)
+    return fill_shards(ShardedTensor(sharding_spec, *size, **options), fill_normal)

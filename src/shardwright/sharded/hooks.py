@@ -1,7 +1,7 @@
-"""ShardedTensors in the state dict of a module that holds them as plain attributes, and back.
+"""State dict hooks for modules that hold ShardedTensors as plain attributes.
 
-A parameter or a buffer is in the state dict by itself; an attribute gets there by these hooks, registered on a module
-for it and all its submodules:
+Parameters and buffers are in the state dict anyway; attributes need these hooks, registered on a module for it and all
+its submodules:
 
     module._register_state_dict_hook(sharded.state_dict_hook)
     module._register_load_state_dict_pre_hook(sharded.pre_load_state_dict_hook, True)
@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwright import comm
 from shardwright.errors import DisagreementError
-from shardwright.sharded.base.agreement import digest
+from shardwright.sharded.metadata.digest import digest
 from shardwright.sharded.metadata.process_group import listed
 from shardwright.sharded.tensor import ShardedTensor
 from shardwright.sharded.transfer.reshard_like import reshard_like
@@ -32,7 +32,7 @@ def state_dict_hook(
     prefix: str,
     local_metadata: dict[str, Any],  # noqa: ARG001  # torch passes it
 ) -> None:
-    """Puts the ShardedTensors that a module and its submodules hold as attributes into its state dict.
+    """Add the ShardedTensors that a module and its submodules hold as attributes to its state dict.
 
     >>> from torch import nn
     >>> from shardwright import sharded
@@ -58,11 +58,11 @@ def pre_load_state_dict_hook(
     unexpected_keys: list[str],  # noqa: ARG001  # torch passes it, and fills it after this hook
     error_msgs: list[str],
 ) -> None:
-    """Loads the ShardedTensors that a module and its submodules hold as attributes from a state dict.
+    """Load the ShardedTensors that a module and its submodules hold as attributes from a state dict.
 
-    As with parameters, values are copied into the shards that are there (with `assign=True` the loaded tensor takes
-    their place). A tensor that is cut another way is resharded first, those of parameters and buffers too. So all
-    ranks load together, and tell each other what they load before anything changes: where that differs, all raise.
+    As with parameters, values are copied into the existing shards (with `assign=True` the loaded tensor replaces them).
+    Tensors with another sharding are resharded first, including those of parameters and buffers, so loading is
+    collective. Before anything changes, ranks compare what they are about to load; if it differs, all raise.
 
     >>> from torch import nn
     >>> from shardwright import sharded
@@ -79,17 +79,17 @@ def pre_load_state_dict_hook(
         loaded: Any = state_dict.get(key)
         if name in holder._parameters or name in holder._buffers:
             if _fault(held, loaded) is None:
-                state_dict[key] = _cut(loaded, held)
+                state_dict[key] = _resharded(loaded, held)
         elif key in state_dict:
-            # What is left in it would be reported as unexpected: torch knows parameters and buffers only.
+            # Remove the key, else torch reports it as unexpected: it knows only parameters and buffers.
             if fault := _fault(held, state_dict.pop(key)):
                 error_msgs.append(f"{key}: {fault}")
             elif assign:
-                setattr(holder, name, _cut(loaded, held))
+                setattr(holder, name, _resharded(loaded, held))
             else:
                 with torch.no_grad():
-                    for mine, theirs in zip(held.local_shards(), _cut(loaded, held).local_shards(), strict=True):
-                        mine.tensor.copy_(theirs.tensor)
+                    for shard, new in zip(held.local_shards(), _resharded(loaded, held).local_shards(), strict=True):
+                        shard.tensor.copy_(new.tensor)
         elif strict:
             missing_keys.append(key)
     for at, holder in _holders(module, prefix, but=pre_load_state_dict_hook):
@@ -99,7 +99,7 @@ def pre_load_state_dict_hook(
 
 
 class _Held(NamedTuple):
-    """A ShardedTensor of a module, by which name it has it, and under which key a state dict does."""
+    """A ShardedTensor of a module, its attribute name, and its key in the state dict."""
 
     holder: nn.Module
     name: str
@@ -115,49 +115,50 @@ def _held(module: nn.Module, prefix: str) -> Iterator[_Held]:
 
 
 def _agreed(held: list[_Held], state_dict: MutableMapping[str, Any]) -> list[_Held]:
-    """These tensors, once all ranks of their groups have found to load them in the same way: they may reshard."""
+    """Return these tensors after checking that all ranks will load them in the same way: loading may reshard."""
     what = "load_state_dict of ShardedTensors"
     groups: dict[comm.Group, dict[str, str]] = {}
-    for one in held:
-        groups.setdefault(one.tensor._group, {})[one.key] = _way(one, state_dict)
-    for group, ours in groups.items():
-        told = [json.loads(said) for said in comm.gather_bytes(json.dumps(ours).encode(), group, what=what)]
-        for key in sorted({key for one in told for key in one}):
-            said = [one.get(key, "nothing held there") for one in told]
-            if len(set(said)) > 1:
-                ways = [f"rank {rank}: {way}" for rank, way in zip(group.ranks, said, strict=True)]
-                raise DisagreementError(f"{what}: {key!r} is not the same on all ranks: {'; '.join(ways[:16])}")
+    for item in held:
+        groups.setdefault(item.tensor._group, {})[item.key] = _describe(item, state_dict)
+    for group, own in groups.items():
+        gathered = comm.gather_bytes(json.dumps(own).encode(), group, what=what)
+        descriptions = [json.loads(message) for message in gathered]
+        for key in sorted({key for description in descriptions for key in description}):
+            values = [description.get(key, "no such ShardedTensor") for description in descriptions]
+            if len(set(values)) > 1:
+                listed = [f"rank {rank}: {value}" for rank, value in zip(group.ranks, values, strict=True)]
+                raise DisagreementError(f"{what}: {key!r} is not the same on all ranks: {'; '.join(listed[:16])}")
     return held
 
 
-def _way(one: _Held, state_dict: MutableMapping[str, Any]) -> str:
-    if one.key not in state_dict:
+def _describe(item: _Held, state_dict: MutableMapping[str, Any]) -> str:
+    if item.key not in state_dict:
         return "missing"
-    loaded = state_dict[one.key]
-    if fault := _fault(one.tensor, loaded):
+    loaded = state_dict[item.key]
+    if fault := _fault(item.tensor, loaded):
         return fault
-    if loaded._is_cut_like(one.tensor):
-        return f"a ShardedTensor of {loaded.dtype}, cut alike"
-    return f"a ShardedTensor of {loaded.dtype}, cut into {digest(loaded._table)}"
+    if loaded._has_same_shards(item.tensor):
+        return f"a ShardedTensor of {loaded.dtype} with the same sharding"
+    return f"a ShardedTensor of {loaded.dtype} with {digest(loaded._table)}"
 
 
 def _fault(held: ShardedTensor, loaded: Any) -> str | None:
-    """Why a value cannot be loaded, if it cannot."""
+    """Return why a value cannot be loaded, or None."""
     if not isinstance(loaded, ShardedTensor):
-        return f"a {type(loaded).__name__} for a ShardedTensor: cut it with spec.shard(tensor)"
+        return f"expected a ShardedTensor, got {type(loaded).__name__}: shard it with spec.shard(tensor)"
     if loaded.shape != held.shape:
-        return f"a ShardedTensor of size {list(loaded.shape)} for one of size {list(held.shape)}"
+        return f"expected a ShardedTensor of size {list(held.shape)}, got size {list(loaded.shape)}"
     if loaded._group.ranks != held._group.ranks:
-        return f"a ShardedTensor on {listed(loaded._group.ranks)} for one on {listed(held._group.ranks)}"
+        return f"expected a ShardedTensor on {listed(held._group.ranks)}, got one on {listed(loaded._group.ranks)}"
     return None
 
 
-def _cut(loaded: ShardedTensor, held: ShardedTensor) -> ShardedTensor:
-    return loaded if loaded._is_cut_like(held) else reshard_like(loaded.detach(), held)
+def _resharded(loaded: ShardedTensor, held: ShardedTensor) -> ShardedTensor:
+    return loaded if loaded._has_same_shards(held) else reshard_like(loaded.detach(), held)
 
 
 def _holders(module: nn.Module, prefix: str, but: Callable[..., Any] | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """A module and its submodules with the prefixes of their keys; those left out that have the hook themselves."""
+    """Yield a module and its submodules with their key prefixes, except submodules that have the hook themselves."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None and but not in _hooks_of(child):

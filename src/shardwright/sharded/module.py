@@ -1,4 +1,4 @@
-"""Sharding a module: one parameter, or all that a plan names."""
+"""Shard one parameter of a module, or all parameters that a plan lists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Sharder", "ShardingPlan", "shard_module", "shard_parameter"]
 
 
 class Sharder(ABC):
-    """What shards a whole module its own way: a bag of embedding tables, say. Write `shard`.
+    """Shards a submodule as a whole, for example a collection of embedding tables. Implement `shard`.
 
     >>> from torch import nn
     >>> from shardwright import sharded
@@ -38,16 +38,16 @@ class Sharder(ABC):
 
     @abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
-        """The sharded module, which takes the place of the one given, and may be it. All ranks call it alike."""
+        """Return the sharded module (possibly the same object) that replaces the given one. Collective."""
 
 
 @final
 @dataclass
 class ShardingPlan:
-    """How a module is sharded: parameters by name with a spec, submodules by name with a `Sharder`.
+    """How to shard a module: a spec for each parameter name, a `Sharder` for each submodule name.
 
-    `output_plan` gives the specs to which outputs of submodules are resharded, by name, and `return_local_tensor` the
-    submodules whose outputs are collected as plain local tensors; the name "" is the module itself.
+    `output_plan` maps submodule names to the specs of their outputs; `return_local_tensor` lists submodules whose
+    output becomes a plain local tensor. The name "" is the module itself.
 
     >>> from shardwright import sharded
     >>> rows = sharded.ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
@@ -60,17 +60,17 @@ class ShardingPlan:
     return_local_tensor: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        self.output_plan = self.output_plan or {}  # None is how PyTorch's says that there is none
+        self.output_plan = self.output_plan or {}  # PyTorch's plan may have None here
         self.return_local_tensor = list(self.return_local_tensor or ())
 
 
 def shard_parameter(
     module: nn.Module, param_name: str, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
 ) -> None:
-    """Replaces a parameter by a ShardedTensor, whose values are those of rank `src_rank`. It is a parameter, too.
+    """Replace a parameter by a ShardedTensor parameter with the values of rank `src_rank`.
 
-    All ranks of the group call it with modules alike; each receives its own shards, and the whole is freed. On ranks
-    other than the source the parameter may be on meta: its shards lie where the placements say.
+    Collective. Each rank receives only its own shards, and the original is freed. On other ranks than the source the
+    parameter may be a meta tensor; the shards are on the devices of the placements.
 
     >>> from torch import nn
     >>> from shardwright import sharded
@@ -90,16 +90,16 @@ def shard_parameter(
 
     owner, name, tensor = comm.agree(prepare, what="shard_parameter", group=group, same=True, unwrap=True)
     parameter = nn.Parameter(sharding_spec.shard(tensor, src_rank, process_group), requires_grad=tensor.requires_grad)
-    for holder, other in [(owner, name), *_places(module, tensor)]:
+    for holder, other in [(owner, name), *_owners(module, tensor)]:
         if holder._parameters.get(other) is None:
             delattr(holder, other)  # a buffer or a plain attribute
         holder.register_parameter(other, parameter)
 
 
 def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: Any = None) -> None:
-    """Shards all that the plan names, in its order, in place. All ranks of the group call it with the same plan.
+    """Shard everything the plan lists, in its order, in place. Collective: all ranks pass the same plan.
 
-    A plan that does not fit is refused as a whole, with every fault, before anything is changed.
+    An invalid plan raises an error that lists all problems, before anything is changed.
 
     >>> from torch import nn
     >>> from shardwright import sharded
@@ -116,7 +116,7 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
 
     def prepare() -> tuple[None, str]:
         if not isinstance(plan, ShardingPlan):
-            raise ArgumentTypeError(f"shard_module: {type(plan).__name__} is not a sharded.ShardingPlan")
+            raise ArgumentTypeError(f"shard_module: plan must be a sharded.ShardingPlan, got {type(plan).__name__}")
         if faults := list(_faults(module, plan)):
             raise ShardError("shard_module: " + "; ".join(faults))
         return None, f"{list(plan.plan)}, outputs of {list(plan.output_plan)}, locally {list(plan.return_local_tensor)}"
@@ -138,7 +138,7 @@ def _replace(module: nn.Module, name: str, sharder: Sharder) -> None:
     made = sharder.shard(module.get_submodule(name))
     if not isinstance(made, nn.Module):
         raise ArgumentTypeError(
-            f"shard_module: {type(sharder).__name__}.shard gave a {type(made).__name__} for {name!r}, not a module"
+            f"shard_module: {type(sharder).__name__}.shard must return a module for {name!r}, got {type(made).__name__}"
         )
     setattr(module.get_submodule(path), last, made)
 
@@ -151,54 +151,54 @@ def _faults(module: nn.Module, plan: ShardingPlan) -> Iterator[str]:
     for name, how in planned:
         around = [outer for outer in sharders if name.startswith(f"{outer}.")]
         if around:
-            yield f"{name!r} lies inside {around[0]!r}, which a Sharder takes whole"
+            yield f"{name!r} is inside {around[0]!r}, which has a Sharder of its own"
         elif isinstance(how, Sharder):
             if not name:
                 yield "a Sharder for '' would replace the module itself: call its shard(module)"
             elif name not in modules:
                 yield _unknown(name, "module", modules)
         elif not isinstance(how, ShardingSpec):
-            yield f"{name!r}: {type(how).__name__} is neither a ShardingSpec nor a Sharder"
+            yield f"{name!r}: expected a ShardingSpec or a Sharder, got {type(how).__name__}"
         elif fault := _parameter_fault(module, name, how):
             yield fault
         else:
             tensor = _find(module, name)
             if (first := seen.setdefault(id(tensor), name)) != name:
-                yield f"{name!r} is the same tensor as {first!r}, and is sharded with it: name one of them"
+                yield f"{name!r} and {first!r} are the same tensor: list only one of them"
     outputs: list[tuple[str, Any]] = list(plan.output_plan.items())
     for name, spec in outputs:
         if name not in modules:
             yield _unknown(name, "module", modules)
         elif not isinstance(spec, ShardingSpec):
-            yield f"the output of {name!r}: {type(spec).__name__} is not a ShardingSpec"
+            yield f"the output of {name!r}: expected a ShardingSpec, got {type(spec).__name__}"
     yield from (_unknown(name, "module", modules) for name in plan.return_local_tensor if name not in modules)
 
 
 def _parameter_fault(module: nn.Module, name: str, spec: Any) -> str | None:
-    """What keeps this name of a module from being sharded with this spec."""
+    """Return why this parameter cannot be sharded with this spec, or None if it can."""
     found = _find(module, name)
     if found is None:
         return _unknown(name, "parameter", [known for known, _ in module.named_parameters(remove_duplicate=False)])
     if not isinstance(found, Tensor):
-        return f"{name!r} is a {type(found).__name__}, not a tensor"
+        return f"{name!r} must be a tensor, got {type(found).__name__}"
     if isinstance(found, ShardedTensorBase):
-        return f"{name!r} is a ShardedTensor already: it has reshard(spec)"
+        return f"{name!r} is already a ShardedTensor: use its reshard(spec)"
     if not isinstance(spec, ShardingSpec):
-        return f"{name!r}: {type(spec).__name__} is not a ShardingSpec"
+        return f"{name!r}: expected a ShardingSpec, got {type(spec).__name__}"
     if found.layout == torch.strided and not found.is_contiguous():
-        return f"{name!r} has sizes {list(found.shape)} with strides {list(found.stride())}: call contiguous()"
+        return f"{name!r} of size {list(found.shape)} has strides {list(found.stride())}: call contiguous()"
     return None
 
 
 def _find(module: nn.Module, name: str) -> Any:
-    """What a module holds under a dotted name: a tensor, a submodule, anything, or None."""
+    """Return the attribute of a module under a dotted name, or None."""
     path, _, last = name.rpartition(".")
     owner = dict(module.named_modules(remove_duplicate=False)).get(path)
     return getattr(owner, last, None) if owner is not None and last else None
 
 
-def _places(module: nn.Module, tensor: Tensor) -> list[tuple[nn.Module, str]]:
-    """Where a module holds this parameter: tied weights have several places."""
+def _owners(module: nn.Module, tensor: Tensor) -> list[tuple[nn.Module, str]]:
+    """Return every (submodule, name) that holds this parameter: tied weights have several."""
     return [(owner, name) for owner in module.modules() for name, held in owner._parameters.items() if held is tensor]
 
 

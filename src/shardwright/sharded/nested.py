@@ -1,8 +1,8 @@
-"""Sharded tensors whose shards are sharded again, made flat: one list of boxes with offsets in the whole tensor.
+"""Flatten ShardedTensors whose shards are themselves sharded into one list of boxes with global offsets.
 
-Fully sharded training over tensor parallelism makes them: each rank of an outer group holds a box, and that box is a
-ShardedTensor or a DTensor of an inner group. All that the ranks of the outer group know of their inner tensors adds up
-to every box there is; those who hold one inner tensor say the same of it, and count once.
+FSDP over tensor parallelism creates them: each rank of an outer group holds a box, which is a ShardedTensor or DTensor
+of an inner group. Together, the ranks of the outer group know all boxes of all inner tensors; ranks that share an inner
+tensor describe the same boxes, which count once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwright import comm
 from shardwright.errors import DisagreementError, LayoutError, ShardwrightError, TensorError, TilingError
-from shardwright.sharded.build import Said, assemble
+from shardwright.sharded.build import LocalDescription, assemble
 from shardwright.sharded.convert import from_dtensor
 from shardwright.sharded.metadata.remote_device import RemoteDevice
 from shardwright.sharded.metadata.shard import Shard
@@ -29,19 +29,19 @@ __all__ = ["flatten_sharded_tensors"]
 Flat: TypeAlias = dict[str, ShardedTensor | ShardwrightError]
 
 
-class _Told(NamedTuple):
-    """What one rank says of a tensor of its state."""
+class _Description(NamedTuple):
+    """One rank's description of a tensor in its state."""
 
-    said: Said
+    local: LocalDescription
     nested: bool = False
-    ranks: tuple[int, ...] = ()  # of the groups of the inner tensors
+    ranks: tuple[int, ...] = ()  # in the groups of the inner tensors
 
 
 def flatten_sharded_tensors(state: Any) -> Any:
-    """The state with its nested ShardedTensors made flat: explicit shards, with offsets in the whole; not copied.
+    """Return the state with nested ShardedTensors flattened: explicit shards with global offsets, not copied.
 
-    Dicts, lists and tuples are looked through. Where nothing in them is nested, they are returned as they are, as is
-    everything else. All ranks that share a ShardedTensor of the state call it, whether or not they hold a part.
+    Dicts, lists and tuples are traversed; those without nested tensors, and all other values, are returned unchanged.
+    Collective over all ranks that share a ShardedTensor of the state, whether or not they hold a shard.
 
     >>> import torch
     >>> from shardwright import sharded
@@ -92,35 +92,37 @@ def _replaced(value: Any, path: str, flat: Flat) -> Any:
 
 
 def _flatten(found: Mapping[str, ShardedTensor]) -> Flat:
-    """The tensors that are nested on any rank, flat, or what is wrong with them; the others are left out.
+    """Return the tensors that are nested on any rank, flattened, or the error; the others are left out.
 
-    A mistake is a value until all groups have spoken: no rank may leave while another waits for its word.
+    Errors are kept as values until all groups have communicated: no rank may leave while another waits for it.
     """
     inner = _inner_tensors(found)
-    flat_inner = _flatten({key: one for key, one in inner.items() if isinstance(one, ShardedTensor)}) if inner else {}
+    flat_inner = (
+        _flatten({key: value for key, value in inner.items() if isinstance(value, ShardedTensor)}) if inner else {}
+    )
     inner |= flat_inner
     groups: dict[comm.Group, list[str]] = {}
     for path, tensor in found.items():
         groups.setdefault(tensor._group, []).append(path)
     flat: Flat = {}
     for group in sorted(groups, key=lambda group: group.ranks):  # in the same order on all ranks
-        own = {path: _tell(path, found[path], inner) for path in groups[group]}
-        said = comm.gather_bytes(msgspec.json.encode(own), group, what="flatten_sharded_tensors")
-        told = [msgspec.json.decode(one, type=dict[str, _Told]) for one in said]
+        own = {path: _describe(path, found[path], inner) for path in groups[group]}
+        gathered = comm.gather_bytes(msgspec.json.encode(own), group, what="flatten_sharded_tensors")
+        states = [msgspec.json.decode(message, type=dict[str, _Description]) for message in gathered]
         for path in groups[group]:
             try:
-                missing = [rank for rank, one in zip(group.ranks, told, strict=True) if path not in one]
+                missing = [rank for rank, state in zip(group.ranks, states, strict=True) if path not in state]
                 if missing:
                     raise DisagreementError(f"ranks {missing} have no such ShardedTensor in their state")
-                if any(one[path].nested for one in told):
-                    flat[path] = _assemble(path, found[path], [one[path] for one in told], inner)
+                if any(state[path].nested for state in states):
+                    flat[path] = _assemble(path, found[path], [state[path] for state in states], inner)
             except (LayoutError, TensorError) as error:
                 flat[path] = error
     return flat
 
 
 def _inner_tensors(found: Mapping[str, ShardedTensor]) -> Flat:
-    """The tensors that are shards of these, by the path of the tensor and the box they are in it."""
+    """Return the sharded shards of these tensors, by the path of the tensor and their box."""
     inner: Flat = {}
     for path, tensor in found.items():
         for shard in tensor.local_shards():
@@ -138,8 +140,8 @@ def _key(path: str, shard: Shard) -> str:
     return f"{path} {shard.metadata.region}"
 
 
-def _tell(path: str, tensor: ShardedTensor, inner: Flat) -> _Told:
-    """What this rank knows of the tensor's boxes: its own, and all those of its inner tensors."""
+def _describe(path: str, tensor: ShardedTensor, inner: Flat) -> _Description:
+    """Describe the boxes that this rank knows: its own, and all boxes of its inner tensors."""
     rank = comm.rank()
     boxes: list[ShardMetadata] = []
     ranks: set[int] = set()
@@ -147,7 +149,8 @@ def _tell(path: str, tensor: ShardedTensor, inner: Flat) -> _Told:
     for shard in tensor.local_shards():
         within = inner.get(_key(path, shard))
         if isinstance(within, ShardwrightError):
-            return _Told(Said(rank, fault=f"rank {rank}, shard {shard.metadata.region}: {within}"), nested=True)
+            fault = f"rank {rank}, shard {shard.metadata.region}: {within}"
+            return _Description(LocalDescription(rank, fault=fault), nested=True)
         if within is None:
             boxes.append(_placed(shard.metadata, rank))
             properties = tensor.metadata().tensor_properties
@@ -158,13 +161,13 @@ def _tell(path: str, tensor: ShardedTensor, inner: Flat) -> _Told:
         owners = within._table.ranks.tolist()
         for box, owner in zip(within.shards_metadata(), owners, strict=True):
             boxes.append(_placed(_within(box, shard.metadata), owner))
-    told = None if properties is None else properties.to_json()
-    said = Said(rank, tuple(tensor.shape), tuple(box.to_json() for box in boxes), told, leaf=leaf)
-    return _Told(said, nested, tuple(sorted(ranks)))
+    encoded = None if properties is None else properties.to_json()
+    local = LocalDescription(rank, tuple(tensor.shape), tuple(box.to_json() for box in boxes), encoded, leaf=leaf)
+    return _Description(local, nested, tuple(sorted(ranks)))
 
 
 def _within(box: ShardMetadata, outer: ShardMetadata) -> ShardMetadata:
-    """A box of an inner tensor as a box of the outer one."""
+    """Return a box of an inner tensor as a box of the outer tensor."""
     offsets = [a + b for a, b in zip(outer.shard_offsets, box.shard_offsets, strict=True)]
     return ShardMetadata(offsets, box.shard_sizes, box.placement)
 
@@ -174,30 +177,30 @@ def _placed(box: ShardMetadata, owner: int) -> ShardMetadata:
     return ShardMetadata(box.shard_offsets, box.shard_sizes, RemoteDevice.of(f"rank:{owner}/{device}"))
 
 
-def _assemble(path: str, tensor: ShardedTensor, told: list[_Told], inner: Flat) -> ShardedTensor:
+def _assemble(path: str, tensor: ShardedTensor, descriptions: list[_Description], inner: Flat) -> ShardedTensor:
     seen: set[ShardMetadata] = set()
-    said = []
-    for one in told:
-        boxes = [ShardMetadata.from_json(value) for value in one.said.shards]
-        said.append(one.said._replace(shards=tuple(box.to_json() for box in boxes if box not in seen)))
+    distinct = []
+    for local in (description.local for description in descriptions):
+        boxes = [ShardMetadata.from_json(value) for value in local.shards]
+        distinct.append(local._replace(shards=tuple(box.to_json() for box in boxes if box not in seen)))
         seen.update(boxes)
     try:
-        metadata = assemble(said)
+        metadata = assemble(distinct)
     except TilingError as error:
-        raise TilingError(f"its shards, with those of the tensors in them, do not tile it: {error}") from None
-    # Groups that hold the tensor between them may list it in different orders: here is the one of all.
+        raise TilingError(f"its shards, including those of nested tensors, do not tile it: {error}") from None
+    # Groups may list the boxes in different orders: sort them.
     metadata.shards_metadata.sort(key=lambda box: (box.shard_offsets, box.shard_sizes, str(box.placement)))
-    members = sorted({*tensor._group.ranks, *(rank for one in told for rank in one.ranks)})
+    members = sorted({*tensor._group.ranks, *(rank for description in descriptions for rank in description.ranks)})
     group = tensor._group if members == sorted(tensor._group.ranks) else comm.subgroup(members)
     made = ShardedTensor._bind(metadata, None, (), group)
-    made._leaf = all(one.said.leaf for one in told)
+    made._leaf = all(description.local.leaf for description in descriptions)
     pieces = dict(_pieces(path, tensor, inner))
     made._local_shards = [Shard(pieces[box], box) for box in made._own()]
     return made
 
 
 def _pieces(path: str, tensor: ShardedTensor, inner: Flat) -> Iterator[tuple[ShardMetadata, Tensor]]:
-    """The plain tensors that this rank holds, by what they are in the whole tensor."""
+    """Yield the plain tensors that this rank holds, with their global boxes."""
     for shard in tensor.local_shards():
         within = inner.get(_key(path, shard))
         if not isinstance(within, ShardedTensor):

@@ -1,4 +1,4 @@
-"""What a module gives back: its output cut another way, or this rank's part of it as a plain tensor."""
+"""Forward hooks that reshard a module's output, or return this rank's part of it as a plain tensor."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def reshard_output(module: Module, resharding_spec: ShardingSpec) -> Module:
-    """The module, whose output, a ShardedTensor, is from now on cut as the spec says. Gradients flow back.
+    """Register a hook that reshards the module's output, a ShardedTensor, to the spec. Differentiable.
 
     >>> from torch import nn
     >>> from shardwright import sharded
-    >>> cut = sharded.reshard_output(nn.Identity(), sharded.ChunkShardingSpec(0, ["rank:0/cpu"] * 2))
-    >>> len(cut(sharded.ones(sharded.ChunkShardingSpec(1, ["rank:0/cpu"]), 4, 2)).local_shards())
+    >>> resharding = sharded.reshard_output(nn.Identity(), sharded.ChunkShardingSpec(0, ["rank:0/cpu"] * 2))
+    >>> len(resharding(sharded.ones(sharded.ChunkShardingSpec(1, ["rank:0/cpu"]), 4, 2)).local_shards())
     2
     """
     if not isinstance(resharding_spec, ShardingSpec):
-        raise ArgumentTypeError(f"reshard_output: {type(resharding_spec).__name__} is not a ShardingSpec")
+        raise ArgumentTypeError(f"reshard_output: expected a ShardingSpec, got {type(resharding_spec).__name__}")
 
     def hook(here: nn.Module, _: Any, output: Any) -> ShardedTensor:
         if not isinstance(output, ShardedTensor):
             raise ArgumentTypeError(
-                f"reshard_output: {type(here).__name__} gave a {type(output).__name__}, and only a ShardedTensor can "
-                "be resharded"
+                f"reshard_output: {type(here).__name__} must return a ShardedTensor, got {type(output).__name__}"
             )
-        # Another object of the same shards: the module may keep the one it gave, which must stay as it is.
+        # Reshard another object with the same shards: the module may keep its output, which must not change.
         alias = output._with([shard.tensor for shard in output.local_shards()], requires_grad=output.requires_grad)
         return alias.reshard(resharding_spec)
 
@@ -42,9 +41,9 @@ def reshard_output(module: Module, resharding_spec: ShardingSpec) -> Module:
 
 
 def collect_local_shard(module: Module) -> Module:
-    """The module, which from now on gives this rank's only shard of its output as a plain tensor.
+    """Register a hook that returns this rank's only shard of the module's output as a plain tensor.
 
-    For the end of the sharded part of a model. An output that is a plain tensor already stays what it is.
+    Use it at the end of the sharded part of a model. Plain tensors are returned unchanged.
 
     >>> from torch import nn
     >>> from shardwright import sharded
@@ -59,8 +58,8 @@ def collect_local_shard(module: Module) -> Module:
         if isinstance(output, Tensor):
             return output
         raise ArgumentTypeError(
-            f"collect_local_shard: {type(here).__name__} gave a {type(output).__name__}, not a tensor: collect from a "
-            "submodule that gives one"
+            f"collect_local_shard: {type(here).__name__} must return a tensor, got {type(output).__name__}: use a "
+            "submodule that returns one"
         )
 
     module.register_forward_hook(hook)

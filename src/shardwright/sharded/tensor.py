@@ -1,4 +1,4 @@
-"""`ShardedTensor`: a tensor as explicit boxes on the ranks of a group, any number on each."""
+"""`ShardedTensor`: a tensor as a list of explicit boxes on the ranks of a group."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from shardwright import comm, layout
 from shardwright.errors import ArgumentTypeError, ShardError, UnsupportedError
 from shardwright.layout.integers import integers
-from shardwright.sharded.base.agreement import digest
 from shardwright.sharded.base.checks import check_kinds, check_shards, has_nested, refuse_nested
-from shardwright.sharded.base.shardwise import kind_of
+from shardwright.sharded.base.shardwise import empty_shard
 from shardwright.sharded.base.tensor_base import ShardedTensorBase
 from shardwright.sharded.metadata import process_group as current
+from shardwright.sharded.metadata.digest import digest
 from shardwright.sharded.metadata.owners import placed, same_device
 from shardwright.sharded.metadata.properties import MEM_FORMAT_ENCODING, TensorProperties, empty_of
 from shardwright.sharded.metadata.remote_device import RemoteDevice
@@ -32,7 +32,7 @@ from shardwright.sharded.metadata.spec import (
 )
 from shardwright.sharded.metadata.tensor_metadata import ShardedTensorMetadata, ShardMetadata
 from shardwright.sharded.transfer.gather import gather
-from shardwright.sharded.transfer.remote_shards import RemoteShards, offer
+from shardwright.sharded.transfer.remote_shards import RemoteShards, share_shards
 from shardwright.sharded.transfer.reshard import reshard
 from shardwright.sharded.transfer.scatter import scatter
 
@@ -40,11 +40,11 @@ __all__ = ["ShardedTensor"]
 
 
 class ShardedTensor(ShardedTensorBase):
-    """A tensor cut into boxes that ranks of a group hold: several, one or none each.
+    """A tensor split into boxes; each rank of a group holds several, one or none of them.
 
-    Made with a spec it is not initialised; the factories `zeros`, `ones`, `full`, `rand`, `randn` fill it, and
-    `init_from_local_shards` takes the shards you have. `gather`, `reshard`, comparing and the sharded `linear`,
-    `embedding` and `embedding_bag` are collective: all ranks of the group call them alike.
+    The constructor allocates uninitialised shards of a spec; the factories `zeros`, `ones`, `full`, `rand`, `randn`
+    fill them, and `init_from_local_shards` uses existing shards. `gather`, `reshard`, comparisons and the sharded
+    `linear`, `embedding` and `embedding_bag` are collective: all ranks of the group must call them.
 
     >>> from shardwright import sharded
     >>> table = sharded.ones(sharded.ChunkShardingSpec(0, ["rank:0/cpu", "rank:0/cpu"]), 5, 2)
@@ -69,19 +69,19 @@ class ShardedTensor(ShardedTensorBase):
         init_rrefs: bool = False,
     ) -> Self:
         if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise ArgumentTypeError(f"dtype {dtype!r} is a {type(dtype).__name__}: give a torch.dtype")
+            raise ArgumentTypeError(f"dtype must be a torch.dtype, got {dtype!r}")
         shape = integers(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size, "size")
         if layout != torch.strided:
-            raise ShardError(f"layout {layout}: the shards of a ShardedTensor are torch.strided")
+            raise ShardError(f"layout must be torch.strided, got {layout}")
         if memory_format not in (torch.contiguous_format, torch.channels_last):
-            raise ShardError(f"memory format {memory_format}: new shards are contiguous_format or channels_last")
+            raise ShardError(f"memory_format must be contiguous_format or channels_last, got {memory_format}")
         properties = TensorProperties(
             dtype or torch.get_default_dtype(), layout, requires_grad, memory_format, pin_memory
         )
         if requires_grad and not (properties.dtype.is_floating_point or properties.dtype.is_complex):
-            raise ShardError(f"requires_grad with {properties.dtype}: only floating point and complex have gradients")
+            raise ShardError(f"requires_grad=True needs a floating point or complex dtype, got {properties.dtype}")
         if memory_format == torch.channels_last and len(shape) != 4:
-            raise ShardError(f"memory format channels_last with size {list(shape)}: it needs 4 dimensions")
+            raise ShardError(f"memory_format channels_last needs 4 dimensions, got size {list(shape)}")
         group = current.group_of(process_group)
         metadata = metadata_for(sharding_spec, shape, properties)
         if pin_memory:
@@ -89,7 +89,7 @@ class ShardedTensor(ShardedTensorBase):
         made = cls._bind(metadata, sharding_spec, (), group)
         made._local_shards = [Shard(_allocate(shard, properties), shard) for shard in made._own()]
         if init_rrefs:
-            made._remote = offer(made, group)
+            made._remote = share_shards(made, group)
         return made
 
     @classmethod
@@ -103,10 +103,10 @@ class ShardedTensor(ShardedTensorBase):
         *,
         run_check: bool = False,
     ) -> Self:
-        """A ShardedTensor of these shards, with the metadata all ranks know already: ranks do not talk.
+        """Return a ShardedTensor of these shards, with known metadata, without communication.
 
-        Each rank checks its own shards; with `run_check` they tell each other, and a mistake is raised on all. They
-        also learn whether the tensor is a leaf, which a rank without shards cannot see.
+        Each rank validates its own shards. With `run_check` the call is collective: errors are raised on all ranks, and
+        ranks without shards learn whether the tensor is a leaf.
         """
         group = current.group_of(process_group)
 
@@ -114,35 +114,35 @@ class ShardedTensor(ShardedTensorBase):
             rank = group.global_rank
             if not isinstance(sharded_tensor_metadata, ShardedTensorMetadata):
                 raise ArgumentTypeError(
-                    f"{type(sharded_tensor_metadata).__name__} is not a sharded.ShardedTensorMetadata; PyTorch's "
-                    "become ours by shardwright.interop.from_torch_metadata"
+                    f"expected a sharded.ShardedTensorMetadata, got {type(sharded_tensor_metadata).__name__}; convert "
+                    "PyTorch's with shardwright.interop.from_torch_metadata"
                 )
             sharded_tensor_metadata.validate()
             check_kinds(local_shards)
             check_shards(local_shards, rank, sharded_tensor_metadata.tensor_properties)
             made = cls._bind(sharded_tensor_metadata, sharding_spec, local_shards, group)
-            given, due = [shard.metadata for shard in local_shards], made._own()
-            if sorted(map(_key, given)) != sorted(map(_key, due)):
-                raise ShardError(f"rank {rank} gave the shards {given}, and the metadata gives it {due}")
-            _check_devices(local_shards, due, rank)
+            given, expected = [shard.metadata for shard in local_shards], made._own()
+            if sorted(map(_key, given)) != sorted(map(_key, expected)):
+                raise ShardError(f"rank {rank} passed the shards {given}, but the metadata says {expected}")
+            _check_devices(local_shards, expected, rank)
             made._leaf, made._nested = all(shard.tensor.is_leaf for shard in local_shards), has_nested(local_shards)
             properties = sharded_tensor_metadata.tensor_properties
-            said = f"{digest(made._table)} of size {list(sharded_tensor_metadata.size)}, {properties}"
-            return made, said, f"{made._leaf} {made._nested}".encode()
+            description = f"{digest(made._table)} of size {list(sharded_tensor_metadata.size)}, {properties}"
+            return made, description, f"{made._leaf} {made._nested}".encode()
 
         made: Self
         if run_check:
-            made, words = comm.agree(
-                check, what="making a ShardedTensor of local shards", group=group, same=True, gather=True, unwrap=True
+            made, flags = comm.agree(
+                check, what="ShardedTensor from local shards", group=group, same=True, gather=True, unwrap=True
             )
-            made._leaf = all(word.startswith(b"True") for word in words)
-            made._nested = any(word.endswith(b"True") for word in words)
+            made._leaf = all(flag.startswith(b"True") for flag in flags)
+            made._nested = any(flag.endswith(b"True") for flag in flags)
         else:
             made = check()[0]
         order = {_key(metadata): number for number, metadata in enumerate(made._own())}
         made._local_shards.sort(key=lambda shard: order[_key(shard.metadata)])
         if init_rrefs:
-            made._remote = offer(made, group)
+            made._remote = share_shards(made, group)
         return made
 
     @classmethod
@@ -154,7 +154,7 @@ class ShardedTensor(ShardedTensorBase):
         process_group: Any = None,
         init_rrefs: bool = False,
     ) -> Self:
-        """A ShardedTensor in which this tensor is the one shard that the spec gives this rank: no copy, no talk."""
+        """Return a ShardedTensor with this tensor as this rank's only shard. No copy, no communication."""
         size = integers(
             global_size[0] if len(global_size) == 1 and isinstance(global_size[0], Sequence) else global_size, "size"
         )
@@ -164,12 +164,12 @@ class ShardedTensor(ShardedTensorBase):
         own = cls._bind(metadata, sharding_spec, (), group)._own()
         if len(own) != 1:
             raise ShardError(
-                f"rank {group.global_rank} holds {len(own)} shards under {sharding_spec}: one local tensor is "
-                "one shard; use init_from_local_shards"
+                f"rank {group.global_rank} has {len(own)} shards under {sharding_spec}, expected exactly one: use "
+                "init_from_local_shards"
             )
         if own[0].shard_sizes != list(local_tensor.shape):
             raise ShardError(
-                f"rank {group.global_rank}: a local tensor of size {list(local_tensor.shape)} for shard sizes "
+                f"rank {group.global_rank}: the local tensor has size {list(local_tensor.shape)}, but the spec says "
                 f"{own[0].shard_sizes} at offsets {own[0].shard_offsets}"
             )
         return cls._init_from_local_shards_and_global_metadata(
@@ -177,11 +177,11 @@ class ShardedTensor(ShardedTensorBase):
         )
 
     def local_tensor(self) -> Tensor:
-        """The tensor of this rank's only shard; with several or none it says so."""
+        """Return the tensor of this rank's only shard; raise if it has several or none."""
         if len(self._local_shards) != 1:
             raise UnsupportedError(
-                f"local_tensor of {self!r}: rank {self._group.global_rank} holds {len(self._local_shards)} "
-                "shards, not one: use local_shards()"
+                f"local_tensor of {self!r}: rank {self._group.global_rank} has {len(self._local_shards)} "
+                "shards, expected exactly one: use local_shards()"
             )
         return self._local_shards[0].tensor
 
@@ -192,10 +192,11 @@ class ShardedTensor(ShardedTensorBase):
         enforce_dtype: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Tensor | None:
-        """The whole tensor on the rank `dst`, None on the others. All ranks of the group call it.
+        """Return the global tensor on rank `dst`, None on the others. Collective.
 
-        `out`, a plain tensor given on `dst` only, is filled; else a tensor is made, of `dtype` if that is given. With
-        `enforce_dtype`, an `out` of another dtype is refused; without, values are converted.
+        `out`, a plain tensor passed on `dst` only, is filled if given; otherwise a new tensor is returned, converted to
+        `dtype` if given. With `enforce_dtype`, `out` must have the dtype of this tensor; otherwise values are
+        converted.
 
         >>> from shardwright import sharded
         >>> sharded.ones(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 2).gather(dtype=torch.int64)
@@ -204,12 +205,12 @@ class ShardedTensor(ShardedTensorBase):
         return gather(self, dst, out, enforce_dtype=enforce_dtype, dtype=dtype)
 
     def reshard(self, resharding_spec: ShardingSpec) -> Self:
-        """This tensor itself, cut as the spec says: its shards are replaced, moving only what a rank lacks.
+        """Replace the shards by those of the spec, in place, and return this tensor. Collective.
 
-        Shards that are leaves become new leaves without gradients; where they have a history, gradients flow back. As
-        everywhere in torch, `no_grad` makes no history: there, shards with one become shards that require no grad. The
-        new shards keep the memory format, and those in host memory stay pinned if they were. Where the tensor is cut
-        like that already, with the same placements, nothing changes, and the shards keep gradients and history.
+        Each rank receives only what it lacks. Leaf shards become new leaves without gradients; otherwise gradients flow
+        back. Under `no_grad`, shards with autograd history become shards that do not require grad. The memory format is
+        kept, and so is pinning of shards in host memory. If the tensor already has this sharding and these placements,
+        nothing changes, and the shards keep their gradients and history.
 
         >>> from shardwright import sharded
         >>> table = sharded.ones(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 4)
@@ -220,19 +221,19 @@ class ShardedTensor(ShardedTensorBase):
         return self
 
     def remote_shards(self) -> dict[int, list[Any]]:
-        """For each other rank, RRefs of its shards: `ref.to_here()` fetches one. It needs `init_rrefs=True`.
+        """Return RRefs of the other ranks' shards, by rank; `ref.to_here()` fetches one. Needs `init_rrefs=True`.
 
-        `torch.distributed.rpc` must be running on all ranks of the group, before the tensor is made.
+        `torch.distributed.rpc` must be running on all ranks of the group before the tensor is created.
         """
         if self._remote is None:
             raise UnsupportedError(
-                f"remote_shards of {self!r}: it was made without RRefs; make it with init_rrefs=True, after "
+                f"remote_shards of {self!r}: it was created without RRefs; create it with init_rrefs=True, after "
                 "torch.distributed.rpc.init_rpc"
             )
         return self._remote.references(self)
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format, process_group: Any = None) -> Self:
-        """The tensor with its shards in host memory: itself where they are there already."""
+        """Return the tensor with its shards in host memory; itself if they are there already."""
         return self.to("cpu", memory_format=memory_format, process_group=process_group)
 
     def cuda(
@@ -242,34 +243,34 @@ class ShardedTensor(ShardedTensorBase):
         memory_format: torch.memory_format = torch.preserve_format,
         process_group: Any = None,
     ) -> Self:
-        """The tensor with its shards on this rank's GPU; give a `process_group` that moves GPU memory, where needed."""
+        """Return the tensor with its shards on this rank's GPU, and with another `process_group` if given."""
         where = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
         return self.to(where, non_blocking=non_blocking, memory_format=memory_format, process_group=process_group)
 
     def to(self, *args: Any, process_group: Any = None, **kwargs: Any) -> Self:
-        """The tensor on another device, or of another dtype, as `Tensor.to`; itself where nothing changes.
+        """Return the tensor on another device or with another dtype, as `Tensor.to`; itself if nothing changes.
 
-        Every rank moves its own shards; on a GPU, to its current one, unless the device has a number. A change of dtype
-        leaves all placements as they are. A change of device changes the kind of device in all of them; its number is
-        said of this rank's own shards only, as other ranks may use another.
+        Every rank moves its own shards, to its current GPU unless the device has an index. A change of dtype keeps all
+        placements. A change of device changes the device type in all placements, and the index only for this rank's
+        own shards, as other ranks may use another one.
 
         >>> from shardwright import sharded
         >>> sharded.ones(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 2).to(torch.float64).dtype
         torch.float64
         """
         refuse_nested(self, "to")
-        args = tuple(kind_of(arg) if isinstance(arg, ShardedTensorBase) else arg for arg in args)
-        kwargs = {name: kind_of(arg) if isinstance(arg, ShardedTensorBase) else arg for name, arg in kwargs.items()}
+        args = tuple(empty_shard(arg) if isinstance(arg, ShardedTensorBase) else arg for arg in args)
+        kwargs = {name: empty_shard(arg) if isinstance(arg, ShardedTensorBase) else arg for name, arg in kwargs.items()}
         tensors = [shard.tensor.to(*args, **kwargs) for shard in self._local_shards]
-        # A rank without shards must find what the others find: by an empty tensor, and by the metadata.
+        # A rank without shards uses an empty tensor and the metadata, to arrive at the same result.
         blank = torch.empty([0] * self.ndim, dtype=self.dtype, device=self.device)
         example = blank.to(*args, **{name: value for name, value in kwargs.items() if name != "memory_format"})
         known, wanted = self._metadata.tensor_properties, kwargs.get("memory_format", torch.preserve_format)
         kept = example is blank and wanted in (torch.preserve_format, known.memory_format)
         kept = kept and all(new is shard.tensor for new, shard in zip(tensors, self._local_shards, strict=True))
-        asked = _asked_device(args, kwargs)
-        shards = self._metadata.shards_metadata if asked is None else self._placed_on(asked, tensors)
-        kept = kept and _kinds(shards) == _kinds(self._metadata.shards_metadata)
+        device = _device_argument(args, kwargs)
+        shards = self._metadata.shards_metadata if device is None else self._placed_on(device, tensors)
+        kept = kept and _device_types(shards) == _device_types(self._metadata.shards_metadata)
         if kept and process_group is None:
             return self
         group = self._group if process_group is None else comm.Group.of(process_group)
@@ -289,15 +290,15 @@ class ShardedTensor(ShardedTensorBase):
         made._leaf = not properties.requires_grad or (self._leaf and kept)
         return made
 
-    def _placed_on(self, asked: torch.device, tensors: Sequence[Tensor]) -> list[ShardMetadata]:
-        """The metadata of all shards once every rank has moved its own, here to where these tensors are."""
-        kind = torch.device(asked.type)
+    def _placed_on(self, device: torch.device, tensors: Sequence[Tensor]) -> list[ShardMetadata]:
+        """Return the metadata of all shards after every rank has moved its own to this device."""
+        device_type = torch.device(device.type)
         mine = (self._table.ranks == self._group.global_rank).nonzero()[0].tolist()
         shards = []
         for shard in self._metadata.shards_metadata:
             where = None if shard.placement is None else shard.placement.device()
-            stays = where is None or where in (asked, kind)
-            shards.append(shard if stays else placed(shard, kind))
+            stays = where is None or where in (device, device_type)
+            shards.append(shard if stays else placed(shard, device_type))
         for number, tensor in zip(mine, tensors, strict=True):
             old = self._metadata.shards_metadata[number]
             stays = old.placement is None or same_device(old.placement.device(), tensor.device)
@@ -307,7 +308,7 @@ class ShardedTensor(ShardedTensorBase):
 
     def __copy__(self) -> Self:
         made = super().__copy__()
-        made._remote = None  # what other ranks fetch are the shards of the tensor that was offered to them
+        made._remote = None  # the RRefs belong to the original
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -322,16 +323,16 @@ def _rebuild(
     state: current.State,
     is_parameter: bool,
 ) -> ShardedTensor:
-    """A ShardedTensor from what pickle holds of it, bound to the process group of the place that loads it."""
+    """Unpickle a ShardedTensor and bind it to the current process group."""
     made = ShardedTensor._bind(metadata, spec, shards, state.find())
     if is_parameter:
-        made._is_param = True  # what makes isinstance(x, nn.Parameter) true
+        made._is_param = True  # makes isinstance(x, nn.Parameter) true
     return made
 
 
 implement_shard(partial(scatter, ShardedTensor))
 
-# torch.load with weights_only=True makes only what it was told is safe: these are values, and make nothing else.
+# torch.load with weights_only=True accepts only registered classes: these are plain values.
 torch.serialization.add_safe_globals(
     [
         _rebuild,
@@ -360,34 +361,36 @@ def _allocate(shard: ShardMetadata, properties: TensorProperties) -> Tensor:
 
 def _check_pinning(metadata: ShardedTensorMetadata) -> None:
     if not torch.accelerator.is_available():
-        raise UnsupportedError("pin_memory=True: memory is pinned for an accelerator, and this process sees none")
+        raise UnsupportedError("pin_memory=True needs an accelerator, and none is available")
     for shard in metadata.shards_metadata:
         if shard.placement is not None and shard.placement.device().type != "cpu":
-            raise ShardError(f"pin_memory=True: the shard {shard.region} on {shard.placement} is not in host memory")
-
-
-def _check_devices(given: Sequence[Shard], due: Sequence[ShardMetadata], rank: int) -> None:
-    """Sees that the tensors lie where the metadata of all ranks say, whatever their own say."""
-    tensors = {_key(shard.metadata): shard.tensor for shard in given}
-    for shard in due:
-        device = tensors[_key(shard)].device
-        if shard.placement is not None and not same_device(shard.placement.device(), device):
             raise ShardError(
-                f"rank {rank}: the shard {shard.region} is on {device}, and {shard.placement} in the metadata"
+                f"pin_memory=True needs shards in host memory, but shard {shard.region} is on {shard.placement}"
             )
 
 
-def _asked_device(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
-    """The device that arguments of `to` name; None where they name none."""
+def _check_devices(given: Sequence[Shard], expected: Sequence[ShardMetadata], rank: int) -> None:
+    """Raise unless the tensors are on the devices that the global metadata says."""
+    tensors = {_key(shard.metadata): shard.tensor for shard in given}
+    for shard in expected:
+        device = tensors[_key(shard)].device
+        if shard.placement is not None and not same_device(shard.placement.device(), device):
+            raise ShardError(
+                f"rank {rank}: the shard {shard.region} is on {device}, but its placement is {shard.placement}"
+            )
+
+
+def _device_argument(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
+    """Return the device among the arguments of `to`, or None."""
     for value in (*args[:1], kwargs.get("device"), kwargs.get("other")):
         if isinstance(value, Tensor):
             return value.device
-        if isinstance(value, str | int | torch.device) and not isinstance(value, bool):  # a bool says non_blocking
+        if isinstance(value, str | int | torch.device) and not isinstance(value, bool):  # a bool is non_blocking
             return torch.device(value)
     return None
 
 
-def _kinds(shards: Sequence[ShardMetadata]) -> list[str | None]:
+def _device_types(shards: Sequence[ShardMetadata]) -> list[str | None]:
     return [None if shard.placement is None else shard.placement.device().type for shard in shards]
 
 

@@ -1,4 +1,4 @@
-"""What a rank's own shards are held against, before anything is built from them."""
+"""Validate a rank's local shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwright import comm
 from shardwright.errors import ArgumentTypeError, ShardError, UnsupportedError
 from shardwright.sharded.base.tensor_base import ShardedTensorBase
 from shardwright.sharded.metadata.owners import same_device
-from shardwright.sharded.metadata.properties import TensorProperties, lies_as, memory_format_of
+from shardwright.sharded.metadata.properties import TensorProperties, has_memory_format, memory_format_of
 from shardwright.sharded.metadata.shard import Shard
 from shardwright.sharded.metadata.tensor_metadata import ShardMetadata
 from shardwright.tensor import DTensor
@@ -22,92 +22,96 @@ __all__ = ["check_kinds", "check_shards", "common_properties", "has_nested", "re
 
 
 def check_kinds(shards: Any) -> None:
-    """Sees that it is a list of shards, of tensors: a `Shard` can be changed after it was made."""
+    """Raise unless this is a list of `Shard`s with tensors and metadata: a `Shard` is mutable."""
     if not isinstance(shards, Sequence):
-        raise ArgumentTypeError(f"local shards: {type(shards).__name__} is not a list of sharded.Shard")
+        raise ArgumentTypeError(f"local shards must be a list of sharded.Shard, got {type(shards).__name__}")
     for shard in shards:
         if not isinstance(shard, Shard):
-            raise ArgumentTypeError(f"{type(shard).__name__} is not a sharded.Shard")
+            raise ArgumentTypeError(f"expected a sharded.Shard, got {type(shard).__name__}")
         if not isinstance(shard.tensor, Tensor) or not isinstance(shard.metadata, ShardMetadata):
             raise ArgumentTypeError(
-                f"a Shard of a {type(shard.tensor).__name__} and a {type(shard.metadata).__name__}: a torch.Tensor and "
-                "a sharded.ShardMetadata are needed"
+                "a Shard must have a torch.Tensor and a sharded.ShardMetadata, got "
+                f"{type(shard.tensor).__name__} and {type(shard.metadata).__name__}"
             )
 
 
 def common_properties(shards: Sequence[Shard], rank: int) -> tuple[TensorProperties | None, bool]:
-    """The properties that a rank's shards share, or None where it has none; they must share them.
+    """Return the properties that a rank's shards have in common, or None if it has none. Raise if they differ.
 
-    Also whether these shards lie in memory both ways, contiguous and channels last, as those of one channel do: then
-    other ranks may say which it is.
+    The second result is True if all shards are both contiguous and channels last, as with one channel: then other
+    ranks decide the memory format.
     """
     found: TensorProperties | None = None
     either = True
     for number, shard in enumerate(shards):
         here = f"rank {rank}, shard {number}"
         if shard.tensor.layout != torch.strided:
-            raise ShardError(f"{here}: layout {shard.tensor.layout}: shards are strided tensors; call to_dense()")
+            raise ShardError(
+                f"{here}: shards must be strided tensors, got layout {shard.tensor.layout}: call to_dense()"
+            )
         if not isinstance(shard.tensor, ShardedTensorBase) and memory_format_of(shard.tensor) is None:
             raise ShardError(
-                f"{here}: sizes {list(shard.tensor.shape)} with strides {list(shard.tensor.stride())} are neither "
+                f"{here}: size {list(shard.tensor.shape)} with strides {list(shard.tensor.stride())} is neither "
                 "contiguous nor channels last: call contiguous()"
             )
         own = _properties(shard.tensor)
         if found is None:
             found = own
-        elif either and not _lies_both_ways(shard.tensor):
+        elif either and not _has_both_formats(shard.tensor):
             found = replace(found, memory_format=own.memory_format)
         _compare(here, shard.tensor, found, f"shard 0 of rank {rank}")
-        either = either and _lies_both_ways(shard.tensor)
+        either = either and _has_both_formats(shard.tensor)
     return found, either
 
 
 def check_shards(shards: Sequence[Shard], rank: int, properties: TensorProperties | None = None) -> None:
-    """Sees that each tensor is what its metadata and `properties` say, and lies where its placement says."""
+    """Raise unless each tensor matches its metadata, its placement and `properties`."""
     for number, shard in enumerate(shards):
         here = f"rank {rank}, shard {number}"
         tensor, metadata = shard.tensor, shard.metadata
         if list(tensor.shape) != metadata.shard_sizes:
-            raise ShardError(f"{here}: a tensor of size {list(tensor.shape)} for shard sizes {metadata.shard_sizes}")
+            raise ShardError(
+                f"{here}: the tensor has size {list(tensor.shape)}, but its metadata says {metadata.shard_sizes}"
+            )
         if metadata.placement is not None:
             wanted = metadata.placement.device()
             if not same_device(wanted, tensor.device):
-                raise ShardError(f"{here}: a tensor on {tensor.device} for placement {metadata.placement}")
+                raise ShardError(f"{here}: the tensor is on {tensor.device}, but its placement is {metadata.placement}")
             owner = metadata.placement.rank()
             if owner is None and (name := metadata.placement.worker_name()) is not None:
                 owner = comm.rank_of_worker(name)
             if owner is not None and owner != rank:
                 raise ShardError(
-                    f"{here}: placement {metadata.placement} names rank {owner}: give a rank its own shards"
+                    f"{here}: placement {metadata.placement} belongs to rank {owner}: pass only this rank's own shards"
                 )
         if properties is not None:
             _compare(here, tensor, properties, "the tensor's metadata")
 
 
 def has_nested(shards: Sequence[Shard]) -> bool:
-    """Whether some of these shards are sharded themselves."""
+    """True if any of these shards is itself sharded."""
     return any(isinstance(shard.tensor, ShardedTensorBase | DTensor) for shard in shards)
 
 
 def refuse_nested(tensor: ShardedTensorBase, what: str) -> None:
-    """Raises, alike on all ranks, where shards are sharded themselves: their boxes are not those of the metadata."""
+    """Raise, identically on all ranks, if shards are themselves sharded: the metadata lacks their boxes."""
     if tensor._nested or has_nested(tensor._local_shards):
         raise UnsupportedError(
-            f"{what}: shards of this ShardedTensor of size {list(tensor.shape)} are themselves sharded: make all "
-            "regions explicit first, with sharded.flatten_sharded_tensors(tensor)"
+            f"{what}: shards of this ShardedTensor of size {list(tensor.shape)} are themselves sharded: flatten it "
+            "first with sharded.flatten_sharded_tensors(tensor)"
         )
 
 
 def _properties(tensor: Tensor) -> TensorProperties:
-    if isinstance(tensor, ShardedTensorBase):  # a shard that is cut again: its own metadata says what it is
+    if isinstance(tensor, ShardedTensorBase):  # a nested shard has metadata of its own
         return tensor.metadata().tensor_properties
     return TensorProperties.create_from_tensor(tensor)
 
 
-def _lies_both_ways(tensor: Tensor) -> bool:
+def _has_both_formats(tensor: Tensor) -> bool:
     if isinstance(tensor, ShardedTensorBase | DTensor):
         return False
-    return lies_as(tensor, torch.contiguous_format) and lies_as(tensor, torch.channels_last)
+    return has_memory_format(tensor, torch.contiguous_format) and has_memory_format(tensor, torch.channels_last)
 
 
 def _compare(here: str, tensor: Tensor, wanted: TensorProperties, whose: str) -> None:
@@ -115,17 +119,17 @@ def _compare(here: str, tensor: Tensor, wanted: TensorProperties, whose: str) ->
     for name in ("dtype", "layout", "requires_grad", "pin_memory"):
         mine, theirs = getattr(own, name), getattr(wanted, name)
         if mine != theirs:
-            raise ShardError(f"{here}: {name} is {mine}, and {theirs} in {whose}")
-    if own.memory_format == wanted.memory_format or _lies_both_ways(tensor):
+            raise ShardError(f"{here}: {name} is {mine}, but {theirs} in {whose}")
+    if own.memory_format == wanted.memory_format or _has_both_formats(tensor):
         return
     if torch.channels_last in (own.memory_format, wanted.memory_format):
-        raise ShardError(f"{here}: memory format is {own.memory_format}, and {wanted.memory_format} in {whose}")
+        raise ShardError(f"{here}: memory format is {own.memory_format}, but {wanted.memory_format} in {whose}")
 
 
 def refuse_sparse(tensor: ShardedTensorBase, what: str) -> None:
-    """Raises where the shards are not strided, as gradients of `embedding(..., sparse=True)` are not: they stay."""
+    """Raise if the shards are sparse, as gradients of `embedding(..., sparse=True)` are."""
     if tensor.layout != torch.strided:
         raise UnsupportedError(
             f"{what}: shards of this ShardedTensor of size {list(tensor.shape)} are {tensor.layout}, and only strided "
-            "ones travel: call to_dense() first"
+            "shards can be transferred: call to_dense() first"
         )

@@ -1,7 +1,7 @@
-"""A torch function called on each local shard, and the ShardedTensor of what it gave.
+"""Call a torch function on each local shard and build a ShardedTensor from the results.
 
-A rank without shards has nothing to call it on, and must still find the same dtype, the same requires_grad and the
-same errors as the others: it calls the function on examples without elements.
+A rank without shards must arrive at the same dtype, requires_grad and errors as the others: it calls the function on
+empty example tensors.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from shardwright.sharded.metadata.shard import Shard
 from shardwright.sharded.metadata.tensor_metadata import ShardedTensorMetadata, ShardMetadata
 
 __all__ = [
-    "Given",
+    "ShardResults",
     "check_operands",
-    "kind_of",
-    "made_like",
+    "empty_shard",
+    "global_meta",
+    "map_shard",
     "on_shards",
-    "recut",
-    "recut_shard",
+    "result_like",
+    "result_with_dims",
     "tensors_in",
-    "whole_of",
 ]
 
 
-class Given(NamedTuple):
-    """What a function gave: a value for each local shard, one of them or of an example, and whether it gave back the
-    very tensors of its first operand."""
+class ShardResults(NamedTuple):
+    """The results of a function: one per local shard; a sample (the first, or that of an example); and whether it
+    returned its first operand's own tensors."""
 
     values: list[Any]
     sample: Any
@@ -42,7 +42,7 @@ class Given(NamedTuple):
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
-    """The tensors among arguments, lists of them included."""
+    """Yield the tensors among the arguments, including those in lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -51,53 +51,58 @@ def tensors_in(*values: Any) -> Iterator[Tensor]:
 
 
 def check_operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardedTensorBase:
-    """The first ShardedTensor among the arguments; all of them must be cut alike, and no other tensor beside them.
+    """Return the first ShardedTensor. Raise unless all have the same sharding and no other tensor is mixed in.
 
-    A plain tensor without dimensions is a number, as long as nobody wants its gradient: that would be of one rank.
+    A plain 0-dimensional tensor counts as a number unless it requires grad: its gradient would be local to one rank.
     """
     first: ShardedTensorBase | None = None
     for tensor in tensors_in(*args, *kwargs.values()):
         if isinstance(tensor, ShardedTensorBase):
             first = first if first is not None else tensor
-            if not first._is_cut_like(tensor):
+            if not first._has_same_shards(tensor):
                 raise ShardError(
-                    f"{name_of(func)}: {first!r} and {tensor!r} are not cut alike, so their shards do not lie on top "
-                    "of each other: bring one to the other's spec with b.reshard(a.sharding_spec())"
+                    f"{name_of(func)}: {first!r} and {tensor!r} are sharded differently: reshard one to the other's "
+                    "spec with b.reshard(a.sharding_spec())"
                 )
-    assert first is not None  # a function gets here by one of its arguments
+    assert first is not None  # dispatch requires at least one ShardedTensor
     for tensor in tensors_in(*args, *kwargs.values()):
         if not isinstance(tensor, ShardedTensorBase) and (tensor.ndim or tensor.requires_grad):
             raise MixedTensorsError(
-                f"{name_of(func)}: a plain tensor of size {list(tensor.shape)}{_wants_grad(tensor)} beside {first!r}: "
-                "cut it alike with a.sharding_spec().shard(tensor), or use a number or a 0-dim tensor without gradient"
+                f"{name_of(func)}: cannot mix a plain tensor of size {list(tensor.shape)}{_requires_grad(tensor)} with "
+                f"{first!r}: shard it with a.sharding_spec().shard(tensor), or use a number or a 0-dim tensor without "
+                "gradient"
             )
     return first
 
 
-def _wants_grad(tensor: Tensor) -> str:
+def _requires_grad(tensor: Tensor) -> str:
     return ", which requires grad," if tensor.requires_grad else ""
 
 
-def on_shards(func: Callable[..., Any], first: ShardedTensorBase, args: Sequence[Any], kwargs: dict[str, Any]) -> Given:
-    """What the function gives for each local shard of its operands, which are cut alike."""
-    mine = [shard.tensor for shard in first._local_shards]
+def on_shards(
+    func: Callable[..., Any], first: ShardedTensorBase, args: Sequence[Any], kwargs: dict[str, Any]
+) -> ShardResults:
+    """Call the function on each local shard of its operands, which have the same sharding."""
+    local = [shard.tensor for shard in first._local_shards]
     values = []
-    for number in range(len(mine)):
-        pick = lambda tensor, number=number: tensor._local_shards[number].tensor  # noqa: E731  # bound to its number
+    for index in range(len(local)):
+        pick = lambda tensor, index=index: tensor._local_shards[index].tensor  # noqa: E731  # bound to its index
         values.append(func(*_swap(args, pick), **_swap(kwargs, pick)))
-    if mine:
-        return Given(values, values[0], all(value is tensor for value, tensor in zip(values, mine, strict=True)))
+    if local:
+        return ShardResults(
+            values, values[0], all(value is tensor for value, tensor in zip(values, local, strict=True))
+        )
     examples: dict[int, Tensor] = {}
 
     def example(tensor: ShardedTensorBase) -> Tensor:
         return examples.setdefault(id(tensor), _example(tensor))
 
     sample = func(*_swap(args, example), **_swap(kwargs, example))
-    return Given([], sample, sample is examples.get(id(first)))
+    return ShardResults([], sample, sample is examples.get(id(first)))
 
 
 def _swap(value: Any, local: Callable[[ShardedTensorBase], Tensor]) -> Any:
-    """The arguments with a local tensor in the place of each ShardedTensor."""
+    """Replace each ShardedTensor among the arguments by a local tensor."""
     if isinstance(value, ShardedTensorBase):
         return local(value)
     if isinstance(value, dict):
@@ -107,22 +112,22 @@ def _swap(value: Any, local: Callable[[ShardedTensorBase], Tensor]) -> Any:
     return value
 
 
-def kind_of(tensor: ShardedTensorBase) -> Tensor:
-    """A plain tensor without elements that answers for the shards: of their dtype and layout, on their device."""
+def empty_shard(tensor: ShardedTensorBase) -> Tensor:
+    """Return an empty plain tensor with the dtype, layout and device of the shards."""
     if tensor.layout == torch.strided:
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return torch.empty([0] * tensor.ndim, dtype=tensor.dtype, layout=tensor.layout, device=tensor.device)
 
 
 def _example(tensor: ShardedTensorBase) -> Tensor:
-    """A tensor with no elements and the same place in the graph; of 0 dimensions it has one."""
+    """Return an empty tensor (0-dimensional: one element) with the same requires_grad and is_leaf."""
     return _in_graph(torch.zeros([0] * tensor.ndim, dtype=tensor.dtype, device=tensor.device), tensor)
 
 
-def whole_of(tensor: ShardedTensorBase) -> Tensor:
-    """A tensor of the whole size, without memory: what a function makes of it says size, dtype and requires_grad.
+def global_meta(tensor: ShardedTensorBase) -> Tensor:
+    """Return a meta tensor of the global size: a function's result on it has the global size, dtype and requires_grad.
 
-    One without elements is a real one: of a meta tensor, torch does not say what it would not do with nothing.
+    If the tensor is empty, it is a real one, because torch's errors about empty tensors do not occur on meta.
     """
     device = "meta" if tensor.shape.numel() else tensor.device
     return _in_graph(torch.empty(tensor.shape, dtype=tensor.dtype, device=device), tensor)
@@ -138,30 +143,30 @@ def _in_graph(plain: Tensor, tensor: ShardedTensorBase) -> Tensor:
         return plain.clone()
 
 
-def made_like(
+def result_like(
     func: Any, first: ShardedTensorBase, values: Sequence[Tensor], sample: Tensor, device: torch.device | None = None
 ) -> ShardedTensorBase:
-    """A tensor cut like `first`, of what the function gave for its shards; `device` where it lies on another kind."""
+    """Return a tensor sharded like `first` with these results; `device` if they are on another device type."""
     if sample.device.type not in (first.device.type, "meta"):
-        raise unsupported(func, f"its shards would move to {sample.device}, where their placements do not say: use .to")
+        raise unsupported(func, f"its result is on {sample.device}, but the placements say otherwise: use .to")
     made = first._with(values, requires_grad=sample.requires_grad, dtype=sample.dtype, device=device)
     made._leaf = sample.is_leaf
     properties = made._metadata.tensor_properties
-    properties.pin_memory = properties.pin_memory and sample._is_view()  # what is computed lies in fresh memory
+    properties.pin_memory = properties.pin_memory and sample._is_view()  # results are in newly allocated memory
     return made
 
 
-def recut(
+def result_with_dims(
     first: ShardedTensorBase, values: Sequence[Tensor], sample: Tensor, origins: Sequence[int | None]
 ) -> ShardedTensorBase:
-    """A tensor of what a function gave for each shard, where it gave other dimensions.
+    """Return a tensor from results with other dimensions than `first`.
 
-    `sample` has the size of the whole result; `origins` names, for each dimension of it, the one of `first` that is cut
-    in the same way, or None for one that no shard cuts.
+    `sample` has the global size of the result; `origins` gives, for each of its dimensions, the dimension of `first`
+    that is sharded in the same way, or None if it is not sharded.
     """
 
     def moved(shard: ShardMetadata) -> ShardMetadata:
-        return recut_shard(shard, sample.shape, origins)
+        return map_shard(shard, sample.shape, origins)
 
     properties = replace(
         first._metadata.tensor_properties,
@@ -178,8 +183,8 @@ def recut(
     return made
 
 
-def recut_shard(shard: ShardMetadata, size: Sequence[int], origins: Sequence[int | None]) -> ShardMetadata:
-    """What becomes of a shard's box in a result of this size; see `recut`."""
+def map_shard(shard: ShardMetadata, size: Sequence[int], origins: Sequence[int | None]) -> ShardMetadata:
+    """Return the box of a shard in a result of this size; see `result_with_dims`."""
     kept = list(zip(origins, size, strict=True))
     return ShardMetadata(
         [0 if dim is None else shard.shard_offsets[dim] for dim, _ in kept],

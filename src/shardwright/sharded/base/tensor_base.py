@@ -1,6 +1,6 @@
-"""`ShardedTensorBase`: what every sharded tensor has, and the attributes by which it passes for a torch.Tensor.
+"""`ShardedTensorBase`: the state of a sharded tensor, and the attributes of a torch.Tensor.
 
-It holds no values itself: it is a list of local shards, which are ordinary tensors, and the metadata of all shards.
+It holds no values itself, only a list of local shards, which are ordinary tensors, and the metadata of all shards.
 Gradients, storage and devices are those of the local shards.
 """
 
@@ -30,7 +30,7 @@ __all__ = ["ShardedTensorBase"]
 class ShardedTensorBase(Tensor):
     """The state of every sharded tensor: local shards, the metadata of all shards, a spec and a group of ranks.
 
-    `size`, `shape`, `dtype` and their like answer for the whole tensor.
+    `size`, `shape`, `dtype` and so on describe the global tensor.
 
     >>> from shardwright import sharded
     >>> table = sharded.zeros(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 4, 2)
@@ -41,18 +41,18 @@ class ShardedTensorBase(Tensor):
     _metadata: ShardedTensorMetadata
     _spec: ShardingSpec | None
     _local_shards: list[Shard]
-    _leaf: bool = True  # said for all ranks: one without shards could not tell from them
-    _nested: bool = False  # whether shards are sharded themselves, on any rank
+    _leaf: bool = True  # the same on all ranks, including those without shards
+    _nested: bool = False  # True if any shard on any rank is itself sharded
     _group: comm.Group
 
     @classmethod
     def _wrap(cls, metadata: ShardedTensorMetadata, spec: ShardingSpec | None, local_shards: Sequence[Shard]) -> Self:
-        """A tensor object of these shards; what is said of them has been checked."""
+        """Create the tensor object. The shards and their metadata have been validated."""
         properties = metadata.tensor_properties
         made: Self = Tensor._make_wrapper_subclass(
             cls, metadata.size, dtype=properties.dtype, device=torch.device("cpu")
         )
-        # It has no memory: torch's C++ code that asks past the table of operators gets an error, not a null pointer.
+        # No memory: make C++ code that bypasses the operator table raise an error instead of reading a null pointer.
         torch._C._set_throw_on_mutable_data_ptr(made)
         made._metadata, made._spec, made._local_shards = metadata, spec, list(local_shards)
         return made
@@ -67,11 +67,11 @@ class ShardedTensorBase(Tensor):
 
     @cached_property
     def _table(self) -> RegionTable:
-        """All shards as arrays, with the ranks that own them."""
+        """All shards as arrays, with their owners."""
         return self._metadata.table(owner_in(self._group))
 
     def _own(self) -> list[ShardMetadata]:
-        """The metadata of this rank's shards."""
+        """Return the metadata of this rank's shards."""
         mine = (self._table.ranks == self._group.global_rank).nonzero()[0].tolist()
         return [self._metadata.shards_metadata[number] for number in mine]
 
@@ -80,43 +80,43 @@ class ShardedTensorBase(Tensor):
         return self._group.process_group
 
     def local_shards(self) -> list[Shard]:
-        """This rank's shards, in the order of the metadata; none where it holds none."""
+        """Return this rank's shards in the order of the metadata; an empty list if it holds none."""
         return self._local_shards
 
     def metadata(self) -> ShardedTensorMetadata:
-        """All shards with their owners, the size and the properties: the same on every rank."""
+        """Return the metadata: all shards with their owners, the size and the properties. The same on every rank."""
         return self._metadata
 
     def shards_metadata(self) -> list[ShardMetadata]:
-        """The metadata of all shards."""
+        """Return the metadata of all shards."""
         return self._metadata.shards_metadata
 
     def sharding_spec(self) -> ShardingSpec:
-        """The spec it was made with, or the one that its shards amount to."""
+        """Return the spec it was created with, or one inferred from its shards."""
         if self._spec is None:
             self._spec = infer_sharding_spec(self._metadata.shards_metadata, self._metadata.size)
         return self._spec
 
     def size(self, dim: int | None = None) -> Any:
-        """The size of the whole tensor, or of one dimension of it."""
+        """Return the global size, or that of one dimension."""
         return self._metadata.size if dim is None else self._metadata.size[dim]
 
     def dim(self) -> int:
-        """How many dimensions it has."""
+        """Return the number of dimensions."""
         return len(self._metadata.size)
 
     def numel(self) -> int:
-        """How many elements the whole tensor has."""
+        """Return the number of elements of the global tensor."""
         return self._metadata.size.numel()
 
     @property
     def shape(self) -> torch.Size:
-        """The size of the whole tensor."""
+        """The global size."""
         return self._metadata.size
 
     @property
     def ndim(self) -> int:
-        """How many dimensions it has."""
+        """The number of dimensions."""
         return len(self._metadata.size)
 
     @property
@@ -131,7 +131,7 @@ class ShardedTensorBase(Tensor):
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank's first shard; of the first shard of all where it has none."""
+        """The device of this rank's first shard, or of the first shard of the tensor if this rank has none."""
         if self._local_shards:
             return self._local_shards[0].tensor.device
         placements = [shard.placement for shard in self._metadata.shards_metadata if shard.placement is not None]
@@ -139,7 +139,7 @@ class ShardedTensorBase(Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether gradients of its shards are wanted: the same on every rank."""
+        """True if its shards require grad. The same on every rank."""
         return self._metadata.tensor_properties.requires_grad
 
     @requires_grad.setter
@@ -148,36 +148,36 @@ class ShardedTensorBase(Tensor):
 
     @property
     def is_leaf(self) -> bool:
-        """Whether its shards are leaves of the graph: the same on every rank.
+        """True if its shards are leaves of the autograd graph. The same on every rank.
 
-        A rank without shards takes that from the others. Of a tensor that was made without talking (of local shards and
-        known metadata, or of PyTorch's) it says True, until a `reshard` tells.
+        On a rank without shards, a tensor created without communication (from local shards and known metadata, or from
+        PyTorch's) counts as a leaf until the next `reshard`.
         """
         return self._leaf
 
     @property
     def grad_fn(self) -> None:
-        """None: the graph is that of the local shards."""
+        """None: the local shards are in the autograd graph, not this object."""
         return None
 
     @property
     def grad(self) -> Self | None:
-        """The gradients of its shards, as a tensor sharded alike; None where none of this rank's shards has one.
+        """The gradients of the shards, as a tensor with the same sharding; None if no local shard has a gradient.
 
-        Where only some have one, the others' are zeros, made when it is read: the shards themselves are left without.
+        If only some have one, the others are filled with zeros here; the shards themselves stay without gradient.
         """
-        found = [shard.tensor.grad for shard in self._local_shards]
-        known = next((gradient for gradient in found if gradient is not None), None)
+        gradients_or_none = [shard.tensor.grad for shard in self._local_shards]
+        known = next((gradient for gradient in gradients_or_none if gradient is not None), None)
         if known is None:
             return None
         gradients = [
             torch.zeros_like(shard.tensor, dtype=known.dtype, layout=known.layout, requires_grad=False)
             if gradient is None
             else gradient
-            for gradient, shard in zip(found, self._local_shards, strict=True)
+            for gradient, shard in zip(gradients_or_none, self._local_shards, strict=True)
         ]
         made = self._with(gradients)
-        made._metadata.tensor_properties.pin_memory = False  # autograd makes them, in memory that is not pinned
+        made._metadata.tensor_properties.pin_memory = False  # autograd allocates gradients in pageable memory
         return made
 
     @grad.setter
@@ -186,34 +186,34 @@ class ShardedTensorBase(Tensor):
             for shard in self._local_shards:
                 shard.tensor.grad = None
             return
-        if not isinstance(value, ShardedTensorBase) or not self._is_cut_like(value):
-            raise ShardError(f"the gradient of {self!r} is a ShardedTensor cut alike, not {value!r}")
+        if not isinstance(value, ShardedTensorBase) or not self._has_same_shards(value):
+            raise ShardError(f"the gradient of {self!r} must be a ShardedTensor with the same sharding, got {value!r}")
         for shard, other in zip(self._local_shards, value._local_shards, strict=True):
             shard.tensor.grad = other.tensor
 
     @property
     def data(self) -> Self:
-        """The same shards without history. Assigning replaces the shards, as `module.to(...)` does.
+        """The same shards, detached. Assigning replaces the shards, as `module.to(...)` does.
 
-        What is assigned stays as it is: the new shards share its memory, and nothing of its history.
+        The new shards share memory with the assigned tensor, but not its autograd history.
         """
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, ShardedTensorBase) or value.shape != self.shape:
-            raise ShardError(f"the data of {self!r} is a ShardedTensor of the same size, not {value!r}")
+            raise ShardError(f"the data of {self!r} must be a ShardedTensor of the same size, got {value!r}")
         wanted = self.requires_grad
         if wanted and not (value.dtype.is_floating_point or value.dtype.is_complex):
             raise ShardError(
                 f"the data of {self!r}, which requires grad, cannot be {value.dtype}: only floating point and complex "
-                "have gradients; call requires_grad_(False) first"
+                "dtypes have gradients; call requires_grad_(False) first"
             )
         self._become(value.detach())
         self.requires_grad_(wanted)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Says whether gradients of its shards are wanted; every rank says the same."""
+        """Set requires_grad of all shards; call it with the same value on every rank."""
         for shard in self._local_shards:
             shard.tensor.requires_grad_(requires_grad)
         properties = replace(self._metadata.tensor_properties, requires_grad=requires_grad)
@@ -221,14 +221,14 @@ class ShardedTensorBase(Tensor):
         return self
 
     def detach(self) -> Self:
-        """The same memory, without history."""
+        """Return a tensor that shares memory with this one, without autograd history."""
         return self._with([shard.tensor.detach() for shard in self._local_shards])
 
     def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> Self:
-        """A copy in memory of its own."""
+        """Return a copy."""
         shards = [shard.tensor.clone(memory_format=memory_format) for shard in self._local_shards]
         made = self._with(shards, requires_grad=self.requires_grad and torch.is_grad_enabled())
-        made._metadata.tensor_properties.pin_memory = False  # torch's clone is not pinned, either
+        made._metadata.tensor_properties.pin_memory = False  # as torch's clone
         if memory_format != torch.preserve_format:
             made._metadata.tensor_properties.memory_format = memory_format
         return made
@@ -241,10 +241,10 @@ class ShardedTensorBase(Tensor):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> Self:
-        """A tensor cut like this one, of these local tensors, which an operator made of its shards.
+        """Return a tensor with the same sharding and these local tensors, the results of an operator.
 
-        `requires_grad` says whether they have a history, `dtype` what they are, where this rank has none to show, and
-        `device` where they lie on all ranks, where that is not the kind of device that the placements name.
+        `dtype` is used on ranks without shards. `device` is given if the results are on another device type than the
+        placements say.
         """
         dtype = tensors[0].dtype if tensors else dtype or self.dtype
         layout = tensors[0].layout if tensors else self.layout
@@ -273,28 +273,28 @@ class ShardedTensorBase(Tensor):
         self._group = other._group
         self.__dict__.pop("_table", None)
 
-    def _is_cut_like(self, other: ShardedTensorBase) -> bool:
-        """Whether the shards are the same boxes on the same ranks, in the same order."""
+    def _has_same_shards(self, other: ShardedTensorBase) -> bool:
+        """True if both have the same boxes on the same ranks, in the same order."""
         mine, theirs = self._metadata.shards_metadata, other._metadata.shards_metadata
         return mine is theirs or (self.shape == other.shape and mine == theirs)
 
     def __copy__(self) -> Self:
-        """Another object of the same shards, with their history and in the same group."""
+        """Return another object with the same shards, autograd history and group."""
         made = type(self)._wrap(self._metadata, self._spec, self._local_shards)
         made.__dict__.update({**self.__dict__, "_local_shards": list(self._local_shards)})
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy in memory of its own, which is not pinned, with copies of the shards' gradients. Of leaves alone."""
+        """Copy values and gradients, into pageable memory. Only leaves can be copied."""
         if not self.is_leaf:
             raise UnsupportedError(
-                f"deepcopy of {self!r}: its shards have a history, which cannot be copied: copy x.detach(), or use "
-                "x.clone(), through which gradients flow"
+                f"deepcopy of {self!r}: only leaf tensors support deepcopy; copy x.detach(), or use x.clone(), which "
+                "is differentiable"
             )
         shards = [shard.tensor.detach().clone() for shard in self._local_shards]
         copied = self._with(shards)
         copied._metadata = deepcopy(copied._metadata, memo)
-        copied._metadata.tensor_properties.pin_memory = False  # torch's deepcopy is not pinned, either
+        copied._metadata.tensor_properties.pin_memory = False  # as torch's deepcopy
         copied.requires_grad_(self.requires_grad)
         for tensor, shard in zip(shards, self._local_shards, strict=True):
             gradient = shard.tensor.grad
@@ -316,7 +316,7 @@ class ShardedTensorBase(Tensor):
 
     def __bool__(self) -> bool:
         raise UnsupportedError(
-            f"the truth of {self!r} lies on several ranks: compare with torch.equal or torch.allclose, or gather it"
+            f"the truth value of {self!r} is distributed over ranks: use torch.equal or torch.allclose, or gather it"
         )
 
     @classmethod
@@ -327,12 +327,12 @@ class ShardedTensorBase(Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Every torch function called with a ShardedTensor: those with a local meaning are called on the shards."""
+        """Dispatch torch functions: those that can be computed shard by shard are."""
         return call(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What gets here went past the table of operators: there are no values to compute with."""
+        """Refuse calls that bypassed the operator table: there are no values to compute with."""
         raise UnsupportedError(f"{func}: a ShardedTensor holds no values of its own; use its local_shards()")

@@ -1,4 +1,4 @@
-"""Whose a shard is: the global rank that a placement names, among the ranks of a group."""
+"""Resolve a shard's placement to the global rank that owns it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["moved_to", "owner_in", "placed", "same_device"]
 
 
 def owner_in(group: comm.Group) -> Callable[[RemoteDevice | None], int]:
-    """A function from placements to global ranks of this group; it refuses a placement that names none of them."""
+    """Return a function from placements to global ranks; it raises if the rank is not in the group."""
     members = frozenset(group.ranks)
 
     def owner(placement: RemoteDevice | None) -> int:
@@ -27,7 +27,7 @@ def owner_in(group: comm.Group) -> Callable[[RemoteDevice | None], int]:
         if rank is None:
             if group.size > 1:
                 raise PlacementError(
-                    f"placement {placement} names no rank, and {group.size} ranks share the tensor: write rank:0/cpu"
+                    f"placement {placement} names no rank, but the group has {group.size} ranks: write rank:0/cpu"
                 )
             return group.ranks[0]
         if rank not in members:
@@ -38,12 +38,12 @@ def owner_in(group: comm.Group) -> Callable[[RemoteDevice | None], int]:
 
 
 def same_device(wanted: torch.device, actual: torch.device) -> bool:
-    """Whether a tensor on `actual` lies where `wanted` says; a device without a number is any of its kind."""
+    """True if the devices match; a device without an index matches every index."""
     return wanted.type == actual.type and (wanted.index is None or actual.index is None or wanted.index == actual.index)
 
 
 def placed(shard: ShardMetadata, device: torch.device) -> ShardMetadata:
-    """The shard on this device of the rank that owns it: itself, where it is there, or where it has no placement."""
+    """Return the shard with its placement on this device of the same rank; itself if nothing changes."""
     if shard.placement is None or shard.placement.device() == device:
         return shard
     moved = copy(shard)
@@ -52,7 +52,7 @@ def placed(shard: ShardMetadata, device: torch.device) -> ShardMetadata:
 
 
 def moved_to(device: torch.device, shards: Sequence[ShardMetadata]) -> list[ShardMetadata]:
-    """The shards on devices of this kind. Which of them it is is each rank's own matter: those that move name none.
+    """Return the shards with placements on this device type, without an index: that differs between ranks.
 
     >>> moved_to(torch.device("cuda:1"), [ShardMetadata([0], [4], "rank:1/cpu")])[0].placement
     RemoteDevice('rank:1/cuda')

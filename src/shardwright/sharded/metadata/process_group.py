@@ -1,4 +1,4 @@
-"""Which process group a ShardedTensor belongs to, when it is made and when it is unpickled."""
+"""The process group of a ShardedTensor, when it is created and when it is unpickled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _current: ContextVar[comm.Group | None] = ContextVar("shardwright_sharded_proces
 
 @contextmanager
 def load_with_process_group(process_group: Any) -> Iterator[Any]:
-    """ShardedTensors that are unpickled inside belong to this process group.
+    """Assign this process group to ShardedTensors that are unpickled inside the block.
 
     >>> import io, torch
     >>> from shardwright import sharded
@@ -29,7 +29,7 @@ def load_with_process_group(process_group: Any) -> Iterator[Any]:
     tensor([1., 1.])
     """
     if _current.get() is not None:
-        raise UnsupportedError("load_with_process_group inside another one: which of the two groups is meant?")
+        raise UnsupportedError("load_with_process_group cannot be nested")
     token = _current.set(comm.Group.of(process_group))
     try:
         yield process_group
@@ -38,39 +38,39 @@ def load_with_process_group(process_group: Any) -> Iterator[Any]:
 
 
 def group_of(process_group: Any) -> comm.Group:
-    """The group of a torch process group, where given; else that of `load_with_process_group`, or the world."""
+    """Return the group of this torch process group; by default that of `load_with_process_group`, or the world."""
     if process_group is None:
         return _current.get() or comm.world()
     return process_group if isinstance(process_group, comm.Group) else comm.Group.of(process_group)
 
 
 class State(NamedTuple):
-    """What is pickled of a group: its ranks, and which of them this process is. Placements name these ranks."""
+    """The pickled form of a group: its ranks and this process's index. Placements refer to these ranks."""
 
     rank: int
     ranks: tuple[int, ...]
 
     @classmethod
     def of(cls, group: comm.Group) -> State:
-        """The state of this process's group."""
+        """Return the pickled form of a group."""
         return cls(group.rank, group.ranks)
 
     def find(self) -> comm.Group:
-        """The group to load into: it must have the same ranks, and this process the same place among them."""
+        """Return the group to load into. Raise unless it has the same ranks and this process has the same index."""
         group = group_of(None)
         if (group.rank, group.ranks) != self:
             how = "the group of load_with_process_group" if _current.get() is not None else "the default process group"
             raise UnsupportedError(
                 f"this ShardedTensor was pickled by rank {self.ranks[self.rank]} in a group of {listed(self.ranks)}; "
                 f"{how} has {listed(group.ranks)}, and this process is rank {group.global_rank}: load it inside "
-                "`with sharded.load_with_process_group(group):` with a group that fits, or use shardwright.checkpoint, "
+                "`with sharded.load_with_process_group(group):` with a matching group, or use shardwright.checkpoint, "
                 "which reshards"
             )
         return group
 
 
 def listed(ranks: tuple[int, ...]) -> str:
-    """Ranks, for an error message.
+    """Format ranks for an error message.
 
     >>> listed((0, 1)), listed(tuple(range(4096)))
     ('ranks [0, 1]', '4096 ranks [0, ..., 4095]')

@@ -1,4 +1,4 @@
-"""`TensorProperties`: what a tensor is, apart from its size and its values."""
+"""`TensorProperties`: dtype, layout, requires_grad, memory format and pinning of a tensor."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from shardwright.errors import ArgumentTypeError, UnsupportedError
 
-__all__ = ["MEM_FORMAT_ENCODING", "TensorProperties", "empty_of", "lies_as", "memory_format_of"]
+__all__ = ["MEM_FORMAT_ENCODING", "TensorProperties", "empty_of", "has_memory_format", "memory_format_of"]
 
 
 class MEM_FORMAT_ENCODING(Enum):  # noqa: N801  the name PyTorch users know
-    """The numbers by which memory formats are written down: torch's own objects cannot be.
+    """Numbers that encode memory formats, because torch.memory_format objects cannot be pickled.
 
     >>> MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST.value
     1
@@ -38,7 +38,7 @@ _DECODED = {encoding: memory_format for memory_format, encoding in _ENCODED.item
 @final
 @dataclass
 class TensorProperties:
-    """dtype, layout, requires_grad, memory format and pinning of a tensor; it survives pickling and JSON.
+    """dtype, layout, requires_grad, memory format and pinning of a tensor. Can be pickled and converted to JSON.
 
     >>> properties = TensorProperties(dtype=torch.bfloat16, pin_memory=True)
     >>> properties.to_json()
@@ -55,7 +55,7 @@ class TensorProperties:
 
     @staticmethod
     def create_from_tensor(tensor: Tensor) -> TensorProperties:
-        """The properties of this tensor.
+        """Return the properties of this tensor.
 
         >>> TensorProperties.create_from_tensor(torch.zeros(2, dtype=torch.int8)).dtype
         torch.int8
@@ -69,7 +69,7 @@ class TensorProperties:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for JSON; the memory format by its number in `MEM_FORMAT_ENCODING`."""
+        """Return plain values for JSON; the memory format is encoded by `MEM_FORMAT_ENCODING`."""
         return {
             "dtype": _name(self.dtype),
             "layout": _name(self.layout),
@@ -80,7 +80,7 @@ class TensorProperties:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> TensorProperties:
-        """The properties that `to_json` wrote."""
+        """Build the properties from the output of `to_json`."""
         return cls(
             dtype=_named(value["dtype"], torch.dtype),
             layout=_named(value["layout"], torch.layout),
@@ -98,21 +98,21 @@ class TensorProperties:
 
 
 def memory_format_of(tensor: Tensor) -> torch.memory_format | None:
-    """How a tensor lies in memory: contiguous, channels last, or neither (None).
+    """Return the memory format of a tensor: contiguous, channels last, or None if neither.
 
     >>> memory_format_of(torch.zeros(2, 3).T) is None
     True
     """
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return torch.contiguous_format
-    return torch.channels_last if lies_as(tensor, torch.channels_last) else None
+    return torch.channels_last if has_memory_format(tensor, torch.channels_last) else None
 
 
-def lies_as(tensor: Tensor, memory_format: torch.memory_format) -> bool:
-    """Whether a tensor lies in memory as this format says; one channel, one pixel or no element lies in both ways.
+def has_memory_format(tensor: Tensor, memory_format: torch.memory_format) -> bool:
+    """True if the tensor has this memory format. One channel, one pixel or no element has both formats.
 
-    >>> lies_as(torch.zeros(2, 1, 4, 4), torch.channels_last), lies_as(torch.zeros(2, 3, 4, 4), torch.channels_last)
-    (True, False)
+    >>> [has_memory_format(torch.zeros(2, channels, 4, 4), torch.channels_last) for channels in (1, 3)]
+    [True, False]
     """
     if memory_format != torch.channels_last:
         return tensor.is_contiguous()
@@ -120,7 +120,7 @@ def lies_as(tensor: Tensor, memory_format: torch.memory_format) -> bool:
 
 
 def empty_of(properties: TensorProperties, size: Sequence[int], device: torch.device) -> Tensor:
-    """A new tensor of these properties, whose values are not set; it requires no grad yet."""
+    """Return an uninitialised tensor with these properties, except requires_grad."""
     last = properties.memory_format == torch.channels_last
     return torch.empty(
         tuple(size),
@@ -135,7 +135,7 @@ def _encode(memory_format: torch.memory_format) -> MEM_FORMAT_ENCODING:
     encoding = _ENCODED.get(memory_format)
     if encoding is None:
         raise UnsupportedError(
-            f"memory format {memory_format} cannot be written down: known are {', '.join(map(str, _ENCODED))}"
+            f"memory format {memory_format} cannot be encoded: use one of {', '.join(map(str, _ENCODED))}"
         )
     return encoding
 
@@ -145,7 +145,7 @@ def _decode(encoding: Any) -> torch.memory_format:
         return _DECODED[MEM_FORMAT_ENCODING(encoding)]
     except ValueError:
         numbers = ", ".join(f"{known.value} ({known.name})" for known in MEM_FORMAT_ENCODING)
-        raise UnsupportedError(f"memory format encoding {encoding!r} is unknown: known are {numbers}") from None
+        raise UnsupportedError(f"unknown memory format encoding {encoding!r}: expected one of {numbers}") from None
 
 
 def _name(value: torch.dtype | torch.layout) -> str:

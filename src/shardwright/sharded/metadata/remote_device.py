@@ -1,4 +1,4 @@
-"""`RemoteDevice`: whose device a shard lies on. What `rank:1/cuda:0` says."""
+"""`RemoteDevice`: a device of a rank or RPC worker, written `rank:1/cuda:0`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["RemoteDevice"]
 
 @final
 class RemoteDevice:
-    """A device of some process: of a rank, of an RPC worker by its name, or of nobody in particular.
+    """A device of a rank, of a named RPC worker, or of an unspecified process.
 
-    It is a value and reads like text: `rank:1/cuda:0`, `trainer0/cpu`, `cuda:1`. `rank()`, `worker_name()` and
-    `device()` take it apart. Without a device, it is the CPU. PyTorch's own objects of this kind are taken, too.
+    Written as `rank:1/cuda:0`, `trainer0/cpu` or `cuda:1`; `rank()`, `worker_name()` and `device()` return its parts.
+    The device defaults to the CPU. PyTorch's own `_remote_device` is accepted, too.
 
     >>> where = RemoteDevice("rank:1/cuda:0")
     >>> where.rank(), where.device(), where.worker_name()
@@ -26,7 +26,7 @@ class RemoteDevice:
     ('trainer0', 'rank:3/cpu')
     >>> RemoteDevice("rank:x/cpu")
     Traceback (most recent call last):
-    shardwright.errors.PlacementError: placement 'rank:x/cpu': 'x' is not the number of a rank; write rank:1/cuda:0
+    shardwright.errors.PlacementError: placement 'rank:x/cpu': 'x' is not a rank; write rank:1/cuda:0
     """
 
     __slots__ = ("_device", "_rank", "_worker")
@@ -36,33 +36,33 @@ class RemoteDevice:
 
     @classmethod
     def of(cls, value: Any) -> RemoteDevice:
-        """The value as a RemoteDevice: itself, or what its text says; equal texts are one object.
+        """Return the value as a RemoteDevice; equal strings give the same object.
 
         >>> RemoteDevice.of("rank:0/cpu") is RemoteDevice.of("rank:0/cpu")
         True
         """
-        return value if isinstance(value, RemoteDevice) else _remembered(_text(value))
+        return value if isinstance(value, RemoteDevice) else _interned(_text(value))
 
     def worker_name(self) -> str | None:
-        """The name of the RPC worker, if it was given by name."""
+        """Return the name of the RPC worker, or None if the placement names a rank."""
         return self._worker
 
     def rank(self) -> int | None:
-        """The global rank, if it was given by rank."""
+        """Return the global rank, or None if the placement names no rank."""
         return self._rank
 
     def device(self) -> torch.device:
-        """The device there."""
+        """Return the device on that process."""
         return self._device
 
     def on(self, device: torch.device) -> RemoteDevice:
-        """The same process, another device.
+        """Return another device of the same process.
 
         >>> RemoteDevice("rank:1/cuda:0").on(torch.device("cpu"))
         RemoteDevice('rank:1/cpu')
         """
         owner = f"rank:{self._rank}" if self._rank is not None else self._worker
-        return _remembered(str(device) if owner is None else f"{owner}/{device}")
+        return _interned(str(device) if owner is None else f"{owner}/{device}")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RemoteDevice):
@@ -90,12 +90,12 @@ def _text(value: Any) -> str:
     ):
         return str(value)
     raise ArgumentTypeError(
-        f"placement {value!r} is a {type(value).__name__}: give text such as 'rank:1/cuda:0', or a device"
+        f"placement must be a str such as 'rank:1/cuda:0' or a device, got {type(value).__name__}: {value!r}"
     )
 
 
 @lru_cache(maxsize=65536)
-def _remembered(text: str) -> RemoteDevice:
+def _interned(text: str) -> RemoteDevice:
     return RemoteDevice(text)
 
 
@@ -106,7 +106,7 @@ def _parse(text: str) -> tuple[str | None, int | None, torch.device]:
             return None, None, alone
         device = "cpu"
     where = _device(device)
-    # A misspelt device ("cuda:first") must not pass for the name of a worker, whose shards would be on its CPU.
+    # A misspelt device ("cuda:first") must not be taken for a worker name with the CPU as device.
     misspelt = ":" in owner and not owner.startswith("rank:")
     if where is None or not owner or misspelt:
         raise PlacementError(
@@ -116,7 +116,7 @@ def _parse(text: str) -> tuple[str | None, int | None, torch.device]:
         return owner, None, where
     number = owner.removeprefix("rank:")
     if not (number.isascii() and number.isdigit()):
-        raise PlacementError(f"placement {text!r}: {number!r} is not the number of a rank; write rank:1/cuda:0")
+        raise PlacementError(f"placement {text!r}: {number!r} is not a rank; write rank:1/cuda:0")
     return None, int(number), where
 
 

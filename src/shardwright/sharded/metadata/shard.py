@@ -1,4 +1,4 @@
-"""`Shard`: a tensor that is a box of a larger one, with the metadata that says which."""
+"""`Shard`: a local tensor and its metadata."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Shard"]
 class Shard:
     """A local tensor and its `ShardMetadata`. (The placement of a DTensor is `shardwright.Shard`.)
 
-    PyTorch's metadata of this kind are taken, too, and become ours.
+    PyTorch's own `ShardMetadata` is accepted, too, and converted.
 
     >>> import torch
     >>> shard = Shard.from_tensor_and_offsets(torch.zeros(2, 4), [0, 4], rank=0)
@@ -36,21 +36,21 @@ class Shard:
         tensor: object = self.tensor  # whatever it was given
         metadata: object = self.metadata
         if not isinstance(tensor, Tensor):
-            raise ArgumentTypeError(f"a Shard of a {type(tensor).__name__}: give a torch.Tensor")
+            raise ArgumentTypeError(f"Shard: tensor must be a torch.Tensor, got {type(tensor).__name__}")
         if not isinstance(metadata, ShardMetadata):
             self.metadata = _converted(metadata)
         if list(self.tensor.shape) != self.metadata.shard_sizes:
             raise ShardError(
-                f"a tensor of size {list(self.tensor.shape)} is not the shard of sizes {self.metadata.shard_sizes} "
-                f"at offsets {self.metadata.shard_offsets}"
+                f"Shard: the tensor has size {list(self.tensor.shape)}, but its metadata says "
+                f"{self.metadata.shard_sizes} at offsets {self.metadata.shard_offsets}"
             )
 
     @classmethod
     def from_tensor_and_offsets(cls, tensor: Tensor, shard_offsets: Sequence[int], rank: int | None = None) -> Shard:
-        """The shard that starts at these offsets, of this rank unless another is given."""
+        """Return the shard at these offsets, owned by `rank` (default: this rank)."""
         if len(shard_offsets) != tensor.ndim:
             raise ShardError(
-                f"a shard of {tensor.ndim} dimensions at offsets {list(shard_offsets)}: give one offset for each"
+                f"Shard: a tensor of {tensor.ndim} dimensions needs as many offsets, got {list(shard_offsets)}"
             )
         where = RemoteDevice.of(f"rank:{comm.rank() if rank is None else rank}").on(tensor.device)
         return cls(tensor, ShardMetadata(shard_offsets, tensor.shape, where))
@@ -59,4 +59,4 @@ class Shard:
 def _converted(metadata: Any) -> ShardMetadata:
     if all(hasattr(metadata, name) for name in ("shard_offsets", "shard_sizes", "placement")):
         return ShardMetadata(metadata.shard_offsets, metadata.shard_sizes, metadata.placement)
-    raise ArgumentTypeError(f"a Shard with a {type(metadata).__name__}: its metadata are a sharded.ShardMetadata")
+    raise ArgumentTypeError(f"Shard: metadata must be a sharded.ShardMetadata, got {type(metadata).__name__}")

@@ -1,4 +1,4 @@
-"""Specs: how a tensor of any size is to be cut into shards, and who gets them. Nothing here talks."""
+"""Sharding specs: how a tensor of any size is split into shards, and which ranks own them. No communication."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def implement_shard(scatter: Scatter) -> None:
 
 
 class ShardingSpec(ABC):
-    """How tensors are cut: write `build_metadata`, and factories, `shard` and `reshard` take your spec like any other.
+    """How tensors are sharded. Subclasses implement `build_metadata`; factories, `shard` and `reshard` accept them.
 
     >>> class FirstRowAlone(ShardingSpec):
     ...     def build_metadata(self, tensor_sizes, tensor_properties):
@@ -65,13 +65,13 @@ class ShardingSpec(ABC):
 
     @abstractmethod
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
-        """The shards of a tensor of this size, which tile it, and their owners."""
+        """Return the metadata of a tensor of this size: its shards, which must tile it, and their owners."""
 
     def shard(self, tensor: Tensor, src_rank: int = 0, process_group: Any = None) -> Any:
-        """The tensor of rank `src_rank`, cut and scattered: each rank receives its own shards and nothing else.
+        """Scatter the tensor of rank `src_rank` and return the ShardedTensor; each rank receives only its own shards.
 
-        Every rank of the group calls it with a tensor of the same size and dtype; only the values of the source count,
-        and the others' may be on meta.
+        Every rank of the group calls it with a tensor of the same size and dtype. Only the values of the source rank
+        are used; other ranks may pass a meta tensor.
 
         >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:0/cpu"])
         >>> [piece.tensor.tolist() for piece in spec.shard(torch.arange(3)).local_shards()]
@@ -83,7 +83,7 @@ class ShardingSpec(ABC):
 @final
 @dataclass
 class ChunkShardingSpec(ShardingSpec):
-    """Chunks along one dimension, sized as `torch.chunk` does it, one for each placement; the last may be empty.
+    """Chunks along one dimension, sized as by `torch.chunk`, one per placement; trailing chunks may be empty.
 
     >>> spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
     >>> for shard in spec.build_metadata(torch.Size([5, 2]), TensorProperties()).shards_metadata:
@@ -97,18 +97,18 @@ class ChunkShardingSpec(ShardingSpec):
 
     def __init__(self, dim: int, placements: Iterable[Any]) -> None:
         if isinstance(dim, bool) or not isinstance(dim, int):
-            raise ArgumentTypeError(f"ChunkShardingSpec: dim {dim!r} is a {type(dim).__name__}: a number is needed")
+            raise ArgumentTypeError(f"ChunkShardingSpec: dim must be an int, got {dim!r}")
         self.dim = dim
         self.placements = [RemoteDevice.of(placement) for placement in placements]
         if not self.placements:
-            raise PlacementError("ChunkShardingSpec: no placements: at least one rank must hold the tensor")
+            raise PlacementError("ChunkShardingSpec: placements must not be empty")
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
-        """The chunks of a tensor of this size."""
+        """Return the chunks of a tensor of this size."""
         ndim, count = len(tensor_sizes), len(self.placements)
         if not -ndim <= self.dim < ndim:
             raise PlacementError(
-                f"ChunkShardingSpec: dim {self.dim} is not one of a tensor of size {list(tensor_sizes)}"
+                f"ChunkShardingSpec: dim {self.dim} is out of range for a tensor of size {list(tensor_sizes)}"
             )
         dim = self.dim % ndim
         whole = list(tensor_sizes)
@@ -127,7 +127,7 @@ class ChunkShardingSpec(ShardingSpec):
 @final
 @dataclass
 class EnumerableShardingSpec(ShardingSpec):
-    """These very shards: any boxes, any number per rank, as long as they tile the tensor.
+    """An explicit list of shards: any boxes, any number per rank, as long as they tile the tensor.
 
     >>> spec = EnumerableShardingSpec([ShardMetadata([0], [3], "rank:0/cpu"), ShardMetadata([3], [2], "rank:1/cpu")])
     >>> spec.build_metadata(torch.Size([6]), TensorProperties())
@@ -142,7 +142,7 @@ class EnumerableShardingSpec(ShardingSpec):
         check_disjoint(self.shards)
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
-        """The shards, which must tile a tensor of this size."""
+        """Return the listed shards, which must tile a tensor of this size."""
         check_tiling(self.shards, tensor_sizes)
         return ShardedTensorMetadata(list(self.shards), tensor_sizes, tensor_properties)
 
@@ -150,10 +150,10 @@ class EnumerableShardingSpec(ShardingSpec):
 @final
 @dataclass(frozen=True)
 class LayoutShardingSpec(ShardingSpec):
-    """The tiles of a `Layout`: a mesh and its placements, as a DTensor has them. Grids are two `Shard`s.
+    """The regions of a `Layout`: a mesh and its placements, as for a DTensor. Two `Shard` placements give a grid.
 
-    Where several ranks would hold a tile (`Replicate`), the first of them owns it: a ShardedTensor holds nothing twice.
-    Empty tiles are left out. `device` is where the shards lie on their ranks; a DeviceMesh says it by itself.
+    If several ranks hold a region (`Replicate`), the first of them owns it: a ShardedTensor has no replicas. Empty
+    regions are left out. `device` is the device of the shards; by default it is the device type of a DeviceMesh.
 
     >>> from shardwright import Mesh, Shard
     >>> grid = LayoutShardingSpec(Mesh((2, 2)), [Shard(0), Shard(1)])
@@ -177,11 +177,11 @@ class LayoutShardingSpec(ShardingSpec):
         put(self, "device", torch.device(where))
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
-        """The tiles of a tensor of this size."""
+        """Return the regions of a tensor of this size."""
         layout = Layout(self.mesh, self.placements, tensor_sizes, self.order)
         if layout.is_partial:
             raise PlacementError(
-                f"LayoutShardingSpec: {layout} holds addends, and a shard holds values: use Shard(dim)"
+                f"LayoutShardingSpec: {layout} is partial, but shards hold complete values: use Shard(dim)"
             )
         shards = [
             ShardMetadata(region.offset, region.size, RemoteDevice.of(f"rank:{ranks[0]}/{self.device}"))
@@ -191,25 +191,25 @@ class LayoutShardingSpec(ShardingSpec):
 
 
 def metadata_for(spec: ShardingSpec, size: Sequence[int], properties: TensorProperties) -> ShardedTensorMetadata:
-    """What the spec makes of a tensor of this size, checked, as users write specs too: it cuts this very tensor."""
+    """Call `spec.build_metadata` and validate the result, because users may write their own specs."""
     if not isinstance(spec, ShardingSpec):
         raise ArgumentTypeError(f"{type(spec).__name__} is not a sharded.ShardingSpec")
     metadata = spec.build_metadata(torch.Size(size), properties)
     if not isinstance(metadata, ShardedTensorMetadata):
         raise ArgumentTypeError(
-            f"{type(spec).__name__}.build_metadata gave a {type(metadata).__name__}, not a ShardedTensorMetadata"
+            f"{type(spec).__name__}.build_metadata must return a ShardedTensorMetadata, got {type(metadata).__name__}"
         )
     if tuple(metadata.size) != tuple(size):
         raise TilingError(
-            f"{type(spec).__name__}.build_metadata gave shards of a tensor of size {list(metadata.size)}, and was "
-            f"asked for size {list(size)}"
+            f"{type(spec).__name__}.build_metadata returned shards for size {list(metadata.size)}, but was called "
+            f"with size {list(size)}"
         )
     metadata.validate()
     return replace(metadata, tensor_properties=properties)
 
 
 def infer_sharding_spec(shards_metadata: Sequence[ShardMetadata], size: Sequence[int]) -> ShardingSpec:
-    """The spec that gives these shards: a `ChunkShardingSpec` where they are its chunks, else an enumeration.
+    """Return a spec for these shards: a `ChunkShardingSpec` if they are chunks, else an `EnumerableShardingSpec`.
 
     >>> chunks = [ShardMetadata([0], [3], "rank:0/cpu"), ShardMetadata([3], [2], "rank:1/cpu")]
     >>> infer_sharding_spec(chunks, [5])
@@ -218,10 +218,10 @@ def infer_sharding_spec(shards_metadata: Sequence[ShardMetadata], size: Sequence
     shards = list(shards_metadata)
     placements = [shard.placement for shard in shards]
     if shards and size and all(placement is not None for placement in placements):
-        cut = [dim for dim in range(len(size)) if any(shard.shard_sizes[dim] != size[dim] for shard in shards)]
-        if len(cut) > 1:
+        sharded = [dim for dim in range(len(size)) if any(shard.shard_sizes[dim] != size[dim] for shard in shards)]
+        if len(sharded) > 1:
             return EnumerableShardingSpec(shards)
-        for dim in cut or range(len(size)):  # where no size tells, any dimension may be the one
+        for dim in sharded or range(len(size)):  # one shard: any dimension fits
             spec = ChunkShardingSpec(dim, placements)
             if spec.build_metadata(torch.Size(size), TensorProperties()).shards_metadata == shards:
                 return spec

@@ -1,4 +1,4 @@
-"""What a ShardedTensor is, as values: its shards with their owners, its size, its properties. Nothing here talks."""
+"""Metadata of a ShardedTensor: its shards with their owners, its size and its properties. No communication."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PLAIN = {int}
 
 @final
 class ShardMetadata:
-    """A box of a tensor and where it lies: offsets, sizes, and a placement such as `rank:1/cuda:0`.
+    """A box of a tensor and the device that holds it: offsets, sizes, and a placement such as `rank:1/cuda:0`.
 
     >>> shard = ShardMetadata([0, 4], [2, 4], "rank:1/cuda:0")
     >>> shard.shard_offsets, shard.shard_sizes, shard.placement.rank()
@@ -41,7 +41,7 @@ class ShardMetadata:
     placement: RemoteDevice | None
 
     def __init__(self, shard_offsets: Iterable[int], shard_sizes: Iterable[int], placement: Any = None) -> None:
-        # Tensors have hundreds of thousands of these: one look at all numbers, and no more where they are plain.
+        # A tensor may have hundreds of thousands of these: check all numbers at once if they are plain ints.
         known = isinstance(shard_offsets, (list, tuple)) and isinstance(shard_sizes, (list, tuple))
         numbers = [*shard_offsets, *shard_sizes] if known else []
         if not (known and set(map(type, numbers)) <= _PLAIN):
@@ -60,7 +60,7 @@ class ShardMetadata:
         return Region(self.shard_offsets, self.shard_sizes)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for JSON.
+        """Return plain values for JSON.
 
         >>> ShardMetadata([0], [2], "rank:1/cpu").to_json()
         {'offsets': [0], 'sizes': [2], 'placement': 'rank:1/cpu'}
@@ -70,7 +70,7 @@ class ShardMetadata:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ShardMetadata:
-        """The shard that `to_json` wrote."""
+        """Build the metadata from the output of `to_json`."""
         return cls(value["offsets"], value["sizes"], value["placement"])
 
     def __eq__(self, other: object) -> bool:
@@ -95,7 +95,7 @@ class ShardMetadata:
 @final
 @dataclass
 class ShardedTensorMetadata:
-    """All shards of a tensor, its size and its properties: what every rank knows, and a checkpoint writes down.
+    """All shards of a tensor, its size and its properties. Identical on every rank, and stored in checkpoints.
 
     >>> shards = [ShardMetadata([0], [3], "rank:0/cpu"), ShardMetadata([3], [2], "rank:1/cpu")]
     >>> metadata = ShardedTensorMetadata(shards, torch.Size([5]))
@@ -112,7 +112,7 @@ class ShardedTensorMetadata:
         self.size = torch.Size(self.size)
 
     def validate(self) -> None:
-        """Sees that the shards tile the tensor: no gap, no overlap, none outside. It takes n log n for n shards.
+        """Raise `TilingError` unless the shards tile the tensor without gap or overlap. O(n log n) for n shards.
 
         >>> ShardedTensorMetadata([ShardMetadata([0], [3], "rank:0/cpu")], torch.Size([5])).validate()
         Traceback (most recent call last):
@@ -121,13 +121,13 @@ class ShardedTensorMetadata:
         check_tiling(self.shards_metadata, self.size)
 
     def table(self, owner: Callable[[RemoteDevice | None], int]) -> RegionTable:
-        """The shards as arrays, with the rank that `owner` names for each placement.
+        """Return the shards as arrays, with the rank that `owner` returns for each placement.
 
         >>> shards = [ShardMetadata([0], [3], "rank:7/cpu")]
         >>> ShardedTensorMetadata(shards, torch.Size([3])).table(lambda placement: placement.rank()).ranks.tolist()
         [7]
         """
-        known: dict[int, int] = {}  # by identity, as equal placements are nearly always one object
+        known: dict[int, int] = {}  # by identity: equal placements are nearly always one object
         for shard in self.shards_metadata:
             if id(shard.placement) not in known:
                 known[id(shard.placement)] = owner(shard.placement)
@@ -135,7 +135,7 @@ class ShardedTensorMetadata:
         return RegionTable(ranks, *_boxes(self.shards_metadata, len(self.size)))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return {
             "shards": [shard.to_json() for shard in self.shards_metadata],
             "size": list(self.size),
@@ -144,13 +144,13 @@ class ShardedTensorMetadata:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ShardedTensorMetadata:
-        """The metadata that `to_json` wrote."""
+        """Build the metadata from the output of `to_json`."""
         shards = [ShardMetadata.from_json(shard) for shard in value["shards"]]
         return cls(shards, torch.Size(value["size"]), TensorProperties.from_json(value["properties"]))
 
 
 def check_tiling(shards: Sequence[ShardMetadata], size: Sequence[int]) -> None:
-    """Raises a `TilingError` that names the first overlap, gap or stray among these shards of a tensor."""
+    """Raise a `TilingError` that names the first overlap, gap or shard outside the tensor."""
     ndim = len(size)
     for number, shard in enumerate(shards):
         if len(shard.shard_sizes) != ndim:
@@ -169,9 +169,10 @@ def check_tiling(shards: Sequence[ShardMetadata], size: Sequence[int]) -> None:
 
 
 def check_disjoint(shards: Sequence[ShardMetadata]) -> None:
-    """Raises a `TilingError` where two shards overlap. Gaps are welcome: they are a matter of the tensor's size."""
-    if len({len(shard.shard_sizes) for shard in shards}) > 1:
-        raise TilingError(f"shards of {sorted({len(shard.shard_sizes) for shard in shards})} dimensions in one tensor")
+    """Raise a `TilingError` if two shards overlap. Gaps are allowed: the size of the tensor is not known here."""
+    ndims = sorted({len(shard.shard_sizes) for shard in shards})
+    if len(ndims) > 1:
+        raise TilingError(f"shards of one tensor must have the same number of dimensions, got {ndims}")
     if not shards:
         return
     boxes = _boxes(shards, len(shards[0].shard_sizes))
@@ -179,14 +180,14 @@ def check_disjoint(shards: Sequence[ShardMetadata]) -> None:
     match coverage_of_boxes(around, *boxes):
         case Overlap(region, first, second):
             raise _overlapping(shards, first, second, region)
-        case Gap():  # there may be an overlap behind it
+        case Gap():  # there may be an overlap after the gap
             if pair := overlapping_pair(boxes):
                 first, second = pair
                 raise _overlapping(shards, first, second, shards[first].region.intersect(shards[second].region))
 
 
 def _boxes(shards: Sequence[ShardMetadata], ndim: int) -> Boxes:
-    count = len(shards)  # numbers one by one: numpy takes thrice as long for a list of lists
+    count = len(shards)  # fromiter: np.array takes three times as long for a list of lists
     offsets = chain.from_iterable([shard.shard_offsets for shard in shards])
     sizes = chain.from_iterable([shard.shard_sizes for shard in shards])
     return Boxes(

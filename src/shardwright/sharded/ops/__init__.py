@@ -1,4 +1,4 @@
-"""Operators on ShardedTensors: those that are computed shard by shard, and sharded linear and embedding."""
+"""Operators on ShardedTensors: shard by shard, and the sharded linear and embedding."""
 
 from shardwright.sharded.ops import (
     attributes,

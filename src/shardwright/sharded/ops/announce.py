@@ -1,8 +1,8 @@
-"""What every rank says before an operator's ranks exchange values: a few bytes, and that nothing is wrong.
+"""Validate the arguments of a collective operator on all ranks before any data is exchanged.
 
-It goes over the coordination channel, not the training group: a rank that does not come, or does something else, is
-named after `comm.default_timeout()`. It costs one round. Only where a rank's arguments are wrong, or ranks called with
-different ones, do they say more, and all of them raise.
+One round of a few bytes over the coordination channel, not the training group: a rank that does not join in, or calls
+something else, is reported after `comm.default_timeout()`. A second round is needed only if arguments are invalid or
+differ between ranks; then all ranks raise.
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ __all__ = ["announce"]
 
 T = TypeVar("T")
 
-_WRONG = b"!"  # in the place of a digest, which is longer
+_INVALID = b"!"  # instead of a digest, which is longer
 
 
-def announce(prepare: Callable[[], tuple[T, bytes]], alike: str, group: comm.Group, what: str) -> tuple[T, list[bytes]]:
-    """What `prepare` made here, and what every rank of the group says.
+def announce(
+    prepare: Callable[[], tuple[T, bytes]], arguments: str, group: comm.Group, what: str
+) -> tuple[T, list[bytes]]:
+    """Return the result of `prepare` and the messages of all ranks of the group.
 
-    `prepare` returns what it made and what this rank says. `alike` describes what all ranks must have been given alike.
-    If `prepare` raises on any rank, or these texts differ, all ranks raise: see `together`.
+    `prepare` returns its result and this rank's message. `arguments` describes what must be the same on all ranks. If
+    `prepare` raises on any rank, or the arguments differ, all ranks raise: see `comm.agree`.
 
-    >>> announce(lambda: ("made", b"three"), "a table of [4, 2]", comm.world(), "embedding")
-    ('made', [b'three'])
+    >>> announce(lambda: ("result", b"three"), "a table of [4, 2]", comm.world(), "embedding")
+    ('result', [b'three'])
     """
     fault: Exception | None = None
-    digest = hashlib.blake2b(alike.encode(), digest_size=8).digest()
-    message = _WRONG
+    digest = hashlib.blake2b(arguments.encode(), digest_size=8).digest()
+    message = _INVALID
     try:
-        made, said = prepare()
-        message = digest + said
-    except Exception as error:  # noqa: BLE001  # whatever it is, all ranks are told, and all raise
+        result, payload = prepare()
+        message = digest + payload
+    except Exception as error:  # noqa: BLE001  # raised on all ranks below
         fault = error
 
-    def say() -> tuple[None, str]:
+    def report() -> tuple[None, str]:
         if fault is not None:
             raise fault
-        return None, alike
+        return None, arguments
 
-    heard = comm.gather_bytes(message, group, what=what)
-    if any(one[: len(digest)] != digest for one in heard):
-        comm.agree(say, what=what, group=group, same=True, unwrap=True)
-    return made, [one[len(digest) :] for one in heard]
+    gathered = comm.gather_bytes(message, group, what=what)
+    if any(other[: len(digest)] != digest for other in gathered):
+        comm.agree(report, what=what, group=group, same=True, unwrap=True)
+    return result, [other[len(digest) :] for other in gathered]

@@ -1,6 +1,6 @@
-"""One answer about the whole tensor, the same on every rank: `equal`, `allclose`, and `all()` and `any()` of it.
+"""`equal`, `allclose`, `all()` and `any()` of the global tensor, with the same result on every rank.
 
-All ranks of the group ask together. Nothing but a byte of each rank travels.
+Collective; each rank sends one byte.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def _equal(_: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
         _check_kinds("equal", first, second)
         if first.shape != second.shape or first.dtype != second.dtype:
             return False
-        return _alike("equal", torch.equal, first, second)
+        return _all_shards("equal", torch.equal, first, second)
 
-    return all(_told("equal", same, first, second))
+    return all(_gather_bools("equal", same, first, second))
 
 
 @implements_named("allclose")
@@ -42,35 +42,35 @@ def _allclose(_: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 
     def close() -> bool:
         _check_kinds("allclose", first, second)
-        return _alike("allclose", lambda a, b: torch.allclose(a, b, **named), first, second)
+        return _all_shards("allclose", lambda a, b: torch.allclose(a, b, **named), first, second)
 
-    return all(_told("allclose", close, first, second))
+    return all(_gather_bools("allclose", close, first, second))
 
 
 @implements_named("all", "any")
-def _truth(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Of the whole tensor, a plain tensor that says true or false; along a dimension, a reduction like the others."""
+def _all_or_any(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return a plain 0-dim bool tensor; along a dimension, a reduction like the others."""
     if len(args) + len(kwargs) > 1:
         return along(func, args, kwargs)
     (tensor,) = (*args, *kwargs.values())
     name = canonical_name(func)[0]
     fold = all if name == "all" else any
 
-    def mine() -> bool:
+    def local() -> bool:
         return fold(bool(func(shard.tensor)) for shard in tensor._local_shards)
 
-    return torch.tensor(fold(_told(name, mine, tensor)), device=tensor.device)
+    return torch.tensor(fold(_gather_bools(name, local, tensor)), device=tensor.device)
 
 
-def _told(name: str, mine: Callable[[], bool], *given: Any) -> list[bool]:
-    """What every rank says; where one of them cannot tell, all raise."""
-    tensor = next(one for one in given if isinstance(one, ShardedTensorBase))
+def _gather_bools(name: str, local: Callable[[], bool], *operands: Any) -> list[bool]:
+    """Gather the results of all ranks; if one raises, all raise."""
+    tensor = next(operand for operand in operands if isinstance(operand, ShardedTensorBase))
 
-    def say() -> tuple[None, bytes]:
-        return None, b"1" if mine() else b"0"
+    def encode() -> tuple[None, bytes]:
+        return None, b"1" if local() else b"0"
 
-    _, told = announce(say, f"{name} of a ShardedTensor", tensor._group, name)
-    return [said == b"1" for said in told]
+    _, messages = announce(encode, f"{name} of a ShardedTensor", tensor._group, name)
+    return [message == b"1" for message in messages]
 
 
 def _check_kinds(name: str, *tensors: Any) -> None:
@@ -78,26 +78,27 @@ def _check_kinds(name: str, *tensors: Any) -> None:
         if not isinstance(tensor, ShardedTensorBase):
             what = f"a plain tensor of size {list(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
             raise MixedTensorsError(
-                f"{name}: {what} beside a ShardedTensor: gather() the one, or cut the other alike, with "
+                f"{name}: cannot compare {what} with a ShardedTensor: gather() the ShardedTensor, or shard the other "
+                "with "
                 "a.sharding_spec().shard(tensor)"
             )
 
 
-def _alike(
+def _all_shards(
     name: str, func: Callable[[Tensor, Tensor], bool], first: ShardedTensorBase, second: ShardedTensorBase
 ) -> bool:
-    """Whether the function says so of all of this rank's shards."""
-    # All ranks say the same, so none says what it holds itself.
+    """True if the function is true for all of this rank's shards."""
+    # Error messages must be the same on all ranks, so they do not mention local shards.
     if first._group.ranks != second._group.ranks:
         raise ShardError(
-            f"{name}: a ShardedTensor of the group of ranks {list(first._group.ranks)} and one of "
-            f"{list(second._group.ranks)}: compare tensors of one group"
+            f"{name}: the ShardedTensors are in different groups of ranks, {list(first._group.ranks)} and "
+            f"{list(second._group.ranks)}"
         )
-    if not first._is_cut_like(second):
+    if not first._has_same_shards(second):
         one, other = (f"size {list(x.shape)} in {len(x.shards_metadata())} shards" for x in (first, second))
         raise ShardError(
-            f"{name}: ShardedTensors of {one} and of {other} are not cut alike, so their shards do not lie on top of "
-            "each other: bring one to the other's spec with b.reshard(a.sharding_spec())"
+            f"{name}: ShardedTensors of {one} and of {other} are sharded differently: reshard one to the other's spec "
+            "with b.reshard(a.sharding_spec())"
         )
-    # A rank without shards asks about examples: where torch refuses the two dtypes, it does so there too.
+    # A rank without shards calls the function on examples, so that it raises the same errors about dtypes.
     return all(on_shards(func, first, (first, second), {}).values)

@@ -1,4 +1,4 @@
-"""Operators of your own on ShardedTensors."""
+"""User-defined operators on ShardedTensors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[Implementation
 
     It is called as `implementation(types, args, kwargs, process_group)` whenever `func` is called with a ShardedTensor
     among its arguments: `types` are the classes of ShardedTensors among them, `process_group` is that of the first. It
-    takes the place of the implementation there was, if any. Other spellings of an operator (`torch.add`, `Tensor.add`)
-    are functions of their own.
+    replaces an existing implementation. Other variants of an operator (`torch.add`, `Tensor.add`) are separate
+    functions.
 
     >>> import torch
     >>> from shardwright import sharded
@@ -33,7 +33,7 @@ def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[Implementation
     [tensor([0., 3.])]
     """
     if not callable(func):
-        raise ArgumentTypeError(f"custom_sharded_op_impl: {func!r} is a {type(func).__name__}: give a torch function")
+        raise ArgumentTypeError(f"custom_sharded_op_impl: expected a torch function, got {func!r}")
 
     def register(implementation: Implementation) -> Implementation:
         @implements(func)

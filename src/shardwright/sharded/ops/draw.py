@@ -1,4 +1,4 @@
-"""Random numbers in place, dropout and `nn.init`: they follow from seed and global index, never from the shards."""
+"""Random numbers, dropout and `nn.init`: they depend on seed and global index, not on the sharding."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ __all__ = ["fill_shards"]
 T = TypeVar("T", bound=ShardedTensorBase)
 
 
-def fill_shards(tensor: T, fill: Callable[..., Any], **how: Any) -> T:
-    """The tensor, its shards filled with random numbers that depend on seed and global index alone."""
+def fill_shards(tensor: T, fill: Callable[..., Any], **options: Any) -> T:
+    """Fill the shards with random numbers that depend only on seed and global index; return the tensor."""
     refuse_nested(tensor, "random numbers")
     ranks = tensor._group.ranks
     key = next_key(Mesh((len(ranks),), ranks=ranks))
     with torch.no_grad():
         for shard in tensor.local_shards():
-            fill(shard.tensor, shard.metadata.region, tuple(tensor.shape), key.seed, key.offset, **how)
-        if not tensor.local_shards():  # parameters that are refused are refused on every rank
+            fill(shard.tensor, shard.metadata.region, tuple(tensor.shape), key.seed, key.offset, **options)
+        if not tensor.local_shards():  # validate the parameters on every rank
             nothing = Region.whole([0] * tensor.ndim)
-            fill(torch.empty(nothing.size, dtype=tensor.dtype), nothing, nothing.size, key.seed, key.offset, **how)
+            fill(torch.empty(nothing.size, dtype=tensor.dtype), nothing, nothing.size, key.seed, key.offset, **options)
     return tensor
 
 
@@ -43,19 +43,19 @@ def _register(draw: Draw) -> None:
     @implements_named(draw.name)
     def _(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not canonical_name(func)[1]:
-            raise unsupported(func, f"it is known in place only: torch.empty_like(x).{draw.name}_()")
-        target, how = draw.read(args, kwargs)
-        if any(isinstance(value, Tensor) for value in how.values()):
-            raise unsupported(func, "its parameters are numbers here")
+            raise unsupported(func, f"only the in-place version is supported: torch.empty_like(x).{draw.name}_()")
+        target, options = draw.read(args, kwargs)
+        if any(isinstance(value, Tensor) for value in options.values()):
+            raise unsupported(func, "its parameters must be numbers")
         if not (target.requires_grad and torch.is_grad_enabled()):
-            return fill_shards(target, draw.fill, **how)
+            return fill_shards(target, draw.fill, **options)
         if target.is_leaf:
             raise InPlaceError(
-                f"{draw.name}_: {target!r} is a leaf that requires grad, and would be written in place: "
-                "do it in `with torch.no_grad():`"
+                f"{draw.name}_: {target!r} is a leaf that requires grad and cannot be modified in place: "
+                "use `with torch.no_grad():`"
             )
         blank: Any = torch.empty_like(target.detach())
-        return target.copy_(fill_shards(blank, draw.fill, **how))
+        return target.copy_(fill_shards(blank, draw.fill, **options))
 
 
 for _draw in IN_PLACE:
@@ -83,7 +83,7 @@ def _dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     named = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
     tensor, p = named["input"], named.get("p", 0.5)
     if not 0 <= p <= 1:
-        raise ValueError(f"dropout: p = {p} is not in [0, 1], where probabilities are")
+        raise ValueError(f"dropout: p must be between 0 and 1, got {p}")
     if not named.get("train", named.get("training", True)) or p == 0:
         return tensor
     blank: Any = torch.empty_like(tensor.detach())
@@ -93,7 +93,7 @@ def _dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 
 @implements(nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_)
 def _init(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> ShardedTensorBase:
-    """Their own code, which reads the global size and fills in place; it would hand itself over once more."""
+    """Run their Python code, bypassing dispatch: it reads the global size and fills in place."""
     body = python_body(func)
     assert body is not None  # they are written in Python
     made: ShardedTensorBase = body(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""`torch.nn.functional.embedding` with a sharded table: every rank looks up indices of its own."""
+"""`torch.nn.functional.embedding` with a sharded table: every rank looks up its own indices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _embedding(_: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _embed(
-    input: Any,  # torch's own names: they may be given by keyword
+    input: Any,  # torch's parameter names
     weight: Any,
     padding_idx: int | None = None,
     max_norm: float | None = None,
@@ -39,30 +39,30 @@ def _embed(
         padding = padding_row(padding_idx, table.shape[0])
         return distinct(table, input)
 
-    how = Lookup(max_norm, norm_type, scale_grad_by_freq, sparse)
-    rows, wanted = fetch_rows(table, prepare, how, "embedding with a ShardedTensor")
-    if not len(rows):  # torch cannot differentiate looking nothing up twice
+    options = Lookup(max_norm, norm_type, scale_grad_by_freq, sparse)
+    rows, wanted = fetch_rows(table, prepare, options, "embedding with a ShardedTensor")
+    if not len(rows):  # torch has no second derivative for an empty lookup
         return rows.view(*wanted.inverse.shape, table.shape[1])
-    return functional.embedding(wanted.inverse, rows, wanted.place_of(padding))
+    return functional.embedding(wanted.inverse, rows, wanted.position(padding))
 
 
 def table_of(weight: Any, what: str) -> ShardedTensorBase:
-    """The weight, which must be a sharded matrix: all ranks see alike whether it is."""
+    """Return the weight; raise, identically on all ranks, unless it is a sharded matrix."""
     if not isinstance(weight, ShardedTensorBase):
         raise UnsupportedError(
-            f"{what}: the weight is a {type(weight).__name__}: the weight is the ShardedTensor, and what each rank "
-            "gives beside it is plain"
+            f"{what}: the weight must be a ShardedTensor and the input a plain tensor, got a weight of type "
+            f"{type(weight).__name__}"
         )
     refuse_nested(weight, what)
     if weight.ndim != 2:
         raise ShardError(
-            f"{what}: the weight is a ShardedTensor of size {list(weight.shape)}: two dimensions are needed"
+            f"{what}: the weight must have two dimensions, got a ShardedTensor of size {list(weight.shape)}"
         )
     return weight
 
 
 def padding_row(padding_idx: Any, rows: int) -> int | None:
-    """The row that `padding_idx` names; negative ones count from the end.
+    """Return the row of `padding_idx`; negative values count from the end.
 
     >>> padding_row(-1, 10)
     9
@@ -70,7 +70,7 @@ def padding_row(padding_idx: Any, rows: int) -> int | None:
     if padding_idx is None:
         return None
     if not isinstance(padding_idx, int):
-        raise ArgumentTypeError(f"padding_idx {padding_idx!r} is a {type(padding_idx).__name__}: a row is needed")
+        raise ArgumentTypeError(f"padding_idx must be an int, got {padding_idx!r}")
     if not -rows <= padding_idx < rows:
-        raise ShardError(f"padding_idx {padding_idx} is not a row of a table of {rows} rows")
+        raise ShardError(f"padding_idx {padding_idx} is out of range for a table of {rows} rows")
     return padding_idx % rows

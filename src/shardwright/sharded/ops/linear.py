@@ -1,8 +1,8 @@
-"""`torch.nn.functional.linear` with a sharded weight: every rank multiplies a batch of its own.
+"""`torch.nn.functional.linear` with a sharded weight: every rank multiplies its own batch.
 
-The batch goes to the weights: each owner of columns `c:d` receives those columns of every rank's batch, once,
-multiplies, and sends back what it found for its rows, summed over its shards; the asker adds up what the owners sent.
-The weight does not travel.
+The batches are sent to the weights: each owner of columns `c:d` receives those columns of every rank's batch once,
+multiplies, and returns the result for its rows, summed over its shards; the sender adds up the results of all owners.
+The weight is not sent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwright.sharded.ops.route import Part, Route, Slot, deliver, merged, sp
 __all__: list[str] = []
 
 _WHAT = "linear with a ShardedTensor"
-_SAID = struct.Struct("!q?")
+_HEADER = struct.Struct("!q?")
 
 
 @implements(functional.linear)
@@ -35,77 +35,81 @@ def _linear(_: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
     return _multiply(*args, **kwargs)
 
 
-def _multiply(input: Any, weight: Any, bias: Any = None) -> Tensor:  # torch's own names: they may be given by keyword
+def _multiply(input: Any, weight: Any, bias: Any = None) -> Tensor:  # torch's parameter names
     weight = table_of(weight, "linear")
     group = weight._group
 
     def prepare() -> tuple[tuple[Tensor, torch.dtype], bytes]:
         dtype = _check(input, weight, bias)
         batch = input.reshape(input.shape[:-1].numel(), weight.shape[1])
-        return (batch, dtype), _SAID.pack(len(batch), input.requires_grad)
+        return (batch, dtype), _HEADER.pack(len(batch), input.requires_grad)
 
-    told = f"{type(bias).__name__} {list(bias.shape)}" if isinstance(bias, ShardedTensorBase) else "no sharded bias"
-    alike = (
-        f"a weight of {list(weight.shape)} {weight.dtype}, {getattr(input, 'dtype', type(input))}, {told}, "
+    bias_text = (
+        f"{type(bias).__name__} {list(bias.shape)}" if isinstance(bias, ShardedTensorBase) else "no sharded bias"
+    )
+    arguments = (
+        f"a weight of {list(weight.shape)} {weight.dtype}, {getattr(input, 'dtype', type(input))}, {bias_text}, "
         f"gradients {'on' if torch.is_grad_enabled() else 'off'}"
     )
-    (batch, dtype), heard = announce(prepare, alike, group, _WHAT)
-    counts, wanting = zip(*map(_SAID.unpack, heard), strict=True)  # everyone's rows, and who wants a gradient of them
-    moved = any(wanting)
+    (batch, dtype), messages = announce(prepare, arguments, group, _WHAT)
+    counts, differentiable = zip(
+        *map(_HEADER.unpack, messages), strict=True
+    )  # rows of each rank, and whether its input requires grad
+    any_grad = any(differentiable)
     held, (out_features, in_features) = _Held.of(weight), weight.shape
-    stacks, anchor = spread(_route(group, held.columns, len(batch), in_features, counts), batch, differentiable=moved)
+    stacks, anchor = spread(
+        _route(group, held.columns, len(batch), in_features, counts), batch, differentiable=any_grad
+    )
     products, anchor = _products(weight, held, stacks, anchor)
     out = deliver(
         _route(group, held.rows, len(batch), out_features, counts),
         products,
         torch.empty(0, dtype=dtype, device=batch.device),
-        differentiable=moved or weight.requires_grad,
+        differentiable=any_grad or weight.requires_grad,
         anchor=anchor if anchor.requires_grad else None,
     )
     out = out.view(*input.shape[:-1], out_features)
     if bias is None:
         return out
-    return out + (_whole(bias) if isinstance(bias, ShardedTensorBase) else bias).to(dtype)
+    return out + (_unsharded(bias) if isinstance(bias, ShardedTensorBase) else bias).to(dtype)
 
 
 def _check(given: Any, weight: ShardedTensorBase, bias: Any) -> torch.dtype:
-    """The dtype of the result; everything that can be wrong is said here."""
+    """Validate the arguments and return the dtype of the result."""
     if not isinstance(given, Tensor) or isinstance(given, ShardedTensorBase):
-        raise ArgumentTypeError(f"the input is a {type(given).__name__}: each rank gives a plain tensor")
+        raise ArgumentTypeError(f"the input must be a plain tensor, got {type(given).__name__}")
     if given.device.type != weight.device.type:
-        raise ShardError(f"the input is on {given.device}, the weight on {weight.device}: move the input there")
+        raise ShardError(f"the input is on {given.device}, but the weight is on {weight.device}: move the input there")
     out, columns = weight.shape
     if not given.ndim or given.shape[-1] != columns:
         raise ShardError(
-            f"the input is of size {list(given.shape)}, and the weight of size {list(weight.shape)} multiplies "
-            f"{columns} features: the last dimension must be {columns}"
+            f"the last dimension of the input must be {columns} for a weight of size {list(weight.shape)}, got size "
+            f"{list(given.shape)}"
         )
     if given.dtype != weight.dtype and not torch.is_autocast_enabled(given.device.type):
-        raise ShardError(f"the input is {given.dtype}, and the weight is {weight.dtype}: convert one of them")
+        raise ShardError(f"the input is {given.dtype}, but the weight is {weight.dtype}: convert one of them")
     if isinstance(bias, ShardedTensorBase):
         refuse_nested(bias, "the bias")
         if bias._group.ranks != weight._group.ranks:
-            raise ShardError(f"the bias lies on ranks {bias._group.ranks}, the weight on {weight._group.ranks}")
+            raise ShardError(f"the bias is on ranks {bias._group.ranks}, but the weight is on {weight._group.ranks}")
     elif bias is not None and not isinstance(bias, Tensor):
-        raise ArgumentTypeError(f"the bias is a {type(bias).__name__}: a tensor or a ShardedTensor is needed")
+        raise ArgumentTypeError(f"the bias must be a tensor or a ShardedTensor, got {type(bias).__name__}")
     if bias is not None and (list(bias.shape) != [out] or bias.device.type != given.device.type):
-        raise ShardError(
-            f"the bias is of size {list(bias.shape)} on {bias.device}: [{out}] on {given.device} is needed"
-        )
+        raise ShardError(f"the bias must have size [{out}] on {given.device}, got {list(bias.shape)} on {bias.device}")
     one = torch.ones(1, 1, dtype=weight.dtype, device=given.device)
-    try:  # torch says what it makes of these dtypes, under autocast too
+    try:  # let torch determine the result dtype, also under autocast
         added = None if bias is None else torch.ones(1, dtype=bias.dtype, device=given.device)
         return functional.linear(given.new_ones(1, 1), one, added).dtype
     except RuntimeError as error:
-        told = "" if bias is None else f", the bias {bias.dtype}"
+        bias_text = "" if bias is None else f", the bias {bias.dtype}"
         raise ShardError(
-            f"the input is {given.dtype}, the weight {weight.dtype}{told}, and torch does not multiply and add those "
-            f"({error}): convert them to one dtype"
+            f"the input is {given.dtype}, the weight {weight.dtype}{bias_text}, which torch cannot combine ({error}): "
+            "convert them to one dtype"
         ) from None
 
 
 class _Held(NamedTuple):
-    """What each rank of the group holds something of: rows and columns, as few intervals as possible."""
+    """The rows and columns of which each rank of the group holds shards, as merged intervals."""
 
     rows: list[list[tuple[int, int]]]
     columns: list[list[tuple[int, int]]]
@@ -113,7 +117,7 @@ class _Held(NamedTuple):
     @classmethod
     def of(cls, weight: ShardedTensorBase) -> _Held:
         table, group = weight._table, weight._group
-        index = {rank: place for place, rank in enumerate(group.ranks)}
+        index = {rank: position for position, rank in enumerate(group.ranks)}
         sides: tuple[list[set[tuple[int, int]]], ...] = tuple([set() for _ in group.ranks] for _ in range(2))
         full = (table.sizes > 0).all(axis=1)
         ends = table.offsets + table.sizes
@@ -127,8 +131,8 @@ class _Held(NamedTuple):
 def _route(
     group: comm.Group, intervals: Sequence[Sequence[tuple[int, int]]], rows: int, extent: int, counts: Sequence[int]
 ) -> Route:
-    """The route between the ranks' batches, which are `extent` wide, and the holders of these intervals of them."""
-    parts = [Part(peer, 0, rows, *one) for peer, ours in enumerate(intervals) for one in ours if rows]
+    """Return the route between the ranks' batches, `extent` wide, and the owners of these intervals."""
+    parts = [Part(peer, 0, rows, *interval) for peer, held in enumerate(intervals) for interval in held if rows]
     slots = [Slot(last - first, counts) for first, last in intervals[group.rank]]
     return Route(group, rows, extent, parts, slots, _WHAT)
 
@@ -136,13 +140,13 @@ def _route(
 def _products(
     weight: ShardedTensorBase, held: _Held, stacks: Sequence[Tensor], anchor: Tensor
 ) -> tuple[list[Tensor], Tensor]:
-    """What the local shards make of the stacked batches, for each interval of rows; and what ties in the rest."""
+    """Multiply the stacked batches by the local shards, per interval of rows; and return the updated anchor."""
     rows, columns = held.rows[weight._group.rank], held.columns[weight._group.rank]
     found: list[Tensor | None] = [None] * len(rows)
     for shard in weight._local_shards:
         (a, c), (height, width) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
         if not (height and width):
-            anchor = anchor + shard.tensor.reshape(-1)  # both empty: so its gradient is empty, and not None
+            anchor = anchor + shard.tensor.reshape(-1)  # both empty: gives the shard an empty gradient instead of None
             continue
         number = next(number for number, (first, last) in enumerate(columns) if first <= c < last)
         part = functional.linear(stacks[number].narrow(1, c - columns[number][0], width), shard.tensor)
@@ -153,16 +157,16 @@ def _products(
     return [part for part in found if part is not None], anchor
 
 
-def _whole(bias: ShardedTensorBase) -> Tensor:
-    """A sharded vector as every rank needs it, whole; gradients of all ranks add up in its shards."""
+def _unsharded(bias: ShardedTensorBase) -> Tensor:
+    """Return the sharded bias unsharded on every rank; gradients of all ranks are summed into its shards."""
     group, table = bias._group, bias._table
-    index = {rank: place for place, rank in enumerate(group.ranks)}
+    index = {rank: position for position, rank in enumerate(group.ranks)}
     owned = [
         Part(index[rank], 0, 1, start, start + size)
         for rank, (start,), (size,) in zip(*(column.tolist() for column in table), strict=True)
         if size
     ]
-    parts = sorted(owned, key=lambda part: part.peer)  # it keeps the order of each owner's shards
+    parts = sorted(owned, key=lambda part: part.peer)  # stable: keeps the order of each owner's shards
     shards = [shard.tensor for shard in bias._local_shards]
     slots = [Slot(len(shard), [1] * group.size) for shard in shards]
     stacks = [shard.expand(group.size, len(shard)) for shard in shards]

@@ -1,8 +1,8 @@
-"""Carrying parts of a matrix between the ranks that ask and the ranks that answer, in both directions.
+"""Exchange parts of matrices between requesting ranks and the owners of shards, in both directions.
 
-Every rank has a matrix of its own, and parts of it belong to other ranks' slots: a slot is a stack of what all ranks
-have for it. `spread` takes the parts to the slots; `deliver` takes what lies in the slots back and adds it up. Each is
-the other's transpose, so each is the other's backward, and both can be differentiated any number of times.
+Every rank has its own matrix, parts of which belong to slots of other ranks; a slot is a stack of the parts of all
+ranks. `spread` sends the parts to the slots; `deliver` sends the contents of the slots back and sums them. Each is the
+transpose of the other, hence its backward, and both can be differentiated any number of times.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A stack on this rank: `counts[peer]` rows for each peer, one peer after the other, `width` columns each."""
+    """A stack on this rank: `counts[peer]` rows for each peer, in the order of peers, with `width` columns."""
 
     width: int
     counts: Sequence[int]
@@ -40,10 +40,10 @@ class Slot(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class Route:
-    """Which parts of the ranks' matrices belong to which slots, as one rank of the group sees it.
+    """This rank's view of which parts of the ranks' matrices belong to which slots.
 
-    No part is empty. The parts that a rank has for one peer come in the order of that peer's slots. Peers are indices
-    in the group. `what` names whose route it is, for errors.
+    No part is empty. The parts for one peer are in the order of that peer's slots. Peers are indices in the group.
+    `what` is used in error messages.
 
     >>> both = Route(comm.world(), 2, 3, [Part(0, 0, 2, 0, 2), Part(0, 0, 2, 1, 3)], [Slot(2, [2]), Slot(2, [2])])
     >>> stacks, _ = spread(both, torch.arange(6.0).view(2, 3))
@@ -63,25 +63,25 @@ class Route:
     slots: Sequence[Slot]
     what: str = "an operator of a ShardedTensor"
 
-    def meet(self) -> None:
-        """Waits for all ranks before they go back along the route; one that does not come is named."""
+    def synchronise(self) -> None:
+        """Wait for all ranks before a backward exchange; a missing rank is reported."""
         comm.gather_bytes(b"", self.group, what=f"backward of {self.what}")
 
     @property
     def overlaps(self) -> bool:
-        """Whether the parts overlap or leave something out, so that their sum is not just each in its place."""
+        """True unless the parts tile the matrix, so that summing them is more than copying."""
         area = sum((part.stop - part.start) * (part.last - part.first) for part in self.parts)
         return area != self.rows * self.columns
 
-    def at_the_asker(self, matrix: Tensor) -> dict[int, list[Tensor]]:
-        """This rank's parts of the matrix, as views, by peer."""
+    def matrix_views(self, matrix: Tensor) -> dict[int, list[Tensor]]:
+        """Return views of this rank's parts of the matrix, by peer."""
         found: dict[int, list[Tensor]] = {}
         for peer, start, stop, first, last in self.parts:
             found.setdefault(peer, []).append(matrix[start:stop, first:last])
         return found
 
-    def at_the_answerer(self, stacks: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-        """What lies in this rank's slots, as views, by the peer whose it is."""
+    def slot_views(self, stacks: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+        """Return views of this rank's slots, by the peer that they belong to."""
         found: dict[int, list[Tensor]] = {}
         for slot, stack in zip(self.slots, stacks, strict=True):
             ends = accumulate(slot.counts)
@@ -94,10 +94,10 @@ class Route:
 def spread(
     route: Route, matrix: Tensor, *, differentiable: bool = False, anchor: Tensor | None = None
 ) -> tuple[list[Tensor], Tensor]:
-    """The stacks of this rank's slots, filled with the parts of all ranks' matrices; and an anchor.
+    """Return the stacks of this rank's slots, filled from all ranks' matrices; and an anchor.
 
-    `differentiable` is said alike on all ranks: each takes part in the way back, whether or not its own matrix needs a
-    gradient. The anchor, an empty tensor, ties a rank without slots to it: give it to whatever uses the stacks.
+    `differentiable` must be the same on all ranks: each takes part in backward, whether or not its own matrix requires
+    grad. The anchor, an empty tensor, connects a rank without slots to backward: pass it to whatever uses the stacks.
     """
     if not (differentiable and torch.is_grad_enabled()):
         return list(_spread(route, matrix)), matrix.new_empty(0)
@@ -109,9 +109,9 @@ def spread(
 def deliver(
     route: Route, stacks: Sequence[Tensor], like: Tensor, *, differentiable: bool = False, anchor: Tensor | None = None
 ) -> Tensor:
-    """This rank's matrix: the sum of what lies for it in all ranks' slots; `like` says its dtype and device.
+    """Return this rank's matrix: the sum of its parts in all ranks' slots, with dtype and device of `like`.
 
-    `differentiable` is said alike on all ranks, as for `spread`.
+    `differentiable` must be the same on all ranks, as for `spread`.
     """
     if not (differentiable and torch.is_grad_enabled()):
         return _deliver(route, stacks, like)
@@ -121,7 +121,7 @@ def deliver(
 
 
 def merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The union of these intervals, as few as possible, ascending; empty ones vanish.
+    """Return the union of these intervals as few disjoint ones, ascending, without empty ones.
 
     >>> merged([(4, 6), (0, 2), (5, 9), (2, 3), (7, 7)])
     [(0, 3), (4, 9)]
@@ -136,39 +136,41 @@ def merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _new_anchor(like: Tensor) -> Tensor:
-    """An empty leaf that needs a gradient, so that a rank takes part in the way back even if nothing else does."""
+    """Return an empty leaf that requires grad, so that the rank takes part in backward in any case."""
     return torch.empty(0, device=like.device, requires_grad=True)
 
 
 def _spread(route: Route, matrix: Tensor) -> tuple[Tensor, ...]:
     stacks = tuple(matrix.new_empty(sum(slot.counts), slot.width) for slot in route.slots)
-    _carry(route.at_the_asker(matrix), route.at_the_answerer(stacks), route.group, add=False)
+    _exchange(route.matrix_views(matrix), route.slot_views(stacks), route.group, add=False)
     return stacks
 
 
 def _deliver(route: Route, stacks: Sequence[Tensor], like: Tensor) -> Tensor:
     add = route.overlaps
     matrix = (like.new_zeros if add else like.new_empty)(route.rows, route.columns)
-    _carry(route.at_the_answerer(stacks), route.at_the_asker(matrix), route.group, add=add)
+    _exchange(route.slot_views(stacks), route.matrix_views(matrix), route.group, add=add)
     return matrix
 
 
-def _carry(going: dict[int, list[Tensor]], coming: dict[int, list[Tensor]], group: comm.Group, *, add: bool) -> None:
-    """Sends these tensors and fills those, or adds to them; what is one's own is copied."""
+def _exchange(
+    sends: dict[int, list[Tensor]], receives: dict[int, list[Tensor]], group: comm.Group, *, add: bool
+) -> None:
+    """Send tensors to peers, and copy or add what they send; local parts are copied."""
     with torch.no_grad():
-        sends = {peer: _packed(tensors) for peer, tensors in going.items() if peer != group.rank}
-        landings = {peer: _landing(places, add) for peer, places in coming.items() if peer != group.rank}
-        comm.exchange(sends, landings, group)
-        for peer in sorted(coming):  # a sum is taken in one order, whoever takes it
-            places = coming[peer]
+        packed = {peer: _packed(tensors) for peer, tensors in sends.items() if peer != group.rank}
+        buffers = {peer: _buffer(targets, add) for peer, targets in receives.items() if peer != group.rank}
+        comm.exchange(packed, buffers, group)
+        for peer in sorted(receives):  # sum in the same order on every rank
+            targets = receives[peer]
             if peer == group.rank:
-                parts: Sequence[Tensor] = going[peer]
-            elif _lands_in_place(places, add):
+                parts: Sequence[Tensor] = sends[peer]
+            elif _received_in_place(targets, add):
                 continue
             else:
-                parts = torch.split(landings[peer], [place.numel() for place in places])
-            for place, part in zip(places, parts, strict=True):
-                place.add_(part.view(place.shape)) if add else place.copy_(part.view(place.shape))
+                parts = torch.split(buffers[peer], [target.numel() for target in targets])
+            for target, part in zip(targets, parts, strict=True):
+                target.add_(part.view(target.shape)) if add else target.copy_(part.view(target.shape))
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
@@ -176,14 +178,14 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def _landing(places: Sequence[Tensor], add: bool) -> Tensor:
-    if _lands_in_place(places, add):
-        return places[0].view(-1)
-    return places[0].new_empty(sum(place.numel() for place in places))
+def _buffer(targets: Sequence[Tensor], add: bool) -> Tensor:
+    if _received_in_place(targets, add):
+        return targets[0].view(-1)
+    return targets[0].new_empty(sum(target.numel() for target in targets))
 
 
-def _lands_in_place(places: Sequence[Tensor], add: bool) -> bool:
-    return len(places) == 1 and places[0].is_contiguous() and not add
+def _received_in_place(targets: Sequence[Tensor], add: bool) -> bool:
+    return len(targets) == 1 and targets[0].is_contiguous() and not add
 
 
 class _Spread(torch.autograd.Function):
@@ -195,7 +197,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, end: Tensor, *gradients: Tensor) -> Any:
         anchor = end if end.requires_grad else None
-        ctx.route.meet()
+        ctx.route.synchronise()
         return None, None, deliver(ctx.route, gradients, ctx.like, differentiable=True, anchor=anchor)
 
 
@@ -207,7 +209,7 @@ class _Deliver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.route.meet()
+        ctx.route.synchronise()
         stacks, end = spread(ctx.route, gradient, differentiable=True)
-        # The anchor's gradient is empty, and the way by which a rank without slots is part of a second backward.
+        # The anchor's empty gradient connects a rank without slots to a second backward.
         return None, None, end, *stacks

@@ -1,7 +1,7 @@
-"""`fetch_rows`: rows of a table that is cut in any way, for the rank that asks for them, with gradients to the shards.
+"""`fetch_rows`: look up rows of a table with any sharding; gradients flow to the shards.
 
-A rank asks every owner of a piece of a row for it, once, whatever number of times it needs the row; owners look the
-pieces up in their shards and send them. Neither the table nor the ranks' inputs travel as a whole.
+A rank requests each distinct row once from every owner of a piece of it; owners look the pieces up in their shards and
+send them. Neither the table nor the inputs are sent as a whole.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from shardwright.sharded.ops.route import Part, Route, Slot, deliver, merged
 
 __all__ = ["Distinct", "Lookup", "distinct", "fetch_rows"]
 
-# Up to so many ranks, what each asks of each is told to all: half a megabyte at most. More tell their peers one by one.
-_AT_ONCE = 256
+# Up to this many ranks, request counts are all-gathered (half a megabyte at most); above, they go through all-to-all.
+_MAX_GATHERED_RANKS = 256
 
 
 @final
 @dataclass(frozen=True)
 class Lookup:
-    """What torch's embeddings can be told about looking up rows, beside which: the same on all ranks."""
+    """Options of torch's embeddings for looking up rows. The same on all ranks."""
 
     max_norm: float | None = None
     norm_type: float = 2.0
@@ -39,30 +39,30 @@ class Lookup:
     sparse: bool = False
 
     def check(self) -> None:
-        """Raises where it makes no sense."""
+        """Raise if an option is invalid."""
         for name in ("max_norm", "norm_type"):
             value = getattr(self, name)
             if not isinstance(value, int | float) and not (name == "max_norm" and value is None):
-                raise ArgumentTypeError(f"{name} {value!r} is a {type(value).__name__}: a number is needed")
+                raise ArgumentTypeError(f"{name} must be a number, got {value!r}")
 
 
 class Distinct(NamedTuple):
-    """The indices that occur in an input: each once, ascending; where each of the input is among them; how often."""
+    """The distinct indices of an input, ascending; the position of each input index among them; and their counts."""
 
     indices: Tensor
     inverse: Tensor
     counts: Tensor
 
-    def place_of(self, index: int | None) -> int | None:
-        """Where an index is among these; None where it does not occur."""
+    def position(self, index: int | None) -> int | None:
+        """Return the position of an index among these, or None if it does not occur."""
         if index is None:
             return None
-        place = int(torch.searchsorted(self.indices, index))
-        return place if place < len(self.indices) and int(self.indices[place]) == index else None
+        position = int(torch.searchsorted(self.indices, index))
+        return position if position < len(self.indices) and int(self.indices[position]) == index else None
 
 
 def distinct(table: ShardedTensorBase, given: Any) -> Distinct:
-    """The indices in an input, which are checked against the table.
+    """Return the distinct indices of an input; raise if one is not a row of the table.
 
     >>> from shardwright import sharded
     >>> table = sharded.ones(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 9, 2)
@@ -71,33 +71,33 @@ def distinct(table: ShardedTensorBase, given: Any) -> Distinct:
             [0, 0]])
     >>> distinct(table, torch.tensor([7, 9]))
     Traceback (most recent call last):
-    shardwright.errors.ShardError: index 9, at [1] of the input, is not a row of a table of size [9, 2]: 0 to 8 are
+    shardwright.errors.ShardError: index 9 at [1] of the input is out of range for a table of size [9, 2]
     """
     if not isinstance(given, Tensor) or isinstance(given, ShardedTensorBase):
-        raise ArgumentTypeError(f"the input is a {type(given).__name__}: each rank gives a plain tensor of indices")
+        raise ArgumentTypeError(f"the input must be a plain tensor of indices, got {type(given).__name__}")
     if given.dtype not in (torch.int32, torch.int64):
-        raise ArgumentTypeError(f"the input is {given.dtype}: indices are torch.int32 or torch.int64")
+        raise ArgumentTypeError(f"the input must be torch.int32 or torch.int64, got {given.dtype}")
     if given.device.type != table.device.type:
-        raise ShardError(f"the input is on {given.device}, the table on {table.device}: move the input there")
+        raise ShardError(f"the input is on {given.device}, but the table is on {table.device}: move the input there")
     indices, inverse, counts = torch.unique(given.long(), return_inverse=True, return_counts=True)
     rows = table.shape[0]
     if len(indices) and (int(indices[0]) < 0 or int(indices[-1]) >= rows):
         wrong = (given < 0) | (given >= rows)
         where = wrong.nonzero()[0].tolist()
         raise ShardError(
-            f"index {int(given[wrong][0])}, at {where} of the input, is not a row of a table of size "
-            f"{list(table.shape)}: " + (f"0 to {rows - 1} are" if rows else "it has none")
+            f"index {int(given[wrong][0])} at {where} of the input is out of range for a table of size "
+            f"{list(table.shape)}"
         )
     return Distinct(indices, inverse, counts)
 
 
 def fetch_rows(
-    table: ShardedTensorBase, prepare: Callable[[], Distinct], how: Lookup, what: str
+    table: ShardedTensorBase, prepare: Callable[[], Distinct], options: Lookup, what: str
 ) -> tuple[Tensor, Distinct]:
-    """The rows that this rank asks for, in the order of its distinct indices, and what `prepare` made.
+    """Return the requested rows in the order of the distinct indices, and the result of `prepare`.
 
-    All ranks of the table's group call it, each with indices of its own. Gradients of all ranks' rows go to the shards
-    they came from: every rank calls `backward` on what it made of its rows, even if those are none.
+    Collective: each rank passes its own indices. Gradients of all ranks' rows flow to the shards they came from: every
+    rank must call `backward` on the result of its rows, even if it requested none.
 
     >>> from shardwright import sharded
     >>> table = sharded.rand(sharded.ChunkShardingSpec(0, ["rank:0/cpu"] * 2), 9, 2, requires_grad=True)
@@ -109,108 +109,109 @@ def fetch_rows(
     [2.0, 2.0]
     """
     gradient = table.requires_grad and torch.is_grad_enabled()
-    at_once = table._group.size <= _AT_ONCE
+    gathered = table._group.size <= _MAX_GATHERED_RANKS
 
-    def ask() -> tuple[tuple[Distinct, _Question], bytes]:
-        how.check()
+    def request() -> tuple[tuple[Distinct, _Requests], bytes]:
+        options.check()
         wanted = prepare()
-        question = _ask(table, wanted, how.scale_grad_by_freq)
-        return (wanted, question), question.counts.tobytes() if at_once else b""
+        requests = _requests(table, wanted, options.scale_grad_by_freq)
+        return (wanted, requests), requests.counts.tobytes() if gathered else b""
 
-    alike = f"a table of {list(table.shape)} {table.dtype}, {how}, {'a' if gradient else 'no'} gradient"
-    (wanted, question), told = announce(ask, alike, table._group, what)
-    if at_once:
-        counts = [int(np.frombuffer(one, np.int64)[table._group.rank]) for one in told]
+    arguments = f"a table of {list(table.shape)} {table.dtype}, {options}, {'a' if gradient else 'no'} gradient"
+    (wanted, requests), messages = announce(request, arguments, table._group, what)
+    if gathered:
+        counts = [int(np.frombuffer(message, np.int64)[table._group.rank]) for message in messages]
     else:
-        mine = torch.from_numpy(question.counts).to(table.device)[:, None].unbind()
-        counts = torch.cat(comm.all_to_all(mine, [(1,)] * len(told), table._group)).tolist()
-    width = question.rows[0].shape[1]
-    asked = comm.all_to_all(question.rows, [(count, width) for count in counts], table._group)
-    sought = _sought(table, asked)
-    slots = [Slot(shard.tensor.shape[1], one.counts) for shard, one in zip(table._local_shards, sought, strict=True)]
-    route = Route(table._group, len(wanted.indices), table.shape[1], question.parts, slots, what)
-    if how.max_norm is not None:
+        own = torch.from_numpy(requests.counts).to(table.device)[:, None].unbind()
+        counts = torch.cat(comm.all_to_all(own, [(1,)] * len(messages), table._group)).tolist()
+    width = requests.rows[0].shape[1]
+    received = comm.all_to_all(requests.rows, [(count, width) for count in counts], table._group)
+    lookups = list(zip(table._local_shards, _lookups(table, received), strict=True))
+    slots = [Slot(shard.tensor.shape[1], lookup.counts) for shard, lookup in lookups]
+    route = Route(table._group, len(wanted.indices), table.shape[1], requests.parts, slots, what)
+    if options.max_norm is not None:
         shards = [shard.tensor for shard in table._local_shards]
-        renormalise(table, route, shards, [one.rows for one in sought], float(how.max_norm), float(how.norm_type))
-    stacks = [_look_up(shard.tensor, one, how) for shard, one in zip(table._local_shards, sought, strict=True)]
+        rows = [lookup.rows for _, lookup in lookups]
+        renormalise(table, route, shards, rows, float(options.max_norm), float(options.norm_type))
+    stacks = [_look_up(shard.tensor, lookup, options) for shard, lookup in lookups]
     like = torch.empty(0, dtype=table.dtype, device=table.device)
     return deliver(route, stacks, like, differentiable=gradient), wanted
 
 
-class _Question(NamedTuple):
-    """Which rows a rank asks of each peer (a column; a second one says how often it uses them), and for which parts."""
+class _Requests(NamedTuple):
+    """The rows requested from each peer (a column, and a second one with use counts), and their parts."""
 
     rows: list[Tensor]
     parts: list[Part]
 
     @property
     def counts(self) -> np.ndarray[Any, Any]:
-        """How many rows it asks of each peer."""
+        """The number of rows requested from each peer."""
         return np.array([len(rows) for rows in self.rows], np.int64)
 
 
-def _ask(table: ShardedTensorBase, wanted: Distinct, frequencies: bool) -> _Question:
+def _requests(table: ShardedTensorBase, wanted: Distinct, frequencies: bool) -> _Requests:
     regions, group = table._table, table._group
-    low, high = _stretches(wanted.indices, regions.offsets[:, 0], regions.sizes[:, 0])
-    index = {rank: place for place, rank in enumerate(group.ranks)}
+    low, high = _ranges(wanted.indices, regions.offsets[:, 0], regions.sizes[:, 0])
+    index = {rank: position for position, rank in enumerate(group.ranks)}
     parts: list[list[Part]] = [[] for _ in group.ranks]
     for number in np.flatnonzero((high > low) & (regions.sizes[:, 1] > 0)).tolist():
         first, width = int(regions.offsets[number, 1]), int(regions.sizes[number, 1])
         peer = index[int(regions.ranks[number])]
         parts[peer].append(Part(peer, int(low[number]), int(high[number]), first, first + width))
-    said = torch.stack([wanted.indices, wanted.counts], 1) if frequencies else wanted.indices[:, None]
+    columns = torch.stack([wanted.indices, wanted.counts], 1) if frequencies else wanted.indices[:, None]
     rows = []
-    for ours in parts:
-        # A row that is cut by columns may have several pieces with one owner, and is named to it once.
-        pieces = [said[start:stop] for start, stop in merged((part.start, part.stop) for part in ours)]
-        rows.append(torch.cat(pieces) if pieces else said[:0])
-    return _Question(rows, [part for ours in parts for part in ours])
+    for from_peer in parts:
+        # If columns are sharded, one owner may have several pieces of a row; request the row once.
+        pieces = [columns[start:stop] for start, stop in merged((part.start, part.stop) for part in from_peer)]
+        rows.append(torch.cat(pieces) if pieces else columns[:0])
+    return _Requests(rows, [part for from_peer in parts for part in from_peer])
 
 
-class _Sought(NamedTuple):
-    """What is looked up in one shard: its rows, how many of them for each peer, how often peers use them if asked."""
+class _Lookup(NamedTuple):
+    """Rows to look up in one shard, the number for each peer, and use counts if requested."""
 
     rows: Tensor
     counts: list[int]
     uses: Tensor | None
 
 
-def _sought(table: ShardedTensorBase, asked: Sequence[Tensor]) -> list[_Sought]:
+def _lookups(table: ShardedTensorBase, received: Sequence[Tensor]) -> list[_Lookup]:
     offsets = np.array([shard.metadata.shard_offsets[0] for shard in table._local_shards], np.int64)
     sizes = np.array([shard.metadata.shard_sizes[0] for shard in table._local_shards], np.int64)
-    stretches = [_stretches(rows[:, 0].contiguous(), offsets, sizes) for rows in asked]
+    ranges = [_ranges(rows[:, 0].contiguous(), offsets, sizes) for rows in received]
     found = []
     for number, offset in enumerate(offsets.tolist()):
-        ours = [rows[low[number] : high[number]] for rows, (low, high) in zip(asked, stretches, strict=True)]
-        rows = torch.cat(ours)
+        by_peer = [rows[low[number] : high[number]] for rows, (low, high) in zip(received, ranges, strict=True)]
+        rows = torch.cat(by_peer)
         uses = rows[:, 1] if rows.shape[1] > 1 else None
-        found.append(_Sought(rows[:, 0] - offset, [len(one) for one in ours], uses))
+        found.append(_Lookup(rows[:, 0] - offset, [len(rows) for rows in by_peer], uses))
     return found
 
 
-def _stretches(
+def _ranges(
     indices: Tensor, offsets: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Where, among ascending indices, those of each interval start and stop."""
+    """Return where the indices of each interval start and stop among ascending indices."""
     bounds = torch.from_numpy(np.stack([offsets, offsets + sizes])).to(indices.device)
     low, high = torch.searchsorted(indices, bounds).cpu().numpy()
     return low, high
 
 
-def _look_up(shard: Tensor, sought: _Sought, how: Lookup) -> Tensor:
-    if not len(sought.rows) and not how.sparse:
-        return shard[:0]  # torch cannot differentiate looking nothing up twice
-    found = functional.embedding(sought.rows, shard, sparse=how.sparse)
-    if sought.uses is None or not found.requires_grad:
+def _look_up(shard: Tensor, lookup: _Lookup, options: Lookup) -> Tensor:
+    if not len(lookup.rows) and not options.sparse:
+        return shard[:0]  # torch has no second derivative for an empty lookup
+    found = functional.embedding(lookup.rows, shard, sparse=options.sparse)
+    if lookup.uses is None or not found.requires_grad:
         return found
-    rows, inverse = torch.unique(sought.rows, return_inverse=True)
-    uses = torch.zeros_like(rows).index_add_(0, inverse, sought.uses)
+    rows, inverse = torch.unique(lookup.rows, return_inverse=True)
+    uses = torch.zeros_like(rows).index_add_(0, inverse, lookup.uses)
     divided: Tensor = _DividedGradient.apply(found, uses[inverse][:, None])  # type: ignore[no-untyped-call]  # as ever
     return divided
 
 
 class _DividedGradient(torch.autograd.Function):
-    """A tensor as it is, whose gradient is divided: `scale_grad_by_freq`, with the frequencies of all ranks."""
+    """The identity with a divided gradient: `scale_grad_by_freq` with the frequencies of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, divisor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`gather`: the whole tensor on one rank."""
+"""`gather`: the global tensor on one rank."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, PlacementError, ShardError
 from shardwright.layout import RegionTable
-from shardwright.sharded.base.agreement import digest
 from shardwright.sharded.base.checks import refuse_nested, refuse_sparse
 from shardwright.sharded.base.tensor_base import ShardedTensorBase
+from shardwright.sharded.metadata.digest import digest
 from shardwright.sharded.transfer.transfer import ShardTransfer
 from shardwright.tensor import DTensor
 
@@ -33,11 +33,11 @@ def gather(
 
     comm.agree(prepare, what="gather", group=group, same=True, unwrap=True)
     size = tuple(tensor.shape)
-    whole = RegionTable(np.array([dst]), np.zeros((1, len(size)), np.int64), np.array([size], np.int64))
+    target = RegionTable(np.array([dst]), np.zeros((1, len(size)), np.int64), np.array([size], np.int64))
     like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     direct = out is not None and out.dtype == tensor.dtype and out.device == like.device
-    direct = direct and out is not None and not (out.is_conj() or out.is_neg())  # whose bytes are not their values
-    filled = ShardTransfer(tensor._table, whole, group).run(
+    direct = direct and out is not None and not (out.is_conj() or out.is_neg())  # their bytes differ from their values
+    filled = ShardTransfer(tensor._table, target, group).run(
         [shard.tensor for shard in tensor._local_shards], like, [out] if direct and out is not None else None
     )
     if rank != dst:
@@ -55,44 +55,44 @@ def _check(
     if dst not in tensor._group.ranks:
         raise PlacementError(f"gather: dst {dst} is not in the group of ranks {list(tensor._group.ranks)}")
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ArgumentTypeError(f"gather: dtype {dtype!r} is a {type(dtype).__name__}: give a torch.dtype")
+        raise ArgumentTypeError(f"gather: dtype must be a torch.dtype, got {dtype!r}")
     if out is None:
         return
     if not isinstance(out, Tensor) or isinstance(out, ShardedTensorBase | DTensor):
-        raise ArgumentTypeError(f"gather: `out` is a {type(out).__name__}: give a plain tensor")
+        raise ArgumentTypeError(f"gather: `out` must be a plain tensor, got {type(out).__name__}")
     if rank != dst:
         raise ShardError(
-            f"gather: rank {rank} gave `out`, and the tensor is gathered on rank {dst}: give it there only"
+            f"gather: rank {rank} passed `out`, but the tensor is gathered on rank {dst}: pass it there only"
         )
     if out.shape != tensor.shape:
-        raise ShardError(f"gather: `out` of size {list(out.shape)} for a tensor of size {list(tensor.shape)}")
+        raise ShardError(f"gather: `out` has size {list(out.shape)}, but the tensor has size {list(tensor.shape)}")
     if dtype is not None and out.dtype != dtype:
-        raise ShardError(f"gather: `out` is {out.dtype}, and dtype={dtype} is asked for: give one of the two")
+        raise ShardError(f"gather: `out` is {out.dtype}, but dtype={dtype} was given: give only one of them")
     if enforce_dtype and out.dtype != tensor.dtype:
-        raise ShardError(f"gather: `out` is {out.dtype}, the tensor is {tensor.dtype}, and enforce_dtype forbids it")
+        raise ShardError(f"gather: with enforce_dtype, `out` must be {tensor.dtype} like the tensor, got {out.dtype}")
     if out.requires_grad and out.is_leaf and torch.is_grad_enabled():
-        raise ShardError("gather: `out` is a leaf that requires grad: give a plain buffer")
+        raise ShardError("gather: `out` must not be a leaf that requires grad")
     if out.layout != torch.strided or out.is_meta:
-        raise ShardError(f"gather: `out` has layout {out.layout} on {out.device}: give a strided tensor with memory")
+        raise ShardError(f"gather: `out` must be a strided tensor with memory, got layout {out.layout} on {out.device}")
     if _overlaps_itself(out):
         raise ShardError(
-            f"gather: elements of `out`, of size {list(out.shape)} with strides {list(out.stride())}, share memory: "
-            "they would overwrite each other; give a tensor with memory for each"
+            f"gather: elements of `out`, of size {list(out.shape)} with strides {list(out.stride())}, share memory and "
+            "would overwrite each other: pass a tensor without overlapping elements"
         )
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements of a strided tensor are one place in memory."""
-    longer = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
-    if not tensor.numel() or not longer:
+    """True if two elements of a strided tensor share memory."""
+    dims = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    if not tensor.numel() or not dims:
         return False
     reach, apart = 0, True
-    for stride, size in longer:
-        apart = apart and stride > reach  # a step is longer than all that lies within it
+    for stride, size in dims:
+        apart = apart and stride > reach  # each stride exceeds the extent of the smaller ones
         reach += stride * (size - 1)
-    if apart or longer[0][0] == 0:
+    if apart or dims[0][0] == 0:
         return not apart
-    places = np.zeros(1, np.int64)
-    for stride, size in longer:
-        places = (places[:, None] + stride * np.arange(size)).reshape(-1)
-    return len(np.unique(places)) < len(places)
+    addresses = np.zeros(1, np.int64)
+    for stride, size in dims:
+        addresses = (addresses[:, None] + stride * np.arange(size)).reshape(-1)
+    return len(np.unique(addresses)) < len(addresses)

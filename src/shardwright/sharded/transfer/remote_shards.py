@@ -1,7 +1,7 @@
-"""Shards of other ranks, fetched over RPC: `RRef`s of what each rank offers.
+"""Remote access to the shards of other ranks over RPC, by `RRef`s.
 
-A rank offers a tensor under a key of its own making, and tells the others the key and the name of its RPC worker.
-Before any rank goes on, all have RRefs of all shards: an RRef holds its shard, whatever its owner does with the tensor.
+Each rank registers its tensor under a unique key and sends the key and its RPC worker name to the others. All ranks
+create RRefs of all shards before any continues: an RRef keeps its shard alive, whatever its owner does with the tensor.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from shardwright.sharded.base.tensor_base import ShardedTensorBase
 from shardwright.sharded.metadata.shard import Shard
 from shardwright.sharded.metadata.tensor_metadata import ShardMetadata
 
-__all__ = ["RemoteShards", "offer"]
+__all__ = ["RemoteShards", "share_shards"]
 
-_offered: WeakValueDictionary[str, ShardedTensorBase] = WeakValueDictionary()
+_registered: WeakValueDictionary[str, ShardedTensorBase] = WeakValueDictionary()
 
 
-class _Offer(NamedTuple):
-    """What a rank tells the others: its RPC worker, and the key of its tensor there."""
+class _Registration(NamedTuple):
+    """The message of a rank to the others: its RPC worker, and the key of its tensor there."""
 
     worker: str | None
     key: str
@@ -32,67 +32,68 @@ class _Offer(NamedTuple):
 
 @final
 class RemoteShards:
-    """The RRefs of the other ranks' shards, made again if the tensor has been resharded since."""
+    """RRefs of the other ranks' shards; created again after the tensor was resharded."""
 
-    def __init__(self, offers: dict[int, _Offer]) -> None:
-        self._offers = offers
-        self._shards: list[ShardMetadata] = []  # those that the references are of: a tensor can be resharded
+    def __init__(self, registrations: dict[int, _Registration]) -> None:
+        self._registrations = registrations
+        self._shards: list[ShardMetadata] = []  # the shards that the references belong to
         self._references: dict[int, list[Any]] = {}
 
     def references(self, tensor: ShardedTensorBase) -> dict[int, list[Any]]:
-        """By global rank, in the order of the metadata; ranks without shards are left out."""
+        """Return RRefs by global rank, in the order of the metadata; ranks without shards are left out."""
         if comm.worker_name() is None:
             raise CommError("remote_shards: RPC is not running here; call torch.distributed.rpc.init_rpc first")
         shards = tensor._metadata.shards_metadata
         if shards is not self._shards:
             found: dict[int, list[Any]] = {}
             for rank, shard in sorted(zip(tensor._table.ranks.tolist(), shards, strict=True), key=lambda pair: pair[0]):
-                if rank in self._offers:
-                    worker, key = self._offers[rank]
+                if rank in self._registrations:
+                    worker, key = self._registrations[rank]
                     made = comm.call_remotely(str(worker), _shard_at, key, shard.shard_offsets, shard.shard_sizes)
                     found.setdefault(rank, []).append(made)
             self._references, self._shards = found, shards
         return {rank: list(references) for rank, references in self._references.items()}
 
 
-def offer(tensor: ShardedTensorBase, group: comm.Group) -> RemoteShards:
-    """Makes this rank's shards reachable for the others, and says how to reach theirs. All ranks of the group call it.
+def share_shards(tensor: ShardedTensorBase, group: comm.Group) -> RemoteShards:
+    """Make this rank's shards accessible to the others and return access to theirs. Collective.
 
-    Where RPC does not run on some of them, all get the same error.
+    If RPC is not running on some ranks, all raise the same error.
     """
-    own = _Offer(comm.worker_name(), uuid.uuid4().hex)
-    said = comm.gather_bytes(msgspec.json.encode(own), group, what="init_rrefs")
-    offers = [msgspec.json.decode(one, type=_Offer) for one in said]
-    silent = [rank for rank, one in zip(group.ranks, offers, strict=True) if one.worker is None]
-    if silent:
+    own = _Registration(comm.worker_name(), uuid.uuid4().hex)
+    gathered = comm.gather_bytes(msgspec.json.encode(own), group, what="init_rrefs")
+    registrations = [msgspec.json.decode(message, type=_Registration) for message in gathered]
+    missing = [rank for rank, other in zip(group.ranks, registrations, strict=True) if other.worker is None]
+    if missing:
         raise CommError(
-            f"init_rrefs: RPC is not running on ranks {silent}: call torch.distributed.rpc.init_rpc on every rank of "
-            "the group before the tensor is made"
+            f"init_rrefs: RPC is not running on ranks {missing}: call torch.distributed.rpc.init_rpc on every rank of "
+            "the group before creating the tensor"
         )
-    _offered[own.key] = tensor
-    others = {rank: one for rank, one in zip(group.ranks, offers, strict=True) if rank != group.global_rank}
-    comm.gather_bytes(b"", group, what="init_rrefs: offered")
+    _registered[own.key] = tensor
+    own_rank = group.global_rank
+    others = {rank: other for rank, other in zip(group.ranks, registrations, strict=True) if rank != own_rank}
+    comm.gather_bytes(b"", group, what="init_rrefs: registered")
     remote = RemoteShards(others)
 
     def refer() -> None:
         for references in remote.references(tensor).values():
             for reference in references:
-                reference._get_future().wait()  # until its owner has looked up the shard
+                reference._get_future().wait()  # wait until the owner has looked up the shard
 
     comm.agree(refer, what="init_rrefs", group=group)
     return remote
 
 
 def _shard_at(key: str, offsets: list[int], sizes: list[int]) -> Shard:
-    """The shard that this rank offers under the key. Called by other ranks."""
-    tensor = _offered.get(key)
-    who = f"rank {comm.rank()}"
+    """Return the shard that this rank registered under the key. Called by other ranks."""
+    tensor = _registered.get(key)
+    here = f"rank {comm.rank()}"
     if tensor is None:
-        raise ShardError(f"{who} has freed the ShardedTensor whose shard at offsets {offsets} is asked for")
+        raise ShardError(f"{here} has freed the ShardedTensor whose shard at offsets {offsets} was requested")
     for shard in tensor._local_shards:
         if shard.metadata.shard_offsets == offsets and shard.metadata.shard_sizes == sizes:
             return shard
     raise ShardError(
-        f"{who} has no shard of sizes {sizes} at offsets {offsets}: the tensor is cut otherwise there. Ask for remote "
-        "shards when all ranks have resharded it"
+        f"{here} has no shard of sizes {sizes} at offsets {offsets}: the tensor is sharded differently there. Request "
+        "remote shards after all ranks have resharded it"
     )

@@ -1,4 +1,4 @@
-"""`reshard`: other boxes, same values."""
+"""`reshard`: replace the shards of a tensor by those of another spec."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from shardwright import comm
 from shardwright.layout import RegionTable
-from shardwright.sharded.base.agreement import digest
 from shardwright.sharded.base.checks import refuse_nested, refuse_sparse
 from shardwright.sharded.base.tensor_base import ShardedTensorBase
+from shardwright.sharded.metadata.digest import digest
 from shardwright.sharded.metadata.owners import owner_in
 from shardwright.sharded.metadata.properties import TensorProperties, empty_of
 from shardwright.sharded.metadata.shard import Shard
@@ -34,11 +34,11 @@ def reshard(tensor: ShardedTensorBase, spec: ShardingSpec) -> None:
         metadata = metadata_for(spec, tensor.shape, tensor._metadata.tensor_properties)
         table = metadata.table(owner_in(group))
         how = "with gradients" if recording else "without gradients"
-        said = f"{digest(tensor._table)} of {tensor.dtype} to {digest(table)} {how}"
-        return (metadata, table), said, b"leaves" if tensor.is_leaf else b"a history"
+        description = f"{digest(tensor._table)} of {tensor.dtype} to {digest(table)} {how}"
+        return (metadata, table), description, b"leaves" if tensor.is_leaf else b"a history"
 
-    (metadata, table), words = comm.agree(prepare, what="reshard", group=group, same=True, gather=True, unwrap=True)
-    tensor._leaf = all(word == b"leaves" for word in words)  # a rank without shards may not have known
+    (metadata, table), messages = comm.agree(prepare, what="reshard", group=group, same=True, gather=True, unwrap=True)
+    tensor._leaf = all(message == b"leaves" for message in messages)  # a rank without shards may not have known
     if metadata.shards_metadata == tensor._metadata.shards_metadata:
         tensor._spec = spec
         return
@@ -65,7 +65,7 @@ def _moved(
     properties: TensorProperties,
     differentiable: bool,
 ) -> list[Tensor]:
-    """This rank's new shards, with the values that other ranks and its old shards hold."""
+    """Return this rank's new shards, filled from its old shards and other ranks."""
     held = [shard.tensor for shard in tensor._local_shards]
     devices = [_device(shard, tensor.device) for shard in own]
     here = held[0].device if held else (*devices, tensor.device)[0]
@@ -73,11 +73,11 @@ def _moved(
     if differentiable:
         moved = transfer.apply(held, like)
     else:
-        # Values arrive on the device that holds the old shards; those that go on to another are made there, below.
+        # Values arrive on the device of the old shards and are copied to another device below, if needed.
         staging = replace(properties, pin_memory=False)
-        kinds = [properties if device == here else staging for device in devices]
-        landing = [empty_of(kind, shard.shard_sizes, here) for kind, shard in zip(kinds, own, strict=True)]
-        moved = transfer.run(held, like, landing)
+        choices = [properties if device == here else staging for device in devices]
+        out = [empty_of(choice, shard.shard_sizes, here) for choice, shard in zip(choices, own, strict=True)]
+        moved = transfer.run(held, like, out)
     if properties.memory_format == torch.channels_last:
         moved = [piece.contiguous(memory_format=torch.channels_last) for piece in moved]
     placed = [piece.to(device) for piece, device in zip(moved, devices, strict=True)]
@@ -85,7 +85,7 @@ def _moved(
 
 
 def _device(shard: ShardMetadata, known: torch.device) -> torch.device:
-    """Where the shard is to lie: a placement that gives no number means the device that is in use, where it is one."""
+    """Return the device of the new shard; a placement without index means the known device, if of its type."""
     wanted = known if shard.placement is None else shard.placement.device()
     return known if wanted == torch.device(known.type) else wanted
 

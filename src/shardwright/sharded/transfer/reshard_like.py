@@ -1,4 +1,4 @@
-"""A tensor cut like another one."""
+"""Reshard a tensor like another one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T", bound=ShardedTensorBase)
 
 
 def reshard_like(source: T, target: ShardedTensorBase) -> T:
-    """The values of `source` in the boxes of `target`: the tensor itself where it has those, else a new one.
+    """Return `source` with the sharding of `target`: itself if they agree, else a new tensor.
 
-    Where they differ, values travel, and all ranks call it. Gradients flow back to a source that has any.
+    Collective if the shardings differ. Differentiable.
 
     >>> from shardwright import sharded
     >>> one, two = (sharded.ones(sharded.ChunkShardingSpec(0, ["rank:0/cpu"] * n), 4) for n in (1, 2))
@@ -27,13 +27,13 @@ def reshard_like(source: T, target: ShardedTensorBase) -> T:
     >>> one
     ShardedTensor([4], torch.float32, 1 shards; here: [0:4])
     """
-    if source._is_cut_like(target):
+    if source._has_same_shards(target):
         return source
     wanted = source.requires_grad and torch.is_grad_enabled()
     if wanted:
         made = source._with([shard.tensor.view_as(shard.tensor) for shard in source._local_shards], requires_grad=True)
     else:
-        made = source.detach()  # another object, as the one given stays as it is
+        made = source.detach()  # a new object, because `source` must not change
     reshard(made, EnumerableShardingSpec(target.shards_metadata()))
     made._spec = target._spec
     return made

@@ -1,4 +1,4 @@
-"""A whole tensor on one rank, cut and scattered."""
+"""`scatter`: shard a plain tensor of one rank."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, PlacementError, ShardError
 from shardwright.layout import RegionTable
-from shardwright.sharded.base.agreement import digest
 from shardwright.sharded.base.tensor_base import ShardedTensorBase
+from shardwright.sharded.metadata.digest import digest
 from shardwright.sharded.metadata.process_group import group_of
 from shardwright.sharded.metadata.properties import TensorProperties
 from shardwright.sharded.metadata.shard import Shard
@@ -34,31 +34,35 @@ def scatter(cls: type[T], tensor: Tensor, spec: ShardingSpec, src_rank: int, pro
     def prepare() -> tuple[T, str]:
         if not isinstance(tensor, Tensor) or isinstance(tensor, ShardedTensorBase | DTensor):
             raise ArgumentTypeError(
-                f"shard: {type(tensor).__name__} is not a plain tensor; a ShardedTensor has reshard(spec), and a "
-                "DTensor becomes one by sharded.from_dtensor"
+                f"shard: expected a plain tensor, got {type(tensor).__name__}; use reshard(spec) of a ShardedTensor, "
+                "and sharded.from_dtensor for a DTensor"
             )
         if tensor.layout != torch.strided:
-            raise ShardError(f"shard: a tensor of layout {tensor.layout}: shards are strided; call to_dense()")
+            raise ShardError(f"shard: the tensor must be strided, got layout {tensor.layout}: call to_dense()")
         if src_rank not in group.ranks:
             raise PlacementError(f"shard: src_rank {src_rank} is not in the group of ranks {list(group.ranks)}")
         if tensor.is_meta and rank == src_rank and not _is_meta(metadata_for(spec, tensor.shape, TensorProperties())):
             raise ShardError(
-                f"shard: rank {rank} is the source, and its tensor is on meta: it has no values to scatter"
+                f"shard: the tensor of the source rank {rank} is a meta tensor, which has no values to scatter"
             )
         properties = TensorProperties(tensor.dtype, requires_grad=tensor.requires_grad)
         made = cls._bind(metadata_for(spec, tensor.shape, properties), spec, (), group)
         needs = "requires_grad" if tensor.requires_grad else "no gradient"
-        what = f"{list(tensor.shape)} of {tensor.dtype}, {needs}, from rank {src_rank}, cut into {digest(made._table)}"
+        what = (
+            f"{list(tensor.shape)} of {tensor.dtype}, {needs}, from rank {src_rank}, split into {digest(made._table)}"
+        )
         return made, what
 
     made = comm.agree(prepare, what="shard", group=group, same=True, unwrap=True)
     own = made._own()
     size = tuple(tensor.shape)
-    whole = RegionTable(np.array([src_rank]), np.zeros((1, len(size)), np.int64), np.array([size], np.int64))
+    source = RegionTable(np.array([src_rank]), np.zeros((1, len(size)), np.int64), np.array([size], np.int64))
     if _is_meta(made.metadata()):
         pieces = [torch.empty(shard.shard_sizes, dtype=tensor.dtype, device="meta") for shard in own]
     else:
-        pieces = ShardTransfer(whole, made._table, group).run([tensor] if rank == src_rank else [], _like(tensor, made))
+        pieces = ShardTransfer(source, made._table, group).run(
+            [tensor] if rank == src_rank else [], _like(tensor, made)
+        )
     made._local_shards = [
         Shard(piece if where is None else piece.to(where.device()), shard)
         for piece, shard, where in zip(pieces, own, (shard.placement for shard in own), strict=True)
@@ -67,13 +71,13 @@ def scatter(cls: type[T], tensor: Tensor, spec: ShardingSpec, src_rank: int, pro
 
 
 def _is_meta(metadata: ShardedTensorMetadata) -> bool:
-    """Whether no shard has memory."""
+    """True if all shards are on the meta device."""
     placements = [shard.placement for shard in metadata.shards_metadata]
     return all(placement is not None and placement.device().type == "meta" for placement in placements)
 
 
 def _like(tensor: Tensor, made: ShardedTensorBase) -> Tensor:
-    """What a rank's pieces are like: a rank that only receives may have given a meta tensor, which holds nothing."""
+    """Return an example of dtype and device for this rank's shards; receiving ranks may pass a meta tensor."""
     if not tensor.is_meta:
         return tensor.detach()
     devices = [shard.placement.device() for shard in made._own() if shard.placement is not None]

@@ -1,4 +1,4 @@
-"""A digest of shards and their owners, which ranks compare."""
+"""A digest of shards and their owners, for comparison between ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["digest"]
 
 
 def digest(table: RegionTable) -> str:
-    """A short text that tells shards and their owners from others.
+    """Return a short text that identifies the shards and their owners.
 
     >>> import numpy as np
     >>> digest(RegionTable(np.array([0]), np.array([[0]]), np.array([[4]])))
     '1 shards (af8bdd86ad1ecd71)'
     """
-    made = hashlib.blake2b(b"".join(column.tobytes() for column in table), digest_size=8)
-    return f"{len(table.ranks)} shards ({made.hexdigest()})"
+    digest = hashlib.blake2b(b"".join(column.tobytes() for column in table), digest_size=8)
+    return f"{len(table.ranks)} shards ({digest.hexdigest()})"
