@@ -357,7 +357,7 @@ class RuleError(TensorError):
     >>> import torch, shardwright as sw
     >>> sw.register_rule(torch.add, sw.rules.pointwise())
     Traceback (most recent call last):
-    shardwright.errors.RuleError: add has a rule already: give replace=True to put yours in its place
+    shardwright.errors.RuleError: add already has a rule: pass replace=True to replace it
     """
 
 
@@ -368,7 +368,7 @@ class CaptureError(TensorError):
     >>> x = sw.ones(2, mesh=sw.init_device_mesh("cpu", (1,)))
     >>> sw.compile(lambda x: x if x.sum() > 1 else -x)(x)
     Traceback (most recent call last):
-    shardwright.errors.CaptureError: ...: the program looks at a value (item), ...
+    shardwright.errors.CaptureError: ...: the program reads a value of a tensor (item), ...
     """
 
 

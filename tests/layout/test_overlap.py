@@ -94,5 +94,5 @@ def test_nothing_meets_nothing_and_scalars_meet() -> None:
 
 
 def test_boxes_of_different_tensors_are_refused() -> None:
-    with pytest.raises(RegionError, match="boxes of 1 and of 2 dimensions"):
+    with pytest.raises(RegionError, match="the same number of dimensions, got 1 and 2"):
         overlaps(Boxes.of([Region((0,), (1,))]), Boxes.of([Region((0, 0), (1, 1))]))

@@ -149,9 +149,9 @@ def test_a_region_is_a_value() -> None:
         (lambda: Region((True,), (1,)), ArgumentTypeError, "got bool: True"),
         (lambda: Region((0,), (4,)).within(Region((2,), (4,))), RegionError, r"\[0:4\] is not inside \[2:6\]"),
         (lambda: Region((0,), (4,)).intersect(Region((0, 0), (1, 1))), RegionError, "the same number of dimensions"),
-        (lambda: Region((0,), (4,)).shift((1, 1)), RegionError, "has 2 numbers"),
+        (lambda: Region((0,), (4,)).shift((1, 1)), RegionError, "shift needs 1 distances"),
         (lambda: Region((0,), (4,)).shift((-1,)), RegionError, "negative"),
-        (lambda: Region((0,), (4,)).byte_runs((4,), 0), RegionError, "itemsize 0"),
+        (lambda: Region((0,), (4,)).byte_runs((4,), 0), RegionError, "itemsize must be at least 1, got 0"),
         (lambda: Region((0,), (4,)).covers([Region((0, 0), (4, 1))]), RegionError, "region 0 .* has 2 dimensions"),
     ],
 )

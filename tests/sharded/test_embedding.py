@@ -301,7 +301,7 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all_and_names_it() -> None:
             {},
             r"index 9 at \[1, 0\] of the input is out of range for a table of size \[9, 4\]",
         ),
-        (embed, (torch.tensor([2, -1]),), {}, r"index -1, at \[1\] of the input"),
+        (embed, (torch.tensor([2, -1]),), {}, r"index -1 at \[1\] of the input"),
         (embed, (torch.ones(2),), {}, "the input must be torch.int32 or torch.int64, got torch.float32"),
         (embed, ([1, 2],), {}, "the input must be a plain tensor of indices, got list"),
         (embed, (i,), {"padding_idx": 9}, "padding_idx 9 is out of range for a table of 9 rows"),

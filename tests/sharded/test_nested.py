@@ -212,7 +212,7 @@ def test_what_does_not_fit_together_is_refused_alike_on_all_ranks() -> None:
 
 def test_shards_that_are_sharded_are_checked_like_others() -> None:
     inner = ChunkShardingSpec(0, ["rank:0/cpu"] * 2).shard(torch.arange(4.0))
-    with pytest.raises(ShardError, match=r"dtype is torch\.int64, and torch\.float32 in shard 0"):
+    with pytest.raises(ShardError, match=r"dtype is torch\.int64, but torch\.float32 in shard 0"):
         sharded.init_from_local_shards(
             [Shard.from_tensor_and_offsets(inner, [0]), Shard.from_tensor_and_offsets(torch.arange(3), [4])], 7
         )

@@ -308,7 +308,7 @@ def test_over_a_cut_dimension_a_reduction_is_refused_and_says_what_to_do() -> No
             (lambda: boxes.max(dim=-1), "max: it runs over dimension 1"),
             (lambda: boxes.topk(1), "topk: it runs over dimension 1"),
             (lambda: rows.cumsum_(1), "cumsum_: in-place and out= variants are not supported"),
-            (lambda: nn.functional.softmax(rows), "without `dim`"),
+            (lambda: nn.functional.softmax(rows), "`dim` is required"),
             (lambda: rows.t_(), "cannot be permuted in place"),
         ):
             with pytest.raises(UnsupportedError, match=words):
@@ -350,7 +350,7 @@ def test_operands_that_do_not_fit_are_refused_and_named() -> None:
             (lambda: rows.__setitem__(0, 1), UnsupportedError, r"__setitem__: only `x\[mask\] = number`"),
             (lambda: torch._foreach_add([rows], 1), UnsupportedError, "_foreach_add: .* foreach=False"),
             (lambda: rows[0], UnsupportedError, "__getitem__: ShardedTensor does not support"),
-            (lambda: rows.view(30), UnsupportedError, "view: a ShardedTensor"),
+            (lambda: rows.view(30), UnsupportedError, "view: ShardedTensor does not support"),
             (
                 lambda: rows.backward(),
                 UnsupportedError,

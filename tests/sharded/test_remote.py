@@ -220,7 +220,7 @@ def test_placements_name_workers_whatever_their_numbers(found: dict[str, list[An
     two, one = [([0, 0], True), ([4, 0], True)], [([1, 0], True)]
     assert list(remote) == [{1: two, 2: one}, {2: one}, {1: two}]
     assert list(local) == [[], [[0, 0], [4, 0]], [[1, 0]]]
-    assert all(message.startswith("worker 'trainer9' did not tell its rank") for message in unknown)
+    assert all(message.startswith("worker 'trainer9' did not return its rank") for message in unknown)
 
 
 def test_a_worker_that_is_named_must_be_the_one_that_gives_the_shard(found: dict[str, list[Any]]) -> None:

@@ -381,7 +381,7 @@ def test_whatever_is_wrong_with_a_shard_is_raised_on_all_ranks() -> None:
         "rank 1: ArgumentTypeError: a Shard must have a torch.Tensor and a sharded.ShardMetadata, got Tensor and "
         "NoneType" in first[2]
     )
-    assert "rank 1: ArgumentTypeError: NoneType is not a sharded.ShardedTensorMetadata" in first[3]
+    assert "rank 1: ArgumentTypeError: expected a sharded.ShardedTensorMetadata, got NoneType" in first[3]
     for wrong in (lambda: Shard(None, ShardMetadata([0], [2])), lambda: Shard(torch.ones(2), "rank:0")):
         with pytest.raises(ArgumentTypeError, match=r"a Shard (of|with) a"):
             wrong()

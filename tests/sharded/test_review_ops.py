@@ -165,7 +165,7 @@ def test_ranks_that_are_too_many_to_tell_all_counts_to_all_look_up_the_same() ->
         table = sharded.rand(chunks(0, 0, 2, 0), 7, 2, requires_grad=True)
         asked = torch.arange(comm.rank() * 2)
         found = functional.embedding(asked, table)
-        with mock.patch.object(rows, "_AT_ONCE", 1):
+        with mock.patch.object(rows, "_MAX_GATHERED_RANKS", 1):
             again = functional.embedding(asked, table)
         assert torch.equal(found, again)
         again.sum().backward()
@@ -234,7 +234,7 @@ def test_loading_raises_on_all_ranks_where_one_loads_something_else() -> None:
     assert "rank 1: expected a ShardedTensor, got Tensor" in first[0]
     assert "rank 1: missing" in first[1]
     assert "'state' must be a dict by parameter name, got NoneType" in first[4]
-    assert "rank 0: ShardError: ShardedOptimizer: the shards of 'table' are others" in first[-1]
+    assert "rank 0: ShardError: ShardedOptimizer: the shards of 'table' have been replaced" in first[-1]
 
 
 def test_a_parameter_may_be_on_meta_on_ranks_that_are_not_the_source() -> None:

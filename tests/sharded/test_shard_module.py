@@ -188,7 +188,7 @@ def test_a_plan_with_faults_lists_them_all_and_changes_nothing() -> None:
         "'haed.0' is not a module: did you mean 'head.0'?",
     ]
     assert dict(model.named_parameters(remove_duplicate=False)) == before
-    with pytest.raises(ArgumentTypeError, match=r"dict is not a sharded\.ShardingPlan"):
+    with pytest.raises(ArgumentTypeError, match=r"plan must be a sharded\.ShardingPlan, got dict"):
         sharded.shard_module(model, {"first.weight": ALONE})  # type: ignore[arg-type]  # that is the test
     with pytest.raises(ArgumentTypeError, match=r"Nothing\.shard must return a module for 'second', got int"):
         sharded.shard_module(model, sharded.ShardingPlan({"second": Nothing()}))

@@ -1,4 +1,4 @@
-"""PyTorch's own operator database as a test of ours: every operator, its samples, and placements of their inputs."""
+"""PyTorch's operator database as a test suite: every operator, its samples, and placements of their inputs."""
 
 from shardwright.testing.operators.cases import Case, cases_of
 from shardwright.testing.operators.database import Entry, entries, entry, samples_of

@@ -1,4 +1,4 @@
-"""Which placements of a sample's inputs are tried on ranks: seeded, so that every rank and every run tries the same."""
+"""Choose the placements of a sample's inputs to test on ranks; seeded, so that all ranks and runs choose the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Case", "cases_of"]
 
 
 class Case(NamedTuple):
-    """One sample of an operator, and how each of its tensors is laid out over the mesh.
+    """A sample of an operator, and the placements of each of its tensors on the mesh.
 
     >>> print(Case("mul", 0, (4,), ((Shard(0),), (Replicate(),))))
     mul[0] on 4: S(0); R
@@ -33,9 +33,9 @@ class Case(NamedTuple):
 
 
 def cases_of(operator: str, mesh: tuple[int, ...], least: int = 8, most: int = 24, seed: int = 0) -> list[Case]:
-    """Cases of an operator: every sample at least once where there are at most `most`, and at least `least` in all.
+    """Return cases of an operator: every sample if there are at most `most`, and at least `least` in total.
 
-    An operator whose inputs can be laid out in fewer manners has fewer.
+    Fewer, if its inputs have fewer possible placements.
 
     >>> len(cases_of("mul", (2, 2))) >= 8
     True
@@ -68,15 +68,15 @@ def _is_dense(sample: OpSample) -> bool:
     return all(tensor.layout == torch.strided for tensor in sample.tensors)
 
 
-# A sum that is off by its last bit is another number to these: their inputs are never addends.
+# These are sensitive to rounding errors in the last bit: their inputs are never partial sums.
 _EXACT = frozenset(("argwhere", "hash_tensor", "nonzero", "nonzero_static"))
 
 
 def _choices(tensor: Tensor, exact: bool) -> list[Placement]:
     found: list[Placement] = [Shard(dim) for dim in range(tensor.ndim)]
-    found += [Replicate(), *found]  # cut more often than not
+    found += [Replicate(), *found]  # shard more often than not
     if (tensor.dtype.is_floating_point or tensor.dtype.is_complex) and tensor.dtype.itemsize > 1 and not exact:
-        found.append(Partial("sum"))  # torch does not add what has 8 bits
+        found.append(Partial("sum"))  # torch does not add 8-bit floats
     return found
 
 
@@ -87,7 +87,7 @@ def _random(
 
 
 def _alike(tensors: Sequence[Tensor], mesh: tuple[int, ...], generator: Any) -> tuple[tuple[Placement, ...], ...]:
-    """All inputs cut along one dimension, as far as they have it: what programs mostly do."""
+    """Shard all inputs that have it along one dimension, as most programs do."""
     most = max((tensor.ndim for tensor in tensors), default=0)
     wanted = [generator.randrange(most) if most else 0 for _ in mesh]
     return tuple(tuple(Shard(dim) if dim < tensor.ndim else Replicate() for dim in wanted) for tensor in tensors)

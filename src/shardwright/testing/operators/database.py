@@ -1,8 +1,8 @@
-"""The operator database of torch: its entries by name, and one sample of each pattern of arguments.
+"""torch's operator database: its entries by name, and one sample of each pattern of arguments.
 
-A database entry has up to a thousand samples, most of which differ in nothing but numbers. Two samples are of one
-pattern if their arguments have the same structure, dtypes, numbers of dimensions and options; of each pattern the
-first that has elements is kept.
+An entry has up to a thousand samples, most of which differ only in sizes and values. Two samples have the same pattern
+if their arguments have the same structure, dtypes, numbers of dimensions and options; the first non-empty sample of
+each pattern is kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_ELEMENTS = 60_000
 @final
 @dataclass(frozen=True, slots=True)
 class OpSample:
-    """A call of an operator: the function, its arguments, and what of its result a gradient is taken of."""
+    """A call of an operator: the function, its arguments, and which part of its result is differentiated."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -47,7 +47,7 @@ class OpSample:
 @final
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An operator of the database, under a name that tells variants apart.
+    """An operator of the database, with a name that is unique per variant.
 
     >>> entry("nn.functional.conv2d").name
     'nn.functional.conv2d'
@@ -58,20 +58,20 @@ class Entry:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that it is tried with: float64 where it can be; None where torch has no CPU kernel for it."""
+        """The dtype used for testing: float64 if supported; None if torch has no CPU kernel for it."""
         supported = self.info.supported_dtypes("cpu")
         return next((dtype for dtype in _DTYPES if dtype in supported), None)
 
     @property
     def has_gradient(self) -> bool:
-        """Whether torch has gradients for it."""
+        """True if torch can differentiate it."""
         dtype = self.dtype
         return bool(self.info.supports_autograd and dtype is not None and (dtype.is_floating_point or dtype.is_complex))
 
 
 @lru_cache(maxsize=1)
 def entries() -> tuple[Entry, ...]:
-    """Every entry of the database, in its order.
+    """Return all entries of the database, in order.
 
     >>> len(entries()) > 600
     True
@@ -93,7 +93,7 @@ def _by_name() -> dict[str, Entry]:
 
 
 def entry(name: str) -> Entry:
-    """The entry of a name.
+    """Return the entry with this name.
 
     >>> entry("add").dtype
     torch.float64
@@ -103,7 +103,7 @@ def entry(name: str) -> Entry:
 
 @lru_cache(maxsize=8)
 def samples_of(name: str, dtype: torch.dtype | None = None) -> tuple[OpSample, ...]:
-    """Return one sample of each pattern of an entry, the same in every process, of its own dtype or of the one given.
+    """Return one sample of each pattern of an entry, the same in every process; by default with its own dtype.
 
     >>> [tuple(tensor.shape) for tensor in samples_of("mm")[0].tensors]
     [(5, 10), (10, 5)]
@@ -134,7 +134,7 @@ def _samples(one: Entry, dtype: torch.dtype) -> Iterator[OpSample]:
 
 
 def _unseeded(op: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator that draws, without the seed that the database sets before each of its calls: ours is another."""
+    """Return a random operator without the seeding that the database does before each call: we seed differently."""
     names = getattr(op, "__code__", None)
     if names is None or "wrapper_set_seed" not in names.co_names:
         return op
@@ -143,7 +143,7 @@ def _unseeded(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pattern(value: Any) -> Any:
-    """What two samples of one pattern have in common."""
+    """Return the pattern of a sample."""
     if isinstance(value, Tensor):
         sizes = tuple(min(size, 2) for size in value.shape) if value.layout == torch.strided else None
         return ("tensor", value.dtype, sizes, value.requires_grad, str(value.layout))

@@ -1,4 +1,4 @@
-"""Running a case on ranks, through the public interface of a system, and judging it by torch on whole tensors."""
+"""Run a case on ranks through the public API of a library, and compare it with torch on plain tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["Ours", "Outcome", "System", "run_case"]
 
 Kind = Literal["right", "wrong", "refused"]
 
-# Their numbers mean nothing: shapes and dtypes are compared.
+# Their values are arbitrary: only shapes and dtypes are compared.
 SHAPES_ONLY = frozenset(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"))
 
 
 class Outcome(NamedTuple):
-    """What became of a case on a rank.
+    """The outcome of a case on a rank.
 
     >>> Outcome("refused", "InPlaceError: ...").kind
     'refused'
@@ -39,26 +39,26 @@ class Outcome(NamedTuple):
 
 
 class System(Protocol):
-    """A library of distributed tensors, as a case needs it.
+    """The interface of a library of distributed tensors that cases need.
 
     >>> system: System = Ours()
     >>> system.draws_alike
     True
     """
 
-    draws_alike: bool  # whether numbers that are drawn are the same however the tensors are laid out
+    draws_alike: bool  # True if random numbers do not depend on the layout
 
     def begin(self, mesh: tuple[int, ...]) -> Any:
-        """The mesh."""
+        """Return a mesh."""
 
     def distribute(self, local: Tensor, whole: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:
-        """A distributed tensor of which this rank has `local`; `whole` is what all of them make."""
+        """Return a distributed tensor with this rank's part `local`; `whole` is the global tensor."""
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The whole tensor, whatever it was; plain tensors are whole."""
+        """Return the global tensor; plain tensors are returned unchanged."""
 
     def watch(self) -> AbstractContextManager[Callable[[], bool]]:
-        """Within it, what it gives says whether an operator had to be computed on whole tensors."""
+        """Context whose value tells whether an operator had to be computed on unsharded tensors."""
 
 
 class Ours:
@@ -71,27 +71,27 @@ class Ours:
     draws_alike = True
 
     def begin(self, mesh: tuple[int, ...]) -> Any:
-        """A mesh of the world's ranks."""
+        """Return a mesh of all ranks."""
         manual_seed(0)
         return _mesh_of(mesh)
 
     def distribute(self, local: Tensor, whole: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:
-        """The local part, tagged."""
+        """Tag the local part."""
         tensor: Tensor = DTensor.from_local(local, mesh, list(placements), shape=tuple(whole.shape))
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """All of it."""
+        """Return the full tensor."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     @contextmanager
     def watch(self) -> Iterator[Callable[[], bool]]:
-        """By the trace."""
+        """Use the trace."""
         with trace() as seen:
             yield lambda: any(operation.fell_back for operation in seen.operations)
 
 
-@lru_cache(maxsize=8)  # a mesh has groups of its own, with threads: one for each world
+@lru_cache(maxsize=8)  # a mesh has process groups with threads: one per world
 def _mesh_of(shape: tuple[int, ...]) -> Any:
     return comm.init_device_mesh("cpu", shape)
 
@@ -100,7 +100,7 @@ comm.on_forget(_mesh_of.cache_clear)
 
 
 def run_case(system: System, case: Case, gradients: bool = True) -> Outcome:
-    """What became of a case on this rank; every rank of the world calls it.
+    """Run a case on this rank and return its outcome. Collective.
 
     >>> run_case(Ours(), Case("mul", 0, (1,), ((Replicate(),), (Replicate(),)))).kind
     'right'
@@ -111,24 +111,24 @@ def run_case(system: System, case: Case, gradients: bool = True) -> Outcome:
         warnings.simplefilter("ignore")
         try:
             expected, expected_gradients = _reference(sample, whole, gradients, seed=1)
-            is_drawn = any(  # two draws may be the same by chance
+            is_drawn = any(  # two draws may coincide
                 _difference(_reference(sample, whole, False, seed)[0], expected, False, "") is not None
                 for seed in range(2, 6)
             )
-        except Exception as error:  # noqa: BLE001  # the database has samples that torch itself refuses
+        except Exception as error:  # noqa: BLE001  # torch itself rejects some samples
             return Outcome("right", f"torch refuses it: {type(error).__name__}")
         fell_back = False
         mesh = system.begin(case.mesh)
         shapes_only = case.operator in SHAPES_ONLY or (is_drawn and not system.draws_alike)
         try:
-            if is_drawn and not shapes_only:  # what is drawn is to be what is drawn for whole tensors
+            if is_drawn and not shapes_only:  # random numbers must equal those of plain tensors
                 uncut = case._replace(placements=tuple((Replicate(),) * len(case.mesh) for _ in case.placements))
                 expected, expected_gradients = _distributed(system, sample, whole, mesh, uncut, gradients)
                 system.begin(case.mesh)
             with system.watch() as fell:
                 found, found_gradients = _distributed(system, sample, whole, mesh, case, gradients)
             fell_back = fell()
-        except Exception as error:  # noqa: BLE001  # a refusal is an outcome, whatever its type
+        except Exception as error:  # noqa: BLE001  # any error is an outcome
             return Outcome("refused", f"{type(error).__name__}: {str(error)[:500]}")
     fault = _difference(found, expected, shapes_only, "result")
     if fault is None and expected_gradients is not None and not shapes_only:
@@ -169,7 +169,7 @@ def _distributed(
 
 
 def local_part(whole: Tensor, mesh: tuple[int, ...], placements: Sequence[Placement]) -> Tensor:
-    """What this rank has of a tensor; addends are unlike each other, and sum up to it along each mesh dimension."""
+    """Return this rank's part of a tensor; partial values differ between ranks and sum up along each mesh dimension."""
     layout = Layout(Mesh(mesh), list(placements), tuple(whole.shape))
     rank = comm.rank()
     generator = torch.Generator().manual_seed(whole.numel())
@@ -177,7 +177,7 @@ def local_part(whole: Tensor, mesh: tuple[int, ...], placements: Sequence[Placem
     value = whole
     for dim, (placement, size) in enumerate(zip(placements, mesh, strict=True)):
         if isinstance(placement, Partial):
-            # Whole numbers: what is a whole number stays exactly that when they are added up.
+            # Integers, so that integral values stay exact when they are summed.
             others = [torch.randint(-9, 10, whole.shape, generator=generator).to(whole.dtype) for _ in range(size - 1)]
             value = others[at[dim]] if at[dim] < size - 1 else value - sum(others, torch.zeros_like(whole))
     return value[layout.region(rank).slices()].clone() if whole.ndim else value.clone()
@@ -203,7 +203,7 @@ def _call(sample: OpSample, leaves: Sequence[Tensor]) -> Any:
 
 
 def _gradients(sample: OpSample, result: Any, leaves: Sequence[Tensor], spread: Any) -> list[Tensor | None] | None:
-    """Gradients of a weighted sum of all results: none of any where no result has one; None where none is asked for."""
+    """Return the gradients of a weighted sum of all results; None for inputs that do not require grad."""
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     outs = [out for out in tensors_in((sample.differentiable(result),)) if out.requires_grad]
     if not wanted:
@@ -232,12 +232,12 @@ def _gathered(system: System, result: Any) -> Any:
 
 
 def _difference(found: Any, expected: Any, shapes_only: bool, what: str) -> str | None:
-    """What is different, in words."""
+    """Describe the difference, or return None."""
     if isinstance(expected, Tensor):
         if found is None and not bool((expected != 0).any()):
-            return None  # no gradient is as good as one of zeros
+            return None  # no gradient is equivalent to zeros
         if not isinstance(found, Tensor):
-            return f"{what}: a {type(found).__name__} instead of a tensor"
+            return f"{what}: {type(found).__name__} instead of a tensor"
         if found.shape != expected.shape or found.dtype != expected.dtype:
             return f"{what}: {found.dtype} {list(found.shape)} instead of {expected.dtype} {list(expected.shape)}"
         if shapes_only or expected.layout != torch.strided:
@@ -258,7 +258,7 @@ def _difference(found: Any, expected: Any, shapes_only: bool, what: str) -> str 
 
 
 def _nonzero(found: Any, what: str) -> str | None:
-    """A gradient of zeros is as good as none."""
+    """Accept a gradient of zeros where torch has none."""
     is_zero = isinstance(found, Tensor) and not bool((found != 0).any())
     return None if is_zero else f"{what}: {found!r} instead of None"
 

@@ -1,4 +1,4 @@
-"""A call to prove: a function, its arguments, and which tensors are in them."""
+"""A call to prove: a function, its arguments, and the tensors in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Reference", "Sample", "refer"]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A call on whole tensors, to be made again with others in their place."""
+    """A call on unsharded tensors, which can be repeated with other tensors."""
 
     func: Any
     args: tuple[Any, ...]
@@ -29,14 +29,14 @@ class Sample:
         return list(tensors_in((*self.args, *self.kwargs.values())))
 
     def asks(self) -> tuple[bool, ...]:
-        """Which tensors a gradient is asked for: those that require one, or all that can where none does."""
+        """For each tensor, whether a gradient is needed: those that require grad, or all that can if none does."""
         tensors = self.tensors
         if any(tensor.requires_grad for tensor in tensors):
             return tuple(tensor.requires_grad for tensor in tensors)
         return tuple(tensor.dtype.is_floating_point or tensor.dtype.is_complex for tensor in tensors)
 
     def with_each(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with these in place of the tensors."""
+        """Return the arguments with the tensors replaced by these."""
         each = iter(values)
 
         def visit(value: Any) -> Any:
@@ -47,14 +47,14 @@ class Sample:
         return [visit(value) for value in self.args], {name: visit(value) for name, value in self.kwargs.items()}
 
     def call(self, tensors: Sequence[Tensor], local: Local | None = None) -> list[Tensor]:
-        """The tensors that the call gives with these arguments; written to in place, the first of them."""
+        """Call with these tensors and return the result tensors; for an in-place call, the first argument."""
         args, kwargs = self.with_each(tensors)
         result = self.func(*args, **kwargs) if local is None else local(self.func, args, kwargs)
         return [tensors[0]] if self.inplace else list(tensors_in((result,)))
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors in nested arguments or results, in order; named tuples are tuples here."""
+    """Return the tensors in nested arguments or results, in order; named tuples count as tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -64,7 +64,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What the operator gives on whole tensors; seeds of a backward pass (None: no gradient), and its gradients."""
+    """The operator's results on unsharded tensors, seeds for backward (None: no gradient), and its gradients."""
 
     asks: tuple[bool, ...]
     outs: list[Tensor]
@@ -73,9 +73,9 @@ class Reference:
 
 
 def refer(sample: Sample, asks: tuple[bool, ...], randn: Callable[[Tensor], Tensor]) -> Reference | None:
-    """The call on whole tensors; None where gradients are asked for and torch has none."""
+    """Run the call on unsharded tensors; None if gradients are requested and torch has none."""
     leaves = [tensor.detach().clone().requires_grad_(asked) for tensor, asked in zip(sample.tensors, asks, strict=True)]
-    outs = sample.call([leaf.clone() for leaf in leaves])  # leaves that require grad may not be written to
+    outs = sample.call([leaf.clone() for leaf in leaves])  # leaves that require grad cannot be modified in place
     seeds = [randn(out) if out.requires_grad else None for out in outs]
     try:
         found = gradients(outs, seeds, leaves)
@@ -89,7 +89,7 @@ def refer(sample: Sample, asks: tuple[bool, ...], randn: Callable[[Tensor], Tens
 
 
 def gradients(outs: Sequence[Tensor], seeds: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients of the leaves that ask for one: zeros where nothing reaches them."""
+    """Return the gradients of the leaves that require grad; zeros for those that are not reached."""
     found = reaching_gradients(outs, seeds, leaves)
     return [
         torch.zeros_like(leaf) if gradient is None and leaf.requires_grad else gradient
@@ -100,7 +100,7 @@ def gradients(outs: Sequence[Tensor], seeds: Sequence[Tensor | None], leaves: Se
 def reaching_gradients(
     outs: Sequence[Tensor], seeds: Sequence[Tensor | None], leaves: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """The gradients of the leaves that ask for one: None where nothing reaches them."""
+    """Return the gradients of the leaves that require grad; None for those that are not reached."""
     roots = [(out, seed) for out, seed in zip(outs, seeds, strict=True) if out.requires_grad and seed is not None]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     found: list[Tensor | None] = [None] * len(wanted)

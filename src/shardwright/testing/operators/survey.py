@@ -1,4 +1,4 @@
-"""All operators of the database on ranks: how many run, how many are right, how many silently wrong, how many hang."""
+"""Run all operators of the database on ranks and count those that are right, wrong, refused or hang."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["Surveyed", "survey", "survey_operator"]
 @final
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """What became of an operator's cases."""
+    """The outcomes of an operator's cases."""
 
     operator: str
     outcomes: list[tuple[Case, Outcome]] = field(default_factory=list)
     hung: bool = False
 
     def count(self, kind: Literal["right", "wrong", "refused"]) -> int:
-        """How many cases ended so."""
+        """Return the number of cases with this outcome."""
         return sum(outcome.kind == kind for _, outcome in self.outcomes)
 
     @property
     def verdict(self) -> str:
-        """In a word: hung, wrong, refused, some (right, others refused), right, or none (there is no case)."""
+        """Summary: hung, wrong, refused, some (some right, others refused), right, or none (no cases)."""
         if self.hung:
             return "hung"
         if self.count("wrong"):
@@ -41,7 +41,7 @@ class Surveyed:
 
     @property
     def always_falls_back(self) -> bool:
-        """Whether every case with a tensor that is cut was computed on whole tensors."""
+        """True if every case with a sharded tensor was computed on unsharded tensors."""
         cut = [
             outcome
             for case, outcome in self.outcomes
@@ -61,7 +61,7 @@ def survey(
     timeout: float = 60.0,
     gradients: bool = True,
 ) -> Iterator[Surveyed]:
-    """What becomes of each operator on the ranks of a mesh, one after the other; one that hangs is given up."""
+    """Yield the outcomes of each operator on the ranks of a mesh, in turn; one that hangs is abandoned."""
     size = 1
     for ranks in mesh:
         size *= ranks
@@ -83,7 +83,7 @@ def survey(
 def survey_operator(
     name: str, mesh: tuple[int, ...], system: Callable[[], System], least: int, most: int, seed: int, gradients: bool
 ) -> list[tuple[Case, Outcome]]:
-    """What becomes of an operator's cases on this rank."""
+    """Run the cases of an operator on this rank."""
     one = system()
     return [(case, run_case(one, case, gradients)) for case in cases_of(name, mesh, least, most, seed)]
 

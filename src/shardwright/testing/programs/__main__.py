@@ -4,7 +4,7 @@
     python -m shardwright.testing.programs --count 5000 --minutes 10            at most ten minutes
     python -m shardwright.testing.programs --seed 1234 --count 1                one program again
 
-Failures are minimised and printed as files to run with torchrun. It ends with 1 if there are any.
+Failures are minimised and printed as files to run with torchrun. The exit status is 1 if there are any.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ __all__: list[str] = []
 
 
 def main(arguments: list[str]) -> int:
-    """Run what the command line asks for and return the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m shardwright.testing.programs", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--count", type=int, default=500, help="programs to run (500)")
     parser.add_argument("--ranks", default="1-4", help="numbers of ranks, such as 2 or 1-4 (1-4)")
     parser.add_argument("--seed", type=int, default=0, help="the seed of the first program (0)")
-    parser.add_argument("--minutes", type=float, help="stop after so many minutes")
+    parser.add_argument("--minutes", type=float, help="stop after this many minutes")
     parser.add_argument("--workers", type=int, default=2, help="programs that run at once (2)")
     parser.add_argument("--minimising", type=float, default=60.0, help="seconds to minimise a failure for (60)")
     parser.add_argument("--most", type=int, default=20, help="failures to minimise (20)")
-    parser.add_argument("--refusals", action="store_true", help="list what was refused, the most frequent first")
-    parser.add_argument("--accepted", action="store_true", help="show what was done although torch refuses it")
+    parser.add_argument("--refusals", action="store_true", help="list refusals, the most frequent first")
+    parser.add_argument("--accepted", action="store_true", help="show steps that succeeded although torch refuses them")
     given = parser.parse_args(arguments)
     low, _, high = given.ranks.partition("-")
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)

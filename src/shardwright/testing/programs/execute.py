@@ -43,7 +43,7 @@ Setup = Callable[[], AbstractContextManager[Any]]
 
 @dataclass
 class Course:
-    """What became of a program on one rank: the result of each step until the first failure, and what was found.
+    """The results of a program on one rank: of each step until the first failure, and the details.
 
     >>> Course([StepResult.RIGHT]).detail
     ''
@@ -55,9 +55,9 @@ class Course:
 
 
 def run_program(program: Program, notes: str | None = None, setup: Setup | None = None) -> Course:
-    """Run a program on this rank, which is one of the program's ranks, and return what became of it.
+    """Run a program on this rank, which is one of the program's ranks, and return the results.
 
-    `notes` is a folder where each rank writes which step it is at and what it has raised, for the case that it never
+    `notes` is a directory where each rank writes its current step and the errors it has raised, in case it never
     returns. `setup` makes a context to run the program in.
 
     >>> steps = ("a = leaf([1, 2], (2,), torch.float32, [Shard(0)])", "a += 1")
@@ -164,12 +164,12 @@ class _Run:
     # --- comparing --------------------------------------------------------------------------------------------------
 
     def _differences(self) -> dict[str, str | None]:
-        """Return how each live value differs from torch's, as far as this rank can say; None where it cannot."""
+        """Return how each live value differs from torch's; None for values that one rank cannot compare."""
         ours, plain = self.live
         found: dict[str, str | None] = {}
         for name in sorted(ours.keys() | plain.keys()):
             if name not in ours or name not in plain:
-                found[name] = "is missing" if name not in ours else "is there, torch has none"
+                found[name] = "is missing" if name not in ours else "exists, but torch has none"
                 continue
             text = metadata_difference(ours[name], plain[name]) or self._difference(ours[name], plain[name])
             if text != "":
@@ -177,7 +177,7 @@ class _Run:
         return found
 
     def _difference(self, ours: Any, plain: Any) -> str | None:
-        """Return how one value differs; "" if it does not, None if it is partial, so that one rank cannot say."""
+        """Return how one value differs; "" if it does not, None if it is partial, which one rank cannot compare."""
         if ours is None:
             return ""
         if isinstance(ours, DTensorBase):
@@ -245,7 +245,7 @@ class _Run:
                 whole = ours.full_tensor()  # type: ignore[attr-defined]  # every DTensor has it
         except ShardwrightError as error:
             return f"{_REFUSED}{_text(error)}"
-        except Exception as error:  # noqa: BLE001  whatever it is, the value cannot be read
+        except Exception as error:  # noqa: BLE001  the value cannot be read
             return f"cannot be read: {_text(error)}"
         return self._far(whole, plain) or ""
 
@@ -261,14 +261,14 @@ class _Run:
 
 
 _REFUSED = "refused: "
-_FREED = "Trying to backward through the graph a second time"  # torch allows it where an operator saved nothing
+_FREED = "Trying to backward through the graph a second time"  # torch allows it if no operator saved tensors
 _BUILTINS = frozenset(dir(builtins))
 
 
 def _execute(step: str, namespace: dict[str, Any]) -> Exception | None:
     try:
         exec(step, namespace)
-    except Exception as error:  # noqa: BLE001  whatever it raises is what became of it
+    except Exception as error:  # noqa: BLE001  any exception is a result
         return error
     finally:
         namespace.pop("__builtins__", None)
@@ -285,5 +285,5 @@ def _text(error: BaseException | None) -> str:
 
 
 def _cannot_be_left_out(step: str, result: StepResult) -> bool:
-    """Return whether nothing can be said after a step that was refused: a backward has filled some gradients."""
+    """True if the state after a refused step is undefined: a backward may have filled some gradients."""
     return result is not StepResult.SKIPPED and (".backward(" in step or "autograd.grad" in step)

@@ -19,12 +19,12 @@ from shardwright.testing.ranks.pool import RankPool
 
 __all__ = ["Fuzzing", "fuzz"]
 
-CHUNK = 40  # programs of one number of ranks run one after another: joining another world costs time
+CHUNK = 40  # programs with the same number of ranks that run in a row: joining another world takes time
 
 
 @dataclass
 class Fuzzing:
-    """What became of many programs: how many of each verdict, the steps counted, and the failures, minimised.
+    """The results of many programs: counts by verdict, counts of steps, and the minimised failures.
 
     >>> str(Fuzzing(Counter({Verdict.RIGHT: 3})))
     '3 programs: 3 right'
@@ -62,9 +62,9 @@ def fuzz(
     setup: Setup | None = None,
     tell: Callable[[Judgement], None] = lambda _: None,
 ) -> Fuzzing:
-    """Judge the programs of the seeds from `seed` on, and return what became of them.
+    """Judge the programs of the seeds from `seed` on and return the results.
 
-    It ends after `count` programs or after `seconds`. Each worker has a pool of ranks of its own. The first `most`
+    It ends after `count` programs or after `seconds`. Each worker has its own pool of ranks. The first `most`
     failures are minimised, for at most `minimising` seconds each. `tell` is called with every judgement.
 
     >>> print(fuzz(2, ranks=(1,)))

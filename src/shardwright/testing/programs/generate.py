@@ -56,7 +56,7 @@ def _add(draft: Draft, kind: Step, chooser: random.Random) -> None:
 
 
 def _repeat(draft: Draft, step: str) -> None:
-    """Add the same call again, so that it is answered from the caches; its results get names of their own."""
+    """Repeat a call, so that it is served from the caches; its results get new names."""
     names = defined_names(step)
     target, sign, expression = step.partition(" = ")
     if sign and names and set(target.split(", ")) == names and "leaf(" not in step:

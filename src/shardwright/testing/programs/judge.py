@@ -1,4 +1,4 @@
-"""Run a program on a pool of ranks and say what became of it."""
+"""Run a program on a pool of ranks and judge it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ GRACE = 10.0
 
 
 class Verdict(StrEnum):
-    """What became of a program, the mildest first.
+    """The verdict on a program, the mildest first.
 
     >>> Verdict("torn") is Verdict.TORN
     True
     """
 
     RIGHT = "right"  # every step gave torch's values, or torch refused it as well
-    REFUSED = "refused"  # some step was refused with a typed error, on all ranks alike; the rest was right
-    ACCEPTED = "accepted"  # torch refuses a step that was done here
+    REFUSED = "refused"  # some step raised the same typed error on all ranks; the rest was right
+    ACCEPTED = "accepted"  # torch refuses a step that succeeded here
     UNTYPED = "untyped"  # an error that is neither torch's nor one of shardwright's
     DIVERGED = "diverged"  # only some ranks raised, or they disagree about a layout
     TORN = "torn"  # a refused step has changed a tensor, or left it unreadable
@@ -42,7 +42,7 @@ FAILURES = (Verdict.UNTYPED, Verdict.DIVERGED, Verdict.TORN, Verdict.WRONG, Verd
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What became of a program: the verdict, the step that decided it, and what was found there.
+    """The judgement of a program: the verdict, the decisive step, and the details.
 
     >>> Judgement(Program(("a = 1",), (1,)), Verdict.RIGHT).failed
     False
@@ -57,12 +57,12 @@ class Judgement:
 
     @property
     def failed(self) -> bool:
-        """Whether it shows a fault."""
+        """True if it shows a bug."""
         return self.verdict in FAILURES
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """What kind of fault it is: failures of one kind are likely to have one cause."""
+        """The kind of bug: failures of one kind are likely to have one cause."""
         if self.verdict in (Verdict.WRONG, Verdict.TORN):
             words = self.detail.split()
             return self.verdict, *(words[1:3] if words[1:2] == ["has"] else words[1:2])
@@ -81,7 +81,7 @@ class Judgement:
 def judge(
     program: Program, *, pool: RankPool | None = None, timeout: float = TIMEOUT, setup: Setup | None = None
 ) -> Judgement:
-    """Run a program on its ranks, on plain tensors and on DTensors, and return what became of it.
+    """Run a program on its ranks, on plain tensors and on DTensors, and return the judgement.
 
     >>> steps = ("a = leaf([1, 2, 3], (3,), torch.float32, [Shard(0)])", "a[1:] += 1", "b = a.sum()")
     >>> str(judge(Program(steps, mesh=(2,))).verdict)

@@ -1,4 +1,4 @@
-"""Make a failing program small: fewer steps, simpler layouts, fewer ranks, smaller leaves, the same verdict."""
+"""Minimise a failing program: fewer steps, simpler layouts, fewer ranks, smaller leaves, with the same verdict."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _improved(
     judge: Callable[[Program], Judgement],
     deadline: float,
 ) -> Judgement:
-    """Return what is left after a kind of change was tried until none helps any more."""
+    """Apply a kind of simplification until it does not help any more."""
     again = True
     while again:
         again = False
@@ -69,7 +69,7 @@ def _tried(candidate: Program, best: Judgement, judge: Callable[[Program], Judge
 
 
 def _fewer_steps(program: Program) -> Iterator[Program]:
-    """Leave out halves, quarters, …, single steps, the last first, with what depends on them."""
+    """Remove halves, quarters, …, single steps, the last first, with the steps that depend on them."""
     size = len(program.steps) // 2
     while size:
         for end in range(len(program.steps), 0, -size):
@@ -79,7 +79,7 @@ def _fewer_steps(program: Program) -> Iterator[Program]:
 
 
 def _without_orphans(steps: tuple[str, ...], program: Program) -> tuple[str, ...]:
-    """Leave out steps that use a name which no step defines any more."""
+    """Remove steps that use a name which no step defines any more."""
     every = frozenset[str]().union(*map(defined_names, program.steps))
     known: set[str] = set()
     kept = []
@@ -137,7 +137,7 @@ def _simpler_layouts(program: Program) -> Iterator[Program]:
 
 
 def _with_placement(step: str, place: int, simpler: str) -> str | None:
-    """Return the step with one placement replaced; None where it is as simple already."""
+    """Return the step with one placement replaced; None if it is already as simple."""
     tree = ast.parse(step)
     count = 0
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""`Program`: lines of torch code that run on plain tensors and on DTensors alike."""
+"""`Program`: lines of torch code that run both on plain tensors and on DTensors."""
 
 from __future__ import annotations
 

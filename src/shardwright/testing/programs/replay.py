@@ -1,4 +1,4 @@
-"""Run one program under torchrun and print what becomes of every step."""
+"""Run one program under torchrun and print the result of every step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["replay"]
 
 
 def replay(program: Program) -> None:
-    """Run a program as one of the ranks that torchrun started; rank 0 prints what became of each step.
+    """Run a program as one of the ranks that torchrun started; rank 0 prints the result of each step.
 
-    Without torchrun it runs on one rank, if that is what the program is for.
+    Without torchrun it runs on one rank, if the program is for one rank.
 
     >>> replay(Program(("a = leaf([1, 2], (2,), torch.float32, [Shard(0)])", "a += 1"), mesh=(1,)))
     right         a = leaf([1, 2], (2,), torch.float32, [Shard(0)])

@@ -1,6 +1,6 @@
-"""The ranks' agreement on what became of a step.
+"""Agreement of the ranks on the result of a step.
 
-It has a process group of its own, so that a step that sends too much or too little does not disturb it.
+It uses its own process group, so that a step that sends too much or too little does not disturb it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ __all__ = ["GOES_ON", "StepResult", "Witness", "forget_witness", "witness"]
 
 
 class StepResult(StrEnum):
-    """What became of one step.
+    """The result of one step.
 
     >>> str(StepResult.REFUSED)
     'refused'
     """
 
     RIGHT = "right"
-    SKIPPED = "skipped"  # it uses what a refused step would have made
+    SKIPPED = "skipped"  # it uses the result of a refused step
     REFUSED = "refused"  # a typed error on all ranks
-    BOTH_REFUSED = "both refused"  # so does torch
+    BOTH_REFUSED = "both refused"  # torch refuses it, too
     ACCEPTED = "accepted"  # torch refuses it
     WRONG = "wrong"
     TORN = "torn"
@@ -38,7 +38,7 @@ GOES_ON = (StepResult.RIGHT, StepResult.SKIPPED, StepResult.REFUSED, StepResult.
 
 
 class Witness:
-    """The ranks' agreement on what became of a step."""
+    """Agreement of the ranks on the result of a step."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -48,7 +48,7 @@ class Witness:
     def agree(
         self, result: StepResult, error: str, digest: int, found: dict[str, str | None]
     ) -> tuple[list[str], list[str]] | None:
-        """Return the names that differ on any rank and those that are partial; None if the ranks are not alike."""
+        """Return the names that differ on any rank and those that are partial; None if the ranks disagree."""
         names = sorted(found)
         if self._group is None:
             return [name for name in names if found[name] is not None], [n for n in names if found[n] is None]
@@ -93,6 +93,6 @@ def witness() -> Witness:
 
 
 def forget_witness() -> None:
-    """Let go of the process group; gloo's threads must not outlive it."""
+    """Release the process group; gloo's threads must not outlive it."""
     global _known
     _known = None

@@ -1,4 +1,4 @@
-"""Compare DTensors with whole plain tensors, rank by rank, without disturbing either.
+"""Compare DTensors with plain tensors, rank by rank, without side effects.
 
 A rank compares its own part with the same region of the plain tensor, which it computed itself: no communication is
 needed, unless a value is partial. Nothing is read through operators of DTensor, which may move data or renew copies.
@@ -20,7 +20,7 @@ from shardwright.testing.programs.draft.namespace import KEPT
 
 __all__ = ["difference", "is_readable", "live_values", "local_part", "loosest", "metadata_difference", "region_of"]
 
-# How far a result may be off, as a fraction of the largest value around: sums are taken in another order.
+# Tolerance as a fraction of the largest value: sums are computed in another order.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.01}
 
 

@@ -27,7 +27,7 @@ class Scale(torch.autograd.Function):
     tensor([3., 3.])
     """
 
-    __module__ = "program"  # it stands for a user's: shardwright's own run on local tensors
+    __module__ = "program"  # like a user's function: shardwright's own run on local tensors
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -163,20 +163,20 @@ def sharded_namespace(mesh: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _whole(values: Sequence[float], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.tensor(values, dtype=dtype).reshape(tuple(shape)).clone()  # a view would not be a leaf of its own
+    return torch.tensor(values, dtype=dtype).reshape(tuple(shape)).clone()  # a view would not be a leaf
 
 
 def _addend(whole: Tensor, layout: Layout, rank: int) -> Tensor:
-    """Return what a rank holds of a partial value: addends that differ between the ranks and reduce to `whole`."""
+    """Return a rank's partial value; they differ between the ranks and reduce to `whole`."""
     mesh = layout.mesh
     for dim, placement in enumerate(layout.placements):
         if not isinstance(placement, Partial):
             continue
         here, count = mesh.coordinate(rank)[dim], mesh.shape[dim]
         match placement.op:
-            case "sum":  # the first rank has what is left when the others have 1, 2, …
+            case "sum":  # the first rank has the rest when the others have 1, 2, …
                 whole = whole - sum(range(1, count)) if here == 0 else torch.full_like(whole, here)
-            case "avg":  # offsets that add up to nothing
+            case "avg":  # offsets that sum to zero
                 whole = whole - sum(range(1, count)) if here == 0 else whole + here
             case "max":  # the last rank decides
                 whole = whole - (count - 1 - here)

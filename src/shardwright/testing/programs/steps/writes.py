@@ -157,7 +157,7 @@ def _written(d: Draft, text: str, target: str, *operands: str) -> object:
     if mode < 0.3 and d.value(target).requires_grad:
         text = f"with torch.no_grad(): {text}"
     done = d.try_step(text, keep_refused=d.chance(0.05))
-    if done and inexact:  # what aliases the target is inexact as well
+    if done and inexact:  # aliases of the target are inexact, too
         d.exact -= {name for name in d.exact & set(d.tensors()) if d.share_memory(name, target)}
     if done and d.chance(0.25):
         d.try_step(text)
