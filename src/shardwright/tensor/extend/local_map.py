@@ -111,7 +111,7 @@ def _mapped(
         )
     name = getattr(function, "__name__", type(function).__name__)
     parameters = _parameters(function)
-    known = _Known()
+    cache = _LayoutCache()
 
     @wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -136,17 +136,17 @@ def _mapped(
                 for value, target in zip(flat, entering, strict=True)
             ]
         local_args, local_kwargs = pytree.tree_unflatten(local, spec)
-        is_sharded = any(placement.is_shard() for out in outs.known() for placement in out)
+        is_sharded = any(placement.is_shard() for out in outs.given() for placement in out)
         key = _key(flat, spec, targets) if is_sharded else None  # unsharded results have their global size
-        if over.size == 1 or key in known.layouts or not is_sharded:
+        if over.size == 1 or key in cache.layouts or not is_sharded:
             returned = function(*local_args, **local_kwargs)
         else:  # sizes are gathered next: if the function fails on one rank, the others must not wait for it
             group = comm.subgroup(sorted(over.ranks))
             returned = comm.agree(lambda: function(*local_args, **local_kwargs), what=name, group=group)
         results, out_spec = pytree.tree_flatten(returned)
-        layouts = _layouts(name, results, over, outs, known, key)
+        layouts = _layouts(name, results, over, outs, cache, key)
         tagged = [
-            value if layout is None else tag(alias(value) if _is_given(value, local) else value, layout)
+            value if layout is None else tag(alias(value) if _may_be_shared(value, local) else value, layout)
             for value, layout in zip(results, layouts, strict=True)
         ]
         return pytree.tree_unflatten(tagged, out_spec)
@@ -182,7 +182,7 @@ class _PlacementLists:
                 )
         return cls(what, tuple(None if value is None else tuple(map(as_placement, value)) for value in given))
 
-    def known(self) -> list[tuple[Placement, ...]]:
+    def given(self) -> list[tuple[Placement, ...]]:
         return [entry for entry in self.entries or () if entry is not None]
 
     def for_arguments(self, name: str, args: Sequence[Any], flat: Sequence[Any]) -> list[tuple[Placement, ...] | None]:
@@ -223,7 +223,7 @@ _ORDER = "The arguments are local_map(func, out_placements, in_placements), in t
 
 
 @final
-class _Known:
+class _LayoutCache:
     """The layouts of results, by the key of the call.
 
     Not a bare dict, which `sw.compile` would take for state of the program, which must not change.
@@ -248,7 +248,7 @@ def _in_order(kwargs: dict[str, Any], parameters: dict[str, int]) -> dict[str, A
     return dict(sorted(kwargs.items(), key=lambda item: (parameters.get(item[0], len(parameters)), item[0])))
 
 
-def _is_given(value: Any, local: Sequence[Any]) -> bool:
+def _may_be_shared(value: Any, local: Sequence[Any]) -> bool:
     """Return whether a result may be referenced elsewhere, so that an alias must be tagged instead."""
     return value.grad_fn is None or any(value is other for other in local)
 
@@ -295,7 +295,7 @@ def _entering(
     placements = list(target.placements)
     for mesh_dim, placement in enumerate(placements):
         others = [layout.placements[mesh_dim] for layout in targets if layout is not None]
-        others += [out[mesh_dim] for out in outs.known() if mesh_dim < len(out)]
+        others += [out[mesh_dim] for out in outs.given() if mesh_dim < len(out)]
         if placement.is_replicate() and not all(other.is_replicate() for other in others):
             placements[mesh_dim] = ENTERED
     return target.replace(placements=placements, order=target.order)
@@ -313,17 +313,17 @@ def _layouts(
     results: Sequence[Any],
     mesh: Mesh,
     outs: _PlacementLists,
-    known: _Known,
+    cache: _LayoutCache,
     key: tuple[Any, ...] | None,
 ) -> list[Layout | None]:
     """Return the layouts of the results; sizes are gathered from the ranks unless the key is known."""
     placements = _out_placements(name, mesh, outs, results)
-    layouts = None if key is None else known.layouts.get(key)
+    layouts = None if key is None else cache.layouts.get(key)
     if layouts is None:
         with capturing(False):
             layouts = [_gathered(value, mesh, entry) for value, entry in zip(results, placements, strict=True)]
         if key is not None:
-            known.layouts[key] = layouts
+            cache.layouts[key] = layouts
         return layouts
     shapes = [
         tuple(value.shape) if isinstance(value, Tensor) and entry is not None else None
