@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 def run_pytest(*arguments: str) -> list[str]:
@@ -72,3 +75,9 @@ def test_pages_name_only_tests_that_exist() -> None:
     named = {name: page.name for page in PAGES for name in named_tests(page.read_text("utf-8"))}
     assert len(named) > 50
     assert {name: page for name, page in named.items() if name not in written} == {}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_names_only_files_of_the_repository_that_exist(page: Path) -> None:
+    named = re.findall(r"\b(?:tests|examples|benchmarks|docs|src)/[\w/-]+\.(?:py|md|json)\b", page.read_text("utf-8"))
+    assert [name for name in named if not (ROOT / name).exists()] == []
