@@ -1,4 +1,4 @@
-"""Who may import whom, and what a module may be: the rules of `docs/explanation/layers.md`, held by the parser."""
+"""Which folder may import which, and what a module may contain: the rules of `docs/explanation/layers.md`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import pytest
+
+from tests.architecture.folders import MAY_USE
+from tests.architecture.graph import Module, cycles, folder_edges, module_edges, reachable, read_modules
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -32,15 +36,6 @@ class Use(NamedTuple):
 
 
 FACADE = PurePosixPath("shardwright/__init__.py")
-# Of ours, a layer may use only these; a layer that is not named here may use any.
-MAY_USE = {
-    "listing": (),
-    "errors": ("listing", "errors"),
-    "layout": ("listing", "errors", "layout"),
-    "comm": ("listing", "errors", "layout", "comm"),
-}
-# A layer must not use these.
-MUST_NOT_USE = {"storage": ("shardwright.tensor", "shardwright.sharded", "shardwright.checkpoint")}
 # Only these layers may use this; the longest name that fits decides.
 ONLY = {
     "torch.distributed": ("comm", "interop", "testing"),
@@ -52,10 +47,22 @@ ONLY = {
     "shardwright.testing": ("testing",),
     "shardwright.cli": ("cli",),
 }
-# A plan is a pure function of values: nothing through which it could read, write, wait or talk.
-PLANS_MUST_NOT_USE = (
+# A pure module computes values from values: it imports nothing that reads, writes, waits or communicates.
+IMPURE = (
     *("asyncio", "concurrent", "http", "io", "mmap", "multiprocessing", "os", "pathlib", "shutil", "signal"),
-    *("socket", "subprocess", "sys", "tempfile", "threading", "time", "urllib", "builtins.open", "builtins.print"),
+    *(
+        "socket",
+        "subprocess",
+        "sys",
+        "tempfile",
+        "threading.Event",
+        "threading.Thread",
+        "threading.Timer",
+        "time",
+        "urllib",
+        "builtins.open",
+        "builtins.print",
+    ),
     *("torch.distributed", "shardwright.comm", "shardwright.storage"),
 )
 DRAWERS = {"common", "helper", "helpers", "misc", "util", "utils"}
@@ -102,23 +109,14 @@ def dotted(node: ast.expr, known: dict[str, str]) -> str | None:
 def broken_import_rules(tree: ast.Module, path: PurePosixPath) -> Iterator[tuple[int, str]]:
     layer = path.parts[1].removesuffix(".py")
     is_facade = path == FACADE
-    is_plan = any(part.removesuffix(".py") == "plan" for part in path.parts)
-    says_pure = re.search(r"\bPure[.:]", ast.get_docstring(tree) or "") is not None
     for use in uses(tree, path):
-        if use.is_under("shardwright") and not is_facade:
-            allowed = MAY_USE.get(layer)
-            if allowed is not None and not use.is_under(*(f"shardwright.{name}" for name in allowed)):
-                yield use.line, f"{layer} uses {use.name}, and of ours may use only {', '.join(allowed)}"
-            elif use.name == "shardwright" or (use.name.count(".") == 1 and use.name.split(".")[1][0].isupper()):
-                yield use.line, f"{use.name} is the façade: import it from the package that defines it"
-        if use.is_under(*MUST_NOT_USE.get(layer, ())):
-            yield use.line, f"{layer} must not use {use.name}"
+        of_facade = use.name == "shardwright" or re.fullmatch(r"shardwright\.[A-Z]\w*", use.name)
+        if of_facade and not is_facade:
+            yield use.line, f"{use.name} is the façade: import it from the package that defines it"
         if fitting := [name for name in ONLY if use.is_under(name)]:
             rule = max(fitting, key=len)
             if layer not in ONLY[rule] and not (is_facade and use.is_under("shardwright")):
                 yield use.line, f"{layer} uses {use.name}, and only {', '.join(ONLY[rule])} may use {rule}"
-        if (is_plan or says_pure) and use.is_under(*PLANS_MUST_NOT_USE):
-            yield use.line, f"a plan is pure, and {use.name} is not"
 
 
 def imports_lazily(node: ast.If) -> bool:
@@ -183,10 +181,171 @@ def test_every_silenced_check_says_why(path: Path) -> None:
     assert not found, "\n" + "\n".join(found)
 
 
+def allowed_folders(folder: str) -> set[str]:
+    return {f"shardwright.{name}" if name else "shardwright" for name in MAY_USE[folder]}
+
+
+def short(folder: str) -> str:
+    """A folder as `MAY_USE` lists it: `tensor.rules` for `shardwright.tensor.rules`."""
+    return folder.removeprefix("shardwright").removeprefix(".")
+
+
+def graph_violations(modules: dict[str, Module]) -> list[str]:
+    """Return what is wrong with the import graph: unlisted folders, imports that are not allowed, and cycles."""
+    edges = module_edges(modules)
+    folders = folder_edges(modules, edges)
+    found = []
+    for folder, used in folders.items():
+        if short(folder) not in MAY_USE:
+            found.append(f"{folder} is not listed in tests/architecture/folders.py")
+            continue
+        forbidden = used.keys() - allowed_folders(short(folder))
+        found += [f"{folder} may not use {other}: {', '.join(used[other])}" for other in sorted(forbidden)]
+    found += [f"folders form a cycle: {' '.join(names)}" for names in cycles(folders)]
+    found += [f"modules form a cycle: {' '.join(names)}" for names in cycles(edges)]
+    return found
+
+
+@cache
+def says_it_is_pure(module: Module) -> bool:
+    """Return whether the first paragraph of the module's docstring says "pure", or its whole folder is pure."""
+    docstring = ast.get_docstring(ast.parse(module.source)) or ""
+    in_pure_folder = short(module.folder) == "layout"
+    return in_pure_folder or bool(re.search(r"\bpure\b", docstring.partition("\n\n")[0], re.IGNORECASE))
+
+
+@cache
+def impure_uses(module: Module) -> tuple[str, ...]:
+    path = PurePosixPath(*module.name.split("."), *(["__init__"] if module.is_package else [])).with_suffix(".py")
+    return tuple(sorted({use.name for use in uses(ast.parse(module.source), path) if use.is_under(*IMPURE)}))
+
+
+def purity_violations(modules: dict[str, Module]) -> list[str]:
+    """Return which modules that say they are pure import something impure, themselves or through others of ours."""
+    edges = module_edges(modules)
+    impure = {name: used for name, module in modules.items() if (used := impure_uses(module))}
+    found = []
+    for name, module in modules.items():
+        if not says_it_is_pure(module):
+            continue
+        via = reachable(edges, name)
+        nearest = next((other for other in via if other in impure), None)  # `via` has the nearest first
+        if nearest is not None:
+            chain = [nearest]
+            while chain[-1] != name:
+                chain.append(via[chain[-1]])
+            found.append(f"{' -> '.join(reversed(chain))} uses {', '.join(impure[nearest])}, so {name} is not pure")
+    return found
+
+
+def test_folders_use_only_the_folders_listed_for_them_and_nothing_forms_a_cycle() -> None:
+    found = graph_violations(read_modules(ROOT / "src"))
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_every_listed_folder_exists_and_every_listed_use_is_made() -> None:
+    modules = read_modules(ROOT / "src")
+    folders = folder_edges(modules, module_edges(modules))
+    assert {short(folder) for folder in folders} == MAY_USE.keys()
+    unused = {
+        name: sorted(
+            short(other) for other in allowed_folders(name) - folders[f"shardwright.{name}".rstrip(".")].keys()
+        )
+        for name in MAY_USE
+    }
+    assert not {name: others for name, others in unused.items() if others}
+
+
+def test_modules_that_say_they_are_pure_import_nothing_impure() -> None:
+    modules = read_modules(ROOT / "src")
+    assert sum(map(says_it_is_pure, modules.values())) > 20
+    found = purity_violations(modules)
+    assert not found, "\n" + "\n".join(found)
+
+
+def planted(**sources: str) -> dict[str, Module]:
+    """Return the modules of the package with these in place of, or beside, their own. `__` stands for a dot."""
+    modules = read_modules(ROOT / "src")
+    for key, source in sources.items():
+        name = "shardwright." + key.replace("__", ".")
+        modules[name] = Module(name, source, name in modules and modules[name].is_package)
+    return modules
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ({"layout__region": "from shardwright.comm import agree"}, "shardwright.layout may not use shardwright.comm"),
+        ({"layout__region": "from ..comm import agree"}, "shardwright.layout may not use shardwright.comm"),
+        (
+            {"comm__agree": "def f():\n    from shardwright.tensor import DTensor"},
+            "comm may not use shardwright.tensor",
+        ),
+        (
+            {"comm__agree": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import shardwright.checkpoint"},
+            "comm may not use shardwright.checkpoint",
+        ),
+        (
+            {"comm__agree": "import importlib\nimportlib.import_module('shardwright.tensor')"},
+            "comm may not use shardwright.tensor",
+        ),
+        ({"storage__local": "from shardwright.tensor import DTensor"}, "storage may not use shardwright.tensor"),
+        (
+            {
+                "layout__one": "import shardwright.layout.two",
+                "layout__two": "def f():\n    import shardwright.layout.one",
+            },
+            "modules form a cycle: shardwright.layout.one shardwright.layout.two",
+        ),
+        ({"layout__mesh": "from shardwright.layout import Layout"}, "modules form a cycle: shardwright.layout "),
+        ({"attic__old": ""}, "shardwright.attic is not listed"),
+    ],
+    ids=[
+        "an import of a higher layer",
+        "a relative import",
+        "a lazy import",
+        "an import for types",
+        "an import by name",
+        "storage that sees tensors",
+        "a cycle of two modules, one import lazy",
+        "a cycle through a package's __init__",
+        "a folder that is not listed",
+    ],
+)
+def test_a_planted_violation_of_the_import_graph_is_found(sources: dict[str, str], expected: str) -> None:
+    found = graph_violations(planted(**sources))
+    assert any(expected in each for each in found), found
+
+
+def test_a_planted_cycle_of_folders_is_found() -> None:
+    found = graph_violations(planted(errors="import shardwright.comm.agree"))
+    assert any(each.startswith("folders form a cycle") for each in found), found
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ({"layout__extra": "from pathlib import Path"}, "uses pathlib.Path"),
+        ({"layout__extra": "def f(name):\n    return open(name)"}, "uses builtins.open"),
+        ({"sharded__extra": '"""Plans. Pure."""\nfrom shardwright.comm import agree'}, "sharded.extra is not pure"),
+        (
+            {"sharded__extra": '"""Plans. Pure."""\nimport shardwright.sharded.other', "sharded__other": "import time"},
+            "shardwright.sharded.other uses time, so shardwright.sharded.extra is not pure",
+        ),
+    ],
+    ids=[
+        "a plan that reads",
+        "a plan that opens",
+        "a pure module that communicates",
+        "one that does so through another",
+    ],
+)
+def test_a_planted_impurity_is_found(sources: dict[str, str], expected: str) -> None:
+    found = purity_violations(planted(**sources))
+    assert any(expected in each for each in found), found
+
+
 PLANTED = {
-    "layout uses another layer": ("layout/region.py", "from shardwright.comm import agree", "layout uses"),
-    "layout uses the façade": ("layout/region.py", "from shardwright import Mesh", "layout uses"),
-    "layout, relatively": ("layout/region.py", "from ..comm import agree", "layout uses shardwright.comm.agree"),
     "layout uses torch.distributed": ("layout/mesh.py", "import torch.distributed as dist", "only comm, interop"),
     "torch.distributed by from": ("tensor/dtensor.py", "from torch import distributed", "only comm, interop"),
     "torch.distributed by attribute": (
@@ -211,17 +370,7 @@ PLANTED = {
         "import torch.distributed as dist\ndist.checkpoint.save()",
         "only interop",
     ),
-    "comm uses what is above it": ("comm/agree.py", "from shardwright.tensor import DTensor", "comm uses"),
     "testing uses torch's ShardedTensor": ("testing/pool.py", "import torch.distributed._shard", "only interop"),
-    "storage uses tensor": ("storage/local.py", "from shardwright.tensor import DTensor", "storage must not use"),
-    "a plan talks": ("tensor/redistribute/plan.py", "from shardwright.comm import exchange", "a plan is pure"),
-    "a plan reads": ("checkpoint/plan/load.py", "from pathlib import Path", "a plan is pure"),
-    "a plan opens": ("checkpoint/plan/load.py", "def f(name):\n    return open(name)", "builtins.open"),
-    "a module that says it is pure reads": (
-        "checkpoint/format/split.py",
-        '"""Split regions. Pure."""\nfrom pathlib import Path',
-        "is pure",
-    ),
     "the product uses testing": ("checkpoint/api.py", "import shardwright.testing", "only testing may use"),
     "the façade, from inside": ("tensor/dtensor.py", "from shardwright import Layout", "is the façade"),
     "an __init__ with a function": ("comm/__init__.py", "def f():\n    pass", "only re-exports"),
@@ -260,7 +409,6 @@ ALLOWED = {
         "interop/dcp.py",
         "import torch.distributed.checkpoint\nfrom torch.distributed.tensor import DTensor",
     ),
-    "a plan uses values": ("checkpoint/plan/save.py", "from math import prod\nfrom shardwright.layout import Layout"),
     "an __init__ re-exports": ("comm/__init__.py", '"""Ranks."""\nfrom shardwright.comm.a import b\n__all__ = ["b"]'),
     "the façade imports lazily": (
         "__init__.py",

@@ -9,7 +9,6 @@ import random
 import resource
 import sys
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +32,7 @@ from shardwright.errors import CheckpointError, CorruptionError, FormatError, Mi
 from shardwright.layout import Region
 from shardwright.storage import LocalStorage, Reader
 from tests.checkpoint.fuzz import mutated_bytes, mutated_structure, mutated_values, signed, unsigned, written
+from tests.peak_memory import peak_memory
 
 FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"
 MUTATIONS = 100_000 if FULL else 10_000
@@ -152,13 +152,10 @@ LIES: dict[str, tuple[Callable[[Fields], None], str]] = {
 def test_a_lie_is_refused_with_little_memory(one: Path, how: Callable[[Fields], None], text: str) -> None:
     change(one, how)
     before, size = time.monotonic(), (one / "manifest.json").stat().st_size
-    tracemalloc.start()
-    try:
+    with peak_memory() as peak:
         with pytest.raises(FormatError, match=text):
             checkpoint.read(one)
-        assert tracemalloc.get_traced_memory()[1] < 64 * size + (32 << 20)
-    finally:
-        tracemalloc.stop()
+        assert peak() < 64 * size + (32 << 20)
     assert time.monotonic() - before < 10
     assert not checkpoint.verify(one)
 

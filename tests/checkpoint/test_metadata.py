@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import tracemalloc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from shardwright.checkpoint.format.tensor_table import TensorTable
 from shardwright.errors import LayoutError, MissingNameError
 from shardwright.layout import Layout, Mesh, Region, Shard
 from shardwright.testing import run_ranks
+from tests.peak_memory import peak_memory
 
 
 def test_the_view_says_what_is_stored(saved: Path, whole: dict[str, torch.Tensor]) -> None:
@@ -94,16 +94,13 @@ def test_nothing_is_expanded_that_is_not_looked_at() -> None:
     table = TensorTable.of([f"w{i}" for i in range(count)], ["float32"] * count, [4] * count, [layout] * count)
     manifest = Manifest("abcdef", ["d", *(item for i in range(count) for item in (f"w{i}", i))], table, {})
     metadata = checkpoint.Metadata(manifest)
-    tracemalloc.start()
-    try:
+    with peak_memory() as peak:
         entries = dict(metadata.state_dict_metadata)
         assert len(entries) == count
         assert all(entry.size == (8192, 16) for entry in entries.values())
         assert len(entries["w77"].chunks) == 4096
         assert entries["w77"].chunks[1] == checkpoint.ChunkStorageMetadata((2, 0), (2, 16))
-        assert tracemalloc.get_traced_memory()[1] < 64 << 20
-    finally:
-        tracemalloc.stop()
+        assert peak() < 64 << 20
 
 
 def _chunks_on_ranks() -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from shardwright import checkpoint
 from shardwright.errors import NotACheckpointError
+from tests.peak_memory import peak_memory
 
 BLOCK = 1 << 20
 
@@ -98,12 +98,9 @@ def test_a_file_that_is_no_file_is_reported(saved: Path) -> None:
 
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     checkpoint.save({"w": torch.zeros(48 * BLOCK, dtype=torch.uint8)}, tmp_path)
-    tracemalloc.start()
-    try:
+    with peak_memory() as peak:
         assert checkpoint.verify(tmp_path)
-        assert tracemalloc.get_traced_memory()[1] < 16 * BLOCK
-    finally:
-        tracemalloc.stop()
+    assert peak() < 16 * BLOCK
 
 
 def test_a_checkpoint_without_tensors_is_sound(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def test_memory_is_replaced_only_by_what_fits_a_layout() -> None:
         z.set_(y)
         fits(z)
         assert torch.equal(z.full_tensor(), torch.ones(6, 3))
-        with pytest.raises(UnsupportedError, match="takes a DTensor and no other arguments"):
+        with pytest.raises(UnsupportedError, match="takes a DTensor and nothing else"):
             z.set_(torch.ones(3))
         assert z.resize_(6, 3) is z
         assert z.resize_as_(y) is z

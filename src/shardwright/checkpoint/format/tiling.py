@@ -10,8 +10,6 @@ list of boxes for which they fail. `Region.covers` sorts corners instead: a box 
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import numpy.typing as npt
 
@@ -32,7 +30,7 @@ def tiles(shape: tuple[int, ...], offsets: npt.NDArray[np.int64], sizes: npt.NDA
     ends = offsets + sizes
     if (offsets < 0).any() or (sizes < 0).any() or (ends > np.array(shape, np.int64)).any():
         return False
-    random = np.random.default_rng(int.from_bytes(os.urandom(16), "little"))
+    random = np.random.default_rng()
     boxes = np.ones((_TIMES, len(offsets)), np.int64)
     whole = np.ones(_TIMES, np.int64)
     for dim, extent in enumerate(shape):

@@ -1,4 +1,4 @@
-"""What is asked for against what is stored: everything that does not fit is found before the first byte moves. Pure.
+"""What is asked for against what is stored: everything that does not fit is found before the first byte moves.
 
 A target is found by the keys that lead to it; where those differ (a list for a dict, "a.b" for "a" and "b"), by its
 dotted name, if that is unique.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright import comm
 from shardwright.layout import Layout
 from shardwright.layout.layout import attach, detach_all
 
@@ -41,6 +40,3 @@ def cache_of(layout: Layout) -> LayoutCache:
 def forget_caches() -> None:
     """Drop all caches, because rules changed or this process has a new rank, which plans depend on."""
     detach_all()
-
-
-comm.on_forget(forget_caches)

@@ -1,4 +1,4 @@
-"""Redistribution: plan the steps from one layout to another (pure), and execute them on the ranks."""
+"""Redistribution: plan the steps from one layout to another, and execute them on the ranks."""
 
 from shardwright.tensor.redistribute.execute import PendingRedistribution, execute, local_shape, start
 from shardwright.tensor.redistribute.groups import Groups, WorldGroups
