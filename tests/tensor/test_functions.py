@@ -313,7 +313,7 @@ def wrong_gradients() -> None:
     x = sw.distribute_tensor(values()[0], mesh, [S0]).requires_grad_()
     with pytest.raises(MixedTensorsError, match=r"Local.backward returned a plain tensor .*argument 0.*local_map"):
         Local.apply(x).sum().backward()
-    with pytest.raises(TensorError, match=r"Short.backward returned a gradient \[1, 2\].*the shape does not fit"):
+    with pytest.raises(TensorError, match=r"Short.backward returned a gradient \[1, 2\].*the shapes do not match"):
         Short.apply(x).sum().backward()
     with pytest.raises(RuntimeError, match="incorrect number of gradients"):
         Many.apply(x).sum().backward()

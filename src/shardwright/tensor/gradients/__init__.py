@@ -1,1 +1,1 @@
-"""Backward passes: native autograd on local tensors, parameters entered once, gradients of the dual layout."""
+"""Backward passes on local tensors: parameters redistributed once per step, gradients of the dual layout."""

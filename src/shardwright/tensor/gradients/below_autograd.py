@@ -1,10 +1,10 @@
-"""Interception is on where a backward pass runs the user's code, and off below autograd.
+"""Interception is on while a backward pass runs user code, and off below autograd.
 
-Hooks, Functions and activation checkpoints compute with DTensors in backward, so the engine is run with interception
-on. But the operators that it calls itself get local tensors, and among them saved ones that still are DTensors. Most
-are kernels in C++, which see the local tensor alone. Python code below autograd would see a global shape: the handlers
-of dispatch modes (FlopCounterMode, selective checkpointing, tracers) and torch's kernels for meta tensors. Where there
-can be such code, a mode above all others switches interception off for what lies below it.
+Hooks, Functions and activation checkpoints compute with DTensors in backward, so the engine runs with interception on.
+But the operators that the engine itself calls get local tensors, some of them saved ones that are still DTensors. Most
+are C++ kernels, which see only the local tensor. Python code below autograd would see a global shape: the handlers of
+dispatch modes (FlopCounterMode, selective checkpointing, tracers) and torch's kernels for meta tensors. If there may be
+such code, a dispatch mode on top of all others disables interception below it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwright.tensor.base.tagging import no_torch_function
 __all__ = ["expect_plain_roots", "install", "run_backward"]
 
 _engine = torch.autograd.Variable._execution_engine
-_expected = False  # plain tensors may have DTensors in their history
+_expected = False  # whether plain tensors may have DTensors in their history
 
 
 class _Below(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own is untyped
@@ -46,13 +46,13 @@ def _any_meta(values: Sequence[Any]) -> bool:
 
 
 def expect_plain_roots() -> None:
-    """Note that plain tensors may have DTensors in their history from now on: `x.to_local().sum().backward()`."""
+    """Expect plain tensors with DTensors in their history from now on: `x.to_local().sum().backward()`."""
     global _expected
     _expected = True
 
 
 def install() -> tuple[Any, ...]:
-    """Replace the function through which torch starts a backward pass, and return what replaces it."""
+    """Replace the function with which torch starts a backward pass, and return the replacement."""
     original: Any = torch.autograd.graph._engine_run_backward
 
     @wraps(original)

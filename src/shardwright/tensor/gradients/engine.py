@@ -1,7 +1,7 @@
-"""Backward passes: native autograd on local tensors, with seeds and gradients of the dual layout.
+"""Backward passes: native autograd on local tensors, with initial gradients and gradients of the dual layout.
 
-The engine is always called with interception on: hooks it runs (activation checkpointing among them) compute with
-DTensors, and would silently see shards otherwise.
+The engine always runs with interception on: hooks, such as those of activation checkpointing, compute with DTensors
+and would otherwise see shards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["backward", "grad", "gradient_layout", "local_gradient", "register_ho
 
 
 def gradient_layout(layout: Layout) -> Layout:
-    """The layout, as users see it, of the gradient of a tensor laid out like this."""
+    """Return the layout, as users see it, of the gradient of a tensor with this layout."""
     return without_entered(dual(layout))
 
 
@@ -58,9 +58,9 @@ def grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad` for DTensors: the gradients, each laid out as its input's gradient is."""
+    """`torch.autograd.grad` for DTensors: each gradient has the `gradient_layout` of its input."""
     if is_grads_batched or not only_inputs:
-        raise TensorError("torch.autograd.grad of DTensors: is_grads_batched and only_inputs=False are not available")
+        raise TensorError("torch.autograd.grad of DTensors does not support is_grads_batched and only_inputs=False")
     roots, seeds = _roots(outputs, grad_outputs)
     wanted = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
     for target in wanted:
@@ -69,21 +69,21 @@ def grad(
     allowed = materialize_grads if allow_unused is None else allow_unused
     try:
         with reduce_immediately():
-            found: Any = run_backward(
+            gradients: Any = run_backward(
                 roots, seeds, keep, create_graph, wanted, allow_unreachable=allowed, accumulate_grad=False
             )
     finally:
         forget_entered()
     results: list[Tensor | None] = []
     seen = {id(seed) for seed in seeds}
-    for value, target in zip(found, wanted, strict=True):
+    for value, target in zip(gradients, wanted, strict=True):
         if value is None and materialize_grads:
             value = torch.zeros_like(target, requires_grad=create_graph)
         elif value is not None and isinstance(target, DTensorBase) and not isinstance(value, DTensorBase):
             if target._layout.is_partial:
                 value = tag_gradient(value, target._layout)
             else:
-                if id(value) in seen:  # one tensor may be the gradient of several inputs, or the seed itself
+                if id(value) in seen:  # one tensor may be the gradient of several inputs, or the initial gradient
                     value = alias(value)
                 seen.add(id(value))
                 value = tag(value, gradient_layout(target._layout))
@@ -92,11 +92,11 @@ def grad(
 
 
 def _refuse_edge(target: Any) -> None:
-    """Raise if a place of the graph is given for a tensor: it knows no layout."""
+    """Raise UnsupportedError for a gradient edge, which has no layout."""
     if isinstance(target, GradientEdge):
         raise UnsupportedError(
-            "a gradient edge among DTensors: it does not know how the gradient there is laid out, so that this rank's "
-            "part would pass for the whole. Give the tensor that it was taken from"
+            "a GradientEdge cannot be used with DTensors: it has no layout, so this rank's part would count as the "
+            "global gradient. Pass the tensor instead of the edge"
         )
 
 
@@ -107,17 +107,17 @@ def _roots(tensors: Any, seeds: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     if len(given) == 1 and given[0] is None:
         given = (None,) * len(roots)
     if len(given) != len(roots):
-        raise TensorError(f"backward: {len(roots)} tensors and {len(given)} gradients: give one gradient for each")
+        raise TensorError(f"backward: expected one gradient per tensor, got {len(given)} for {len(roots)} tensors")
     return roots, tuple(_seed(root, seed) for root, seed in zip(roots, given, strict=True))
 
 
 def _seed(root: Any, given: Tensor | None) -> Tensor | None:
-    """The plain local gradient to start from."""
+    """Return the initial gradient as a plain local tensor."""
     if isinstance(given, DTensorBase) and not isinstance(root, DTensorBase):
         _refuse_edge(root)
         raise MixedTensorsError(
-            f"backward: the gradient is a DTensor {given._layout} for a plain tensor of shape {tuple(root.shape)}: "
-            "give the part of it that the plain tensor is, x.to_local() or x.full_tensor()"
+            f"backward: got a DTensor {given._layout} as the gradient of a plain tensor of shape {tuple(root.shape)}: "
+            "pass the part that corresponds to the plain tensor, x.to_local() or x.full_tensor()"
         )
     if not isinstance(root, DTensorBase):
         return given if given is not None or not isinstance(root, Tensor) else torch.ones_like(root)
@@ -125,23 +125,23 @@ def _seed(root: Any, given: Tensor | None) -> Tensor | None:
     if given is None:
         with no_torch_function():
             if not root.requires_grad:
-                return None  # the engine says what is wrong
+                return None  # the engine raises
             if any(size != 1 for size in layout.shape):
                 raise TensorError(
                     f"backward of a tensor {layout}: a gradient can be created implicitly only for one element; "
-                    "give `gradient=`, or reduce the tensor first"
+                    "pass `gradient=`, or reduce the tensor first"
                 )
             return torch.full_like(root, _share(layout)).detach()
     if isinstance(given, DTensorBase):
         if given._layout.shape != layout.shape:
-            raise TensorError(f"backward: the gradient {given._layout} has not the shape of the tensor {layout}")
+            raise TensorError(f"backward: the shape of the gradient {given._layout} does not match the tensor {layout}")
         with no_torch_function():
             moved = redistribute_local(given, given._layout, dual(layout))
             seed = moved if type(moved) is Tensor else moved.view_as(moved)
             return seed * _share(layout) if _share(layout) != 1.0 else seed
     raise MixedTensorsError(
-        f"backward: the gradient is a plain tensor of shape {tuple(given.shape)} for a DTensor {layout}: "
-        "give a DTensor (distribute_tensor, or DTensor.from_local)"
+        f"backward: got a plain tensor of shape {tuple(given.shape)} as the gradient of a DTensor {layout}: "
+        "pass a DTensor (distribute_tensor, or DTensor.from_local)"
     )
 
 
@@ -154,28 +154,28 @@ def _share(layout: Layout) -> float:
 
 
 def tag_gradient(gradient: Tensor, layout: Layout) -> Any:
-    """Return a gradient as it is in flight, plain and local, as the DTensor that users see.
+    """Return the DTensor that users see for a plain local gradient inside the engine.
 
     `layout` is that of the tensor whose gradient it is.
     """
     with no_torch_function():
         if gradient.requires_grad and layout.is_partial:
-            # Its type is Entered: users compute on with a replicate, whose own gradient is counted once.
+            # Inside the engine it is Entered; users get Replicate, whose own gradient is counted once.
             gradient = redistribute_local(gradient, dual(layout), gradient_layout(layout))
         share = _share(layout)
         fresh = gradient.view_as(gradient) if share == 1.0 else gradient / share
     return tag(fresh, gradient_layout(layout))
 
 
-def local_gradient(answer: Any, layout: Layout, who: str) -> Tensor:
-    """Return what the user's code gave as the gradient of a tensor of this layout as the engine wants it: plain, local.
+def local_gradient(answer: Any, layout: Layout, source: str) -> Tensor:
+    """Return a gradient given by user code for a tensor of this layout as the plain local tensor the engine needs.
 
-    Raise if it is no DTensor, or has another shape.
+    Raise if it is not a DTensor, or has another shape.
     """
     if not isinstance(answer, DTensorBase):
-        raise MixedTensorsError(f"{who} of a DTensor {layout} returned a plain tensor: return a DTensor")
+        raise MixedTensorsError(f"{source} of a DTensor {layout} returned a plain tensor: return a DTensor")
     if answer._layout.shape != layout.shape:
-        raise TensorError(f"{who} of a DTensor {layout} returned {answer._layout}: a gradient has its tensor's shape")
+        raise TensorError(f"{source} of a DTensor {layout} returned {answer._layout}: the shapes must be the same")
     with no_torch_function():
         moved = redistribute_local(answer, answer._layout, dual(layout))
         share = _share(layout)
@@ -189,7 +189,7 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
     layout = tensor._layout
 
     def tagged(gradient: Tensor | None) -> Tensor | None:
-        # Torch calls the hooks of one output of several with None where backward does not reach it.
+        # torch calls hooks with None for an output that backward does not reach.
         answer = hook(None if gradient is None else tag_gradient(gradient, layout))  # type: ignore[arg-type]  # as torch
         return None if answer is None else local_gradient(answer, layout, "a hook")
 

@@ -1,11 +1,11 @@
-"""Parameters that enter operators: gathered or entered once, reduced once, however often they are used in a step.
+"""Redistribute parameters into operators once per step, and reduce their gradients once, however often they are used.
 
-Every use of a parameter in a step shares one movement, so autograd adds the gradients of all uses up before the one
-reduction. The shared result is kept until the end of the next backward pass, and is found again only while the
-parameter has not been written to. Whether it is found must be decided alike on every rank, or they would wait for each
-other: so it hangs on what the program did, never on memory or on when Python frees something. `.data` writes past
-autograd's version counter: a parameter whose `.data` was read is not shared any more. Nor is a gathered one while
-saved tensors are handed to hooks, as activation checkpointing does: it is meant to be freed.
+All uses of a parameter in a step share one redistribution, so autograd accumulates the gradients of all uses before the
+single reduction. The shared result is kept until the end of the next backward pass, and reused only if the parameter
+was not written to. All ranks must take the same decision, or they would wait for each other: so it depends on what the
+program did, never on memory or on when Python frees an object. `.data` bypasses autograd's version counter: a parameter
+whose `.data` was read is not shared any more. Nor is a gathered one while saved-tensor hooks are active, as in
+activation checkpointing, which is meant to free it.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ MAX_ENTERED = 8192
 class _Shared(NamedTuple):
     result: Tensor
     version: int
-    owner: DTensorBase  # keeps the id that is the key from being reused
+    owner: DTensorBase  # keeps its id, which is the key, from being reused
 
 
 _shared: dict[tuple[int, Layout], _Shared] = {}
 _deferred: dict[int, list[_Deferral]] | None = None
-_reducing_now = False  # inside torch.autograd.grad, which gives its gradients back at once
+_reducing_now = False  # inside torch.autograd.grad, which returns its gradients immediately
 
 
 class _Deferral(NamedTuple):
     parameter: DTensorBase
     layout: Layout  # of the gradient as it accumulates
-    gradient: list[Tensor]  # one tensor, replaced as it grows
+    gradient: list[Tensor]  # one tensor, replaced as gradients accumulate
 
 
 def prepare_operand(tensor: DTensorBase, source: Layout, target: Layout) -> Tensor:
-    """An operand redistributed to where its operator wants it; shared where it is a parameter that enters."""
+    """Redistribute an operand for its operator; the result is shared if it is a parameter that becomes Entered."""
     if not (tensor.requires_grad and torch.is_grad_enabled() and tensor.is_leaf and ENTERED in target.placements):
         return redistribute_local(tensor, source, target)
     if is_capturing():
         return capture_call(prepare_operand, tensor, source, target)  # type: ignore[no-any-return]  # it is this function's
     if is_traced() and _saving_is_hooked():
-        # Selective checkpointing counts the operators of a forward, and of the one that is computed again.
+        # Selective checkpointing expects the same operators in forward and in recomputation.
         return EnterParameter.apply(tensor, source, target)  # type: ignore[no-untyped-call, no-any-return]  # as below
     key = (id(tensor), target)
     known = _shared.get(key)
@@ -74,13 +74,13 @@ def _saving_is_hooked() -> bool:
 
 
 def forget_entered() -> None:
-    """Drops what is shared: the step is over, or a parameter has become another."""
+    """Drop the shared results, because the step is over or a parameter was replaced."""
     _shared.clear()
 
 
 @contextmanager
 def reduce_immediately() -> Iterator[None]:
-    """Has gradients reduced where they arise, deferral or not: they are about to be given back."""
+    """Reduce gradients inside the context immediately, even if reduction is deferred, because they are returned."""
     global _reducing_now
     before, _reducing_now = _reducing_now, True
     try:
@@ -90,7 +90,7 @@ def reduce_immediately() -> Iterator[None]:
 
 
 class EnterParameter(torch.autograd.Function):
-    """The movement of a parameter into an operator: its backward reduces, now or when deferral ends."""
+    """Redistribute a parameter for an operator; backward reduces its gradient, now or when deferral ends."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensorBase, source: Layout, target: Layout) -> Tensor:
@@ -109,17 +109,17 @@ class EnterParameter(torch.autograd.Function):
 
 
 def _has_hooks(parameter: DTensorBase) -> bool:
-    """Whether somebody waits for this parameter's gradient: then it is reduced at once."""
+    """Return whether the parameter has gradient hooks, for which its gradient is reduced immediately."""
     with no_torch_function():
         return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 @contextmanager
 def defer_gradient_reduction() -> Iterator[None]:
-    """Accumulates the gradients of parameters over several backward passes, and reduces them once, at the end.
+    """Accumulate the gradients of parameters over several backward passes, and reduce them once, at the end.
 
-    Inside, gradients that need a reduction are kept back, unreduced: `.grad` holds them only after the context ends.
-    Parameters with hooks on their gradient, and `torch.autograd.grad`, get theirs reduced at once.
+    Inside the context, gradients that need a reduction are kept unreduced: `.grad` has them only after it ends. The
+    gradients of parameters with gradient hooks, and those of `torch.autograd.grad`, are reduced immediately.
 
     >>> import shardwright as sw
     >>> with sw.defer_gradient_reduction():
@@ -132,11 +132,11 @@ def defer_gradient_reduction() -> Iterator[None]:
     _deferred = {}
     try:
         yield
-        waiting = [deferral for deferrals in _deferred.values() for deferral in deferrals]
+        pending = [deferral for deferrals in _deferred.values() for deferral in deferrals]
     finally:
         _deferred = None
     with no_torch_function(), torch.no_grad():
-        for deferral in waiting:
+        for deferral in pending:
             layout = without_entered(dual(deferral.parameter._layout))
             reduced = redistribute_local(deferral.gradient[0], deferral.layout, layout)
             if deferral.parameter.grad is None:

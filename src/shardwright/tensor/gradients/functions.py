@@ -1,13 +1,13 @@
 """Run user-written autograd Functions on DTensors, in backward as in forward.
 
-Autograd hands the backward of a `torch.autograd.Function` plain local gradients, and some of its saved tensors without
-their layouts: those it returned, and all of them under saved-tensor hooks. `Function.apply` does not ask
+Autograd gives the backward of a `torch.autograd.Function` plain local gradients, and some of its saved tensors without
+their layouts: its own outputs, and all of them under saved-tensor hooks. `Function.apply` does not call
 `__torch_function__`. So importing this package replaces `Function.apply` and `ctx.save_for_backward`:
 
 - A Function called with DTensors runs as a subclass of itself that records layouts. Its backward gets DTensors, and
-  may return gradients in any layout: they are brought to the layout of each input's gradient.
-- A Function that torch calls below interception, where DTensors count as local tensors, gets plain ones. Otherwise it
-  would meet what it saved as DTensors in backward, where interception is on, beside plain gradients.
+  may return gradients in any layout: they are redistributed to the layout of each input's gradient.
+- A Function that torch calls below interception, where DTensors count as local tensors, gets plain ones. Otherwise its
+  saved tensors would be DTensors in backward, where interception is on, beside plain gradients.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _original: Any = vars(torch._C._FunctionBase)["apply"]
 
 
 def install() -> tuple[Any, ...]:
-    """Replace `Function.apply` and `ctx.save_for_backward`, and return what replaces them.
+    """Replace `Function.apply` and `ctx.save_for_backward`, and return the replacements.
 
-    `Function.apply` calls that of its base class, which is replaced: `f = MyFunction.apply` may be older than this.
+    `Function.apply` calls that of its base class, which is replaced, so that an older `f = MyFunction.apply` works too.
     """
     _SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]  # torch offers no other place
     FunctionCtx.save_for_backward = _save_for_backward  # type: ignore[method-assign, assignment]  # likewise
@@ -53,10 +53,9 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return _run(cls, *args, **kwargs)
     if cls is BackwardHookFunction:
         refuse_capture(
-            "a module has a backward hook, which a replay would not call: remove it, or leave the module out of what "
-            "is compiled"
+            "a module has a backward hook, which a replay would not call: remove it, or do not compile the module"
         )
-    return capture_call(MethodType(_run, cls), *args, **kwargs)  # what it does inside is not differentiated, it is
+    return capture_call(MethodType(_run, cls), *args, **kwargs)  # autograd differentiates the Function, not its body
 
 
 def _run(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +83,7 @@ def _run_on_dtensors(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not _is_ours(cls):
         if torch._C._is_torch_function_enabled():
             expect_plain_roots()
-            cls = _recording(cls)
+            cls = _layout_recording(cls)
         else:
             args = tuple(alias(value) if isinstance(value, DTensorBase) else value for value in args)
     return _original.__get__(None, cls)(*args, **kwargs)
@@ -99,22 +98,22 @@ def _sets_up_separately(cls: Any) -> bool:
 
 
 def _record_results(cls: Any, args: tuple[Any, ...], result: Any) -> None:
-    """Record the layouts of what a Function has made of plain arguments, so that its backward runs on DTensors.
+    """Record the layouts of DTensors that a Function returned for plain arguments, so that its backward gets DTensors.
 
-    Reentrant activation checkpointing is such a Function, where parameters are DTensors and the input is not.
+    Reentrant activation checkpointing is such a Function, if the parameters are DTensors and the input is not.
     """
     if _is_ours(cls) or not torch._C._is_torch_function_enabled():
         return
     results = result if isinstance(result, tuple) else (result,)
     for value in results:
         node: Any = disabled(_grad_fn, (), (value,), {}) if isinstance(value, DTensorBase) else None
-        if getattr(node, "_forward_cls", None) in (cls, _recording(cls)):
-            node.__class__ = _recording(cls)._backward_cls
+        if getattr(node, "_forward_cls", None) in (cls, _layout_recording(cls)):
+            node.__class__ = _layout_recording(cls)._backward_cls
             node._layouts = layouts_of(args), layouts_of(results)
 
 
-def _recording(cls: Any) -> Any:
-    """Return the subclass of a Function that records layouts in forward, and restores them in backward."""
+def _layout_recording(cls: Any) -> Any:
+    """Return the subclass of a Function that records layouts in forward and restores them in backward."""
     known = cls.__dict__.get("_recording")
     if known is None:
         methods = {
@@ -140,18 +139,18 @@ def _forward_of(cls: Any) -> Any:
             cls.setup_context(ctx, args, result)
         else:
             result = cls.forward(ctx, *args, **kwargs)
-        many = isinstance(result, tuple)
-        results = tuple(_object_of_its_own(value, args, ctx) for value in (result if many else (result,)))
+        is_tuple = isinstance(result, tuple)
+        results = tuple(_own_object(value, args, ctx) for value in (result if is_tuple else (result,)))
         ctx._layouts = layouts_of(args), layouts_of(results)
-        return results if many else results[0]
+        return results if is_tuple else results[0]
 
     return forward
 
 
-def _object_of_its_own(value: Any, args: Sequence[Any], ctx: Any) -> Any:
-    """Return an output, or a DTensor alias of it where autograd would replace it by a plain one: of an input.
+def _own_object(value: Any, args: Sequence[Any], ctx: Any) -> Any:
+    """Return an output, or a DTensor alias of it if it is an input, which autograd would replace by a plain tensor.
 
-    A copy that looks like a view is aliased as well: it would be taken anew when it is read, without its history.
+    A copy that looks like a view is aliased as well, because its class checks every use.
     """
     if not isinstance(value, DTensorBase) or any(value is dirty for dirty in ctx.dirty_tensors or ()):
         return value
@@ -161,7 +160,7 @@ def _object_of_its_own(value: Any, args: Sequence[Any], ctx: Any) -> Any:
 
 
 def layouts_of(values: Iterable[Any]) -> list[Layout | None]:
-    """Return the layout of each value, None for those that are no DTensors."""
+    """Return the layout of each value, None for values that are not DTensors."""
     return [value._layout if isinstance(value, DTensorBase) else None for value in values]
 
 
@@ -170,20 +169,20 @@ def _save_for_backward(ctx: Any, *tensors: Any) -> None:
     for tensor in tensors:
         if type(tensor) is not Tensor and isinstance(tensor, DTensorBase):
             if torch._C._is_torch_function_enabled() and not _is_ours(ctx._forward_cls):
-                ctx.__class__ = _recording(ctx._forward_cls)._backward_cls
+                ctx.__class__ = _layout_recording(ctx._forward_cls)._backward_cls
                 ctx._layouts_of_saved = layouts_of(tensors)
             return
 
 
 def with_layout(saved: Any, layout: Layout | None) -> Any:
-    """Return a tensor that autograd has saved with the layout that it was saved with."""
+    """Return a tensor saved by autograd with the layout that it had when it was saved."""
     if layout is None or not isinstance(saved, Tensor) or isinstance(saved, DTensorBase):
         return saved
     return tag(alias(saved), layout)
 
 
 class _Backward:
-    """The methods that a context, which is a node of the graph, has in addition where layouts were recorded."""
+    """Methods added to the context of a Function, which is a node of the graph, when layouts were recorded."""
 
     _layouts: tuple[list[Layout | None], list[Layout | None]]  # of the arguments, of the results
 
@@ -197,7 +196,7 @@ class _Backward:
         return self._plain(BackwardCFunction.apply(self, *self._shown(gradients)))  # type: ignore[arg-type, no-untyped-call]  # it is one
 
     def apply_boxed(self, gradients: list[Any]) -> Any:
-        gradients[:] = self._shown(gradients)  # the list is the Function's, which may free what it has used
+        gradients[:] = self._shown(gradients)  # in place: the Function may free gradients that it has used
         return self._plain(BackwardCFunction.apply_boxed(self, gradients))  # type: ignore[arg-type, no-untyped-call]  # likewise
 
     def _shown(self, gradients: Sequence[Any]) -> list[Any]:
@@ -216,15 +215,15 @@ class _Backward:
         answers = given if isinstance(given, tuple) else (given,)
         needed = self.needs_input_grad  # type: ignore[attr-defined]  # it is a context
         name, ins = f"{self._forward_cls.__name__}.backward", known[0]  # type: ignore[attr-defined]  # likewise
-        found = [
-            _gradient_for(answer, layout, name, place) if needs else None
-            for place, (answer, layout, needs) in enumerate(zip(answers, ins, needed, strict=False))
+        gradients = [
+            _gradient_for(answer, layout, name, index) if needs else None
+            for index, (answer, layout, needs) in enumerate(zip(answers, ins, needed, strict=False))
         ]
-        return (*found, *answers[len(found) :])  # autograd says so if there are too many, or too few
+        return (*gradients, *answers[len(gradients) :])  # autograd raises if there are too many or too few
 
 
-def _gradient_for(answer: Any, layout: Layout | None, name: str, place: int) -> Any:
-    """Return what a backward gave for an argument of this layout as autograd wants it: plain, and local."""
+def _gradient_for(answer: Any, layout: Layout | None, name: str, index: int) -> Any:
+    """Return a gradient given by backward for an argument of this layout as a plain local tensor for autograd."""
     if not isinstance(answer, Tensor):
         return answer
     answer = _before_delayed_error(answer)
@@ -233,17 +232,17 @@ def _gradient_for(answer: Any, layout: Layout | None, name: str, place: int) -> 
     if not isinstance(answer, DTensorBase):
         if not (policy.replicates_implicitly() or (answer.ndim == 0 and not answer.requires_grad)):
             raise MixedTensorsError(
-                f"{name} returned a plain tensor of shape {tuple(answer.shape)} for argument {place}, a DTensor "
-                f"{layout}: return a DTensor (DTensor.from_local says how a local tensor is laid out), or call the "
+                f"{name} returned a plain tensor of shape {tuple(answer.shape)} for argument {index}, a DTensor "
+                f"{layout}: return a DTensor (DTensor.from_local makes one from a local tensor), or call the "
                 "Function inside sw.local_map, where forward and backward both run on local tensors"
             )
         answer = tag_replicated(alias(answer), layout.mesh)
     if answer._layout.shape != layout.shape:
         try:
-            answer = answer.sum_to_size(layout.shape)  # as torch does it for arguments that are broadcast
+            answer = answer.sum_to_size(layout.shape)  # as torch does for broadcast arguments
         except RuntimeError:
             raise TensorError(
-                f"{name} returned a gradient {answer._layout} for argument {place}, {layout}: the shape does not fit"
+                f"{name} returned a gradient {answer._layout} for argument {index}, {layout}: the shapes do not match"
             ) from None
     return local_gradient(answer, layout, name)
 
@@ -256,9 +255,9 @@ def _replicated(gradient: DTensorBase) -> Tensor:
 
 
 def _before_delayed_error(gradient: Tensor) -> Tensor:
-    """Return a gradient with its layout, where `once_differentiable` has put a node behind it that raises.
+    """Return a gradient with its layout if `once_differentiable` has appended a node that raises.
 
-    That node is torch's, and its results are plain; what it was given still has its layout.
+    The results of that node are plain; its inputs still have their layouts.
     """
     node: Any = gradient.grad_fn
     if isinstance(gradient, DTensorBase) or node is None or node.name() != "torch::autograd::Error":

@@ -1,7 +1,7 @@
 """Backward hooks of modules see gradients as DTensors.
 
-Torch hangs `register_full_backward_hook` and its like on nodes of the graph, where gradients are plain and local, and
-offers no place to look at them first. So importing this package replaces the method of torch that finds those nodes.
+torch attaches `register_full_backward_hook` and similar hooks to nodes of the graph, where gradients are plain and
+local, and has no extension point for them. So importing this package replaces the method of torch that finds the nodes.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class _Node:
 
 
 def install() -> tuple[Any, ...]:
-    """Replace the method, and return what replaces it."""
+    """Replace the method, and return the replacement."""
     original: Any = BackwardHook._apply_on_tensors
 
     @wraps(original)
-    def apply_on_tensors(self: Any, hang: Callable[[Any], None], args: Any) -> Any:
+    def apply_on_tensors(self: Any, attach: Callable[[Any], None], args: Any) -> Any:
         layouts = [getattr(value, "_layout", None) for value in args if isinstance(value, Tensor)]
         if not any(layouts):
-            return original(self, hang, args)
-        return original(self, lambda node: hang(_Node(node, layouts)), args)
+            return original(self, attach, args)
+        return original(self, lambda node: attach(_Node(node, layouts)), args)
 
     BackwardHook._apply_on_tensors = apply_on_tensors  # type: ignore[method-assign]  # torch offers no other place
     return (apply_on_tensors,)

@@ -1,13 +1,13 @@
 """Saved-tensor hooks get plain local tensors, and inputs of activation checkpoints keep their layouts.
 
-A DTensor is saved by operators as the local tensor that it is, in a place where interception is off; what was saved is
-unpacked in backward, where it is on. A hook that kept the DTensor itself would see the local shape in one and the
-global shape in the other. So importing this package replaces two methods of torch:
+Operators save a DTensor as its local tensor, with interception off; saved tensors are unpacked in backward, with
+interception on. A hook that kept the DTensor itself would see the local shape when packing and the global shape when
+unpacking. So importing this package replaces these methods of torch:
 
 - `saved_tensors_hooks.__enter__`: packing gets a plain alias of a DTensor, and runs with interception on, so that a
-  hook may compute with DTensors that it holds itself. Unpacking gives back what was packed, which is plain.
-- those of a checkpoint's frame that save its inputs and unpack them to compute again: in a nested checkpoint they go
-  through the hooks of the outer one, and come back plain.
+  hook may compute with its own DTensors. Unpacking returns what was packed, which is plain.
+- the methods of a checkpoint frame that save its inputs and unpack them for recomputation: in a nested checkpoint they
+  go through the hooks of the outer one, which return plain tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["install"]
 
 
 def install() -> tuple[Any, ...]:
-    """Replace the methods, and return what replaces them."""
+    """Replace the methods, and return the replacements."""
     saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]  # torch offers no other place
     frame: Any = checkpoint._CheckpointFrame
     if hasattr(frame, "save_inputs"):  # before torch 2.13 an autograd Function saves them
@@ -38,7 +38,7 @@ def install() -> tuple[Any, ...]:
 
 def _enter(hooks: saved_tensors_hooks) -> None:
     pack: Any = hooks.pack_hook
-    if not isinstance(pack, torch.fx.GraphModule):  # which compilers look into
+    if not isinstance(pack, torch.fx.GraphModule):  # compilers inspect it
         pack = partial(_pack_plain, pack)
     torch._C._autograd._push_saved_tensors_default_hooks(pack, hooks.unpack_hook)
 
@@ -59,9 +59,8 @@ def _with_layouts(save: Any, get: Any) -> tuple[Any, Any]:
 
     @wraps(get)
     def get_inputs(self: Any) -> list[Any]:
-        with (
-            torch.enable_grad()
-        ):  # off in backward, where an alias would not require grad: fewer tensors are saved then
+        # Grad mode is off in backward: an alias would not require grad, and fewer tensors would be saved.
+        with torch.enable_grad():
             return [with_layout(value, layout) for value, layout in zip(get(self), self.layouts, strict=True)]
 
     return save_inputs, get_inputs
