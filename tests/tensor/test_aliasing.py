@@ -1,4 +1,4 @@
-"""What aliases in torch aliases on every rank, or its use is refused before anything is written."""
+"""Results that share memory in torch share it on every rank, or using them raises before anything is written."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def numbers(*shape: int) -> Tensor:
 
 
 def written(tensor: Any) -> Exception | None:
-    """Write to a tensor; return the error where it was refused."""
+    """Write to a tensor; return the error if it raises."""
     try:
         tensor.add_(tensor.new_ones(()))
     except RuntimeError as error:
@@ -109,7 +109,7 @@ def written(tensor: Any) -> Exception | None:
 
 
 def value(tensor: Any) -> Tensor | None:
-    """Return the whole value of a tensor; None where reading it is refused."""
+    """Return the global value of a tensor; None if reading it raises."""
     try:
         return tensor.full_tensor().clone()
     except InPlaceError:
@@ -150,7 +150,7 @@ def check_view(
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 @on_ranks(2)
-def test_a_view_aliases_what_torchs_aliases_at_the_first_call_and_at_later_ones(situation: str) -> None:
+def test_views_alias_as_in_torch_on_first_and_cached_calls(situation: str) -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     wrong = []
     if not FULL and situation in ("sliced rows", "stepped"):
@@ -218,7 +218,7 @@ def compare(live: list[tuple[Any, Any]], where: str) -> list[tuple[Any, Any]]:
 
 
 def run_program(seed: int, mesh: Any, length: int) -> None:
-    """Run a random program of views and writes on both, comparing all tensors that are alive after every step."""
+    """Run a random program of views and writes on both, comparing all live tensors after every step."""
     dice = random.Random(seed)
     shape = dice.choice([(4, 3), (3, 4), (5, 2), (2, 2, 3), (6,), (1, 4)])
     placement = dice.choice([sw.Shard(0), sw.Shard(len(shape) - 1), sw.Replicate()])
@@ -260,7 +260,7 @@ def run_program(seed: int, mesh: Any, length: int) -> None:
 
 
 @on_ranks(3, timeout=600)
-def test_all_live_tensors_of_random_programs_are_torchs_or_refused() -> None:
+def test_random_programs_of_views_and_writes_match_torch_or_raise() -> None:
     mesh = sw.init_device_mesh("cpu", (3,))
     for seed in range(600 if FULL else 16):
         run_program(seed, mesh, 12)

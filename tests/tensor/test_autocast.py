@@ -1,4 +1,4 @@
-"""Under autocast, operators give torch's dtypes and values, composed or not, with empty shards too."""
+"""Under autocast, operators give torch's dtypes and values, composite or not, also with empty shards."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CASES: list[Case] = [
 
 @pytest.mark.parametrize("dim", [None, 0, 1, -1])
 @on_ranks(4)
-def test_dtypes_and_values_are_torchs(dim: int | None) -> None:
+def test_autocast_gives_the_dtypes_and_values_of_torch(dim: int | None) -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
     wrong = []
     for name, call, tensors in CASES:
@@ -75,7 +75,7 @@ def test_dtypes_and_values_are_torchs(dim: int | None) -> None:
 
 
 @on_ranks(2)
-def test_what_was_planned_without_autocast_is_not_taken_with_it() -> None:
+def test_plans_made_without_autocast_are_not_reused_under_autocast() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     x, y = sw.distribute_tensor(X, mesh, [sw.Shard(0)]), sw.distribute_tensor(CLASSES, mesh, [sw.Shard(0)])
     assert F.cross_entropy(x, y).dtype == torch.bfloat16

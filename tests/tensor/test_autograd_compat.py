@@ -1,4 +1,4 @@
-"""Autograd as torch users know it: hooks, grad, checkpointing, modes, autocast, functions of their own."""
+"""Autograd works as in torch: hooks, grad, checkpointing, modes, autocast, custom Functions."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Sine(torch.autograd.Function):
         return x.cos() * gradient
 
 
-def test_a_hook_on_an_output_that_backward_does_not_reach_gets_none_as_in_torch() -> None:
+def test_hook_on_an_output_that_backward_does_not_reach_gets_none() -> None:
     def on_rank() -> None:
         ours, plain = _pair(_mesh(), [R, R], 4, 3)
         seen: list[Any] = []
@@ -130,7 +130,7 @@ def test_hooks_see_gradients_as_dtensors_and_may_replace_them() -> None:
     run_ranks(4, on_rank)
 
 
-def test_grad_takes_every_argument_and_gives_second_derivatives() -> None:
+def test_autograd_grad_supports_its_arguments_and_second_derivatives() -> None:
     def on_rank() -> None:
         mesh = _mesh()
         pairs = [_pair(mesh, [S0, S1], 5, 4), _pair(mesh, [R, S0], 4, 3, seed=1), _pair(mesh, [R, R], 2, seed=2)]
@@ -162,7 +162,7 @@ def test_grad_takes_every_argument_and_gives_second_derivatives() -> None:
     run_ranks(4, on_rank)
 
 
-def test_backward_accumulates_where_it_is_told_to() -> None:
+def test_backward_accumulates_into_the_given_inputs_only() -> None:
     def on_rank() -> None:
         mesh = _mesh()
         ours = [_pair(mesh, [S0, R], 4, 4, seed=s) for s in range(2)]
@@ -231,7 +231,7 @@ def test_saved_tensor_hooks_pack_and_unpack_local_tensors() -> None:
     run_ranks(4, on_rank)
 
 
-def test_autocast_computes_in_bfloat16_and_gives_gradients_in_full() -> None:
+def test_autocast_computes_in_bfloat16_with_float32_gradients() -> None:
     def on_rank() -> None:
         mesh = _mesh()
         value, weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.eye(4)
@@ -250,7 +250,7 @@ def test_autocast_computes_in_bfloat16_and_gives_gradients_in_full() -> None:
     run_ranks(4, on_rank)
 
 
-def test_functions_of_your_own_see_dtensors_in_backward() -> None:
+def test_custom_functions_get_dtensors_in_backward() -> None:
     """Gradients and saved tensors, outputs among them, come with their layouts."""
 
     def on_rank() -> None:
@@ -270,7 +270,7 @@ def test_functions_of_your_own_see_dtensors_in_backward() -> None:
     run_ranks(4, on_rank)
 
 
-def test_a_functions_gradient_may_come_in_any_layout_but_not_plain() -> None:
+def test_custom_functions_may_return_gradients_in_any_layout_but_not_plain() -> None:
     class Replicated(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
@@ -295,7 +295,7 @@ def test_a_functions_gradient_may_come_in_any_layout_but_not_plain() -> None:
     run_ranks(4, on_rank)
 
 
-def test_anomaly_mode_and_gradient_checking_work() -> None:
+def test_anomaly_mode_and_gradcheck_work() -> None:
     def on_rank() -> None:
         mesh = _mesh()
         ours, plain = _pair(mesh, [S0, S1], 4, 4)
@@ -346,7 +346,7 @@ def _symmetric(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def test_torchs_own_tools_for_gradients_give_the_values_of_plain_torch() -> None:
+def test_gradient_utilities_of_torch_give_the_values_of_plain_torch() -> None:
     """Derivatives of functions, parametrizations, gradients within hooks and hooks of several tensors."""
 
     def of_functions(x: Any, w: Any) -> list[Any]:
@@ -394,7 +394,7 @@ def test_torchs_own_tools_for_gradients_give_the_values_of_plain_torch() -> None
     run_ranks(2, on_rank)
 
 
-def test_gradients_whose_layout_nobody_knows_are_refused() -> None:
+def test_gradients_without_a_known_layout_raise() -> None:
     def on_rank() -> None:
         x = sw.distribute_tensor(_value(4), sw.init_device_mesh("cpu", (2,)), [S0]).requires_grad_()
         y = x.sin()

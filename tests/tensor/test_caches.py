@@ -1,4 +1,4 @@
-"""No cache grows without bound, and none gives an answer that was another's."""
+"""Caches are bounded, and different calls never share a plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwright.layout import layout as layouts
 from shardwright.testing import RankPool
 
 
-def test_ten_thousand_steps_of_changing_shapes_and_counters_keep_memory_flat() -> None:
+def test_ten_thousand_steps_of_changing_shapes_do_not_leak_memory() -> None:
     def on_a_rank() -> tuple[int, int]:
         mesh = sw.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
 
@@ -37,7 +37,7 @@ def test_ten_thousand_steps_of_changing_shapes_and_counters_keep_memory_flat() -
     assert more_layouts <= 100
 
 
-def test_a_number_in_the_key_is_told_from_an_equal_number_of_another_type() -> None:
+def test_equal_numbers_of_different_types_have_different_plans() -> None:
     mesh = sw.init_device_mesh("cpu", (1,))
     x = sw.ones(3, mesh=mesh, dtype=torch.int64)
     assert (x * 2).dtype == torch.int64
@@ -46,7 +46,7 @@ def test_a_number_in_the_key_is_told_from_an_equal_number_of_another_type() -> N
     assert (x * 3).tolist() == [3, 3, 3]  # the value is not part of any plan
 
 
-def test_static_arguments_are_told_apart_by_value() -> None:
+def test_different_static_arguments_have_different_plans() -> None:
     mesh = sw.init_device_mesh("cpu", (1,))
     x = sw.ones(2, 3, mesh=mesh)
     assert x.sum(0).shape == (3,)

@@ -1,6 +1,6 @@
-"""The contract of gradients, row by row: every movement's gradient, and its gradient's gradient, is a single device's.
+"""Gradients and second gradients of every redistribution match those of a single device.
 
-Everything is float64 and agrees to 1e-12. Sizes divide by no mesh: shards are uneven, some are empty.
+Everything is float64 and agrees to 1e-12. Sizes are not divisible by the mesh: shards are uneven, some are empty.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def placed(whole: Tensor, mesh: Any, placements: tuple[Placement, ...]) -> sw.DTensor:
-    """A DTensor of this value whose gradient is asked for; addends unlike each other where it is partial."""
+    """Return a DTensor of this value that requires grad; its partial values differ between ranks."""
     settled = [R if p.is_partial() else p for p in placements]
     local = sw.distribute_tensor(whole, mesh, settled).to_local().clone()
     for mesh_dim, placement in enumerate(placements):
@@ -49,7 +49,7 @@ def placed(whole: Tensor, mesh: Any, placements: tuple[Placement, ...]) -> sw.DT
 
 
 def twice(function: Callable[..., Tensor], inputs: list[Tensor], weights: list[Any]) -> list[Tensor]:
-    """The gradients of a function, and those of a weighted sum of them."""
+    """Return the gradients of a function, and those of a weighted sum of them."""
     first = torch.autograd.grad(function(*inputs), inputs, create_graph=True)
     total = sum((gradient * weight).sin().sum() for gradient, weight in zip(first, weights, strict=True))
     return [*first, *torch.autograd.grad(total, inputs)]
@@ -74,7 +74,7 @@ def mesh_of(*shape: int) -> Any:
 
 
 def moved(target: tuple[Placement, ...]) -> Callable[[Tensor], Tensor]:
-    """A function of a tensor that is not linear, with a movement in its midst."""
+    """A non-linear function of a tensor with a redistribution inside."""
 
     def function(x: Tensor) -> Tensor:
         y = x.sin() if not isinstance(x, sw.DTensor) or not x.sharding.is_partial else x * 1.5
@@ -105,11 +105,11 @@ def check_rows(shape: tuple[int, ...]) -> None:
             check(moved(target), [whole], mesh, [source], what)
 
 
-def test_every_row_of_the_table_on_one_mesh_dimension() -> None:
+def test_gradients_of_every_redistribution_on_one_mesh_dimension() -> None:
     run_ranks(4, check_rows, (4,))
 
 
-def test_every_pair_of_rows_of_the_table_on_two_mesh_dimensions() -> None:
+def test_gradients_of_every_pair_of_redistributions_on_two_mesh_dimensions() -> None:
     run_ranks(4, check_rows, (2, 2))
 
 
@@ -117,7 +117,7 @@ def product_of(x: Tensor, w: Tensor) -> Tensor:
     return (x @ w).sin().sum()
 
 
-def test_whatever_enters_a_product_has_the_gradient_of_a_single_device() -> None:
+def test_operands_of_a_product_get_the_gradients_of_a_single_device() -> None:
     """`x[S(0)] @ w[R]` is R → Re, `x[S(0)] @ w[S(0)]` is S → Re; and all other placements of the two."""
 
     def body() -> None:
@@ -143,7 +143,7 @@ def test_whatever_enters_a_product_has_the_gradient_of_a_single_device() -> None
 
 
 def reductions(traffic: comm.Traffic) -> int:
-    """How many sums over ranks there were: an all-reduce may be made of a reduce-scatter and an all-gather."""
+    """Return the number of sums over ranks: an all-reduce may consist of a reduce-scatter and an all-gather."""
     return traffic.calls["all_reduce"] + traffic.calls["reduce_scatter"]
 
 

@@ -1,4 +1,4 @@
-"""Dispatch modes around a backward pass, and explaining one: what lies below autograd sees local tensors."""
+"""Dispatch modes around a backward pass see local tensors, and `explain` works with backward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shard(_: str, module: nn.Module, mesh: Any) -> None:
 
 
 def watching(seen: list[Any]) -> Any:
-    """A mode that notes shapes, and computes with what it gets."""
+    """A mode that records shapes and computes with its arguments."""
 
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,7 +80,7 @@ def modes_around_a_backward() -> None:
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_modes_see_local_operators_and_change_no_gradient() -> None:
+def test_dispatch_modes_see_local_operators_and_do_not_change_gradients() -> None:
     run_ranks(2, modes_around_a_backward)
 
 
@@ -152,5 +152,5 @@ def explained() -> None:
     assert not failed, "\n".join(f"{key}: {value}" for key, value in failed.items())
 
 
-def test_a_program_with_a_backward_can_be_explained_and_moves_what_it_says() -> None:
+def test_explain_of_a_program_with_backward_matches_its_communication() -> None:
     run_ranks(2, explained)

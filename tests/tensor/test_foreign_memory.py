@@ -1,4 +1,4 @@
-"""Foreign code never reads a shard with the global shape: it gets the whole value, the shard as such, or an error."""
+"""Foreign code never reads a shard with the global shape: it gets the global value, the local tensor, or an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _mesh(*shape: int) -> Any:
 
 
 def _split() -> Iterator[Any]:
-    """Tensors of the value WHOLE, none of which is whole on a rank: shards, an uneven one, partial values."""
+    """Tensors with the global value WHOLE that are not fully local: even and uneven shards, partial values."""
     mesh = _mesh()
     for placement in (S0, S1, sw.Ragged(0, (7, 1))):
         yield sw.distribute_tensor(WHOLE, mesh, [placement])
@@ -41,14 +41,14 @@ def _split() -> Iterator[Any]:
 
 
 def _kept() -> Iterator[Any]:
-    """Tensors of the value WHOLE that are whole on both ranks."""
+    """Tensors with the global value WHOLE that are fully local on both ranks."""
     yield sw.distribute_tensor(WHOLE, _mesh(), [R])
     yield sw.distribute_tensor(WHOLE, _mesh(2, 1), [R, S0])
     yield sw.DTensor.from_local(WHOLE.clone(), _mesh(2, 1), [R, P])
 
 
 def _is_memory(value: Any, storage: torch.UntypedStorage) -> bool:
-    """True for an address inside the storage, and for every kind of object that shows its bytes."""
+    """True for an address inside the storage, and for every kind of object that exposes its bytes."""
     if isinstance(value, int) and not isinstance(value, bool):
         return storage.data_ptr() <= value < storage.data_ptr() + storage.nbytes()
     if isinstance(value, dict):
@@ -58,7 +58,7 @@ def _is_memory(value: Any, storage: torch.UntypedStorage) -> bool:
 
 
 def _answer(tensor: Any, name: str) -> Any:
-    """Return what a tensor gives under this name, called if it can be; None if it raises one of torch's errors."""
+    """Return the attribute of this name, or its result if callable; None if it raises one of torch's errors."""
     try:
         value = getattr(tensor, name)
         return value() if callable(value) and not isinstance(value, torch.Tensor) else value
@@ -72,7 +72,7 @@ SIDE_EFFECTS = {"backward", "register_hook", "__init_subclass__", "__del__", "__
 
 
 def _exposing_names() -> list[str]:
-    """The attributes of torch.Tensor that give memory away, found by asking a plain tensor for everything."""
+    """Return the attributes of torch.Tensor that expose memory, by trying all of them on a plain tensor."""
     names = []
     for name in dir(torch.Tensor):
         plain = WHOLE.clone()
@@ -82,7 +82,7 @@ def _exposing_names() -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_attribute_that_gives_memory_away_is_refused_or_whole() -> None:
+def test_attributes_that_expose_memory_raise_unless_fully_local() -> None:
     names = _exposing_names()
     assert {"data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "__array__", "__dlpack__"} <= set(
         names
@@ -111,7 +111,7 @@ def test_every_attribute_that_gives_memory_away_is_refused_or_whole() -> None:
         assert wrong == {}
 
 
-def test_addresses_and_capsules_of_a_shard_are_refused_in_every_spelling() -> None:
+def test_every_way_to_get_an_address_or_capsule_of_a_shard_raises() -> None:
     spellings: dict[str, Callable[[Any], Any]] = {
         "data_ptr": lambda x: x.data_ptr(),
         "Tensor.data_ptr": lambda x: torch.Tensor.data_ptr(x),
@@ -143,7 +143,7 @@ def test_addresses_and_capsules_of_a_shard_are_refused_in_every_spelling() -> No
     run_ranks(2, on_rank)
 
 
-def test_memory_of_a_tensor_that_is_whole_on_this_rank_is_its_own() -> None:
+def test_memory_of_a_fully_local_tensor_is_exposed() -> None:
     def on_rank() -> None:
         for x in _kept():
             size = x.numel() * x.element_size()
@@ -161,7 +161,7 @@ def test_memory_of_a_tensor_that_is_whole_on_this_rank_is_its_own() -> None:
     run_ranks(2, on_rank)
 
 
-def test_numpy_gets_the_whole_value() -> None:
+def test_numpy_gets_the_global_value() -> None:
     def on_rank() -> None:
         for x in (*_split(), *_kept()):
             for array in (x.numpy(), np.asarray(x), np.array(x), np.array(x, dtype=np.float64), np.stack([x, x])[1]):
@@ -174,7 +174,7 @@ def test_numpy_gets_the_whole_value() -> None:
     run_ranks(2, on_rank)
 
 
-def test_safetensors_refuses_a_shard_and_writes_a_whole_tensor(tmp_path: Path) -> None:
+def test_safetensors_raises_for_a_shard_and_writes_a_fully_local_tensor(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
 
     def on_rank() -> None:
@@ -204,7 +204,7 @@ def test_safetensors_refuses_a_shard_and_writes_a_whole_tensor(tmp_path: Path) -
     run_ranks(2, on_rank)
 
 
-def test_pickle_and_torch_save_carry_the_shard_with_its_layout() -> None:
+def test_pickle_and_torch_save_store_the_shard_with_its_layout() -> None:
     def on_rank() -> None:
         for x in (*_split(), *_kept()):
             file = io.BytesIO()
@@ -218,8 +218,8 @@ def test_pickle_and_torch_save_carry_the_shard_with_its_layout() -> None:
     run_ranks(2, on_rank)
 
 
-def test_copy_shares_memory_and_deepcopy_is_torchs() -> None:
-    """Of a parameter torch copies the values alone; of a tensor also its gradient, its attributes, shared memory."""
+def test_copy_shares_memory_and_deepcopy_behaves_as_in_torch() -> None:
+    """torch copies only the values of a parameter; for a tensor also its gradient, attributes and shared memory."""
 
     def on_rank() -> None:
         for x in _split():
@@ -262,7 +262,7 @@ def test_copy_shares_memory_and_deepcopy_is_torchs() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_tensors_made_from_a_dtensor_have_its_whole_value() -> None:
+def test_tensors_constructed_from_a_dtensor_have_its_global_value() -> None:
     def on_rank() -> None:
         import warnings
 
@@ -302,8 +302,8 @@ def test_tensors_made_from_a_dtensor_have_its_whole_value() -> None:
     run_ranks(2, on_rank)
 
 
-def test_numbers_that_torch_reads_from_a_dtensor_are_whole() -> None:
-    """A partial number is one addend on each rank, of the shape of the sum."""
+def test_factories_read_the_global_value_of_a_scalar_dtensor() -> None:
+    """A partial scalar is a partial value on each rank, with the shape of the sum."""
 
     def on_rank() -> None:
         n = sw.DTensor.from_local(torch.tensor(2), _mesh(), [P])  # 4
@@ -331,7 +331,7 @@ def test_numbers_that_torch_reads_from_a_dtensor_are_whole() -> None:
     run_ranks(2, on_rank)
 
 
-def test_constructors_that_know_no_layout_are_refused() -> None:
+def test_sparse_and_nested_constructors_raise_for_dtensors() -> None:
     def on_rank() -> None:
         indices = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7]])
         for x in _split():
@@ -350,8 +350,8 @@ def test_constructors_that_know_no_layout_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_plain_torch_makes_tensors_as_before() -> None:
-    """What is replaced for DTensors is torch's own for others: default devices, TorchScript, compiled code, pickle."""
+def test_constructors_of_plain_tensors_are_unchanged() -> None:
+    """The replaced functions call torch's for plain tensors: default devices, TorchScript, compiled code, pickle."""
 
     def make(x: torch.Tensor) -> torch.Tensor:
         made = torch.tensor([1.0, 2.0]) + torch.as_tensor([3.0, 4.0]) + torch.asarray([5.0, 6.0]) + torch.arange(2)
@@ -374,7 +374,7 @@ def _scripted(x: torch.Tensor) -> torch.Tensor:
     return x + torch.tensor([1.0, 1.0]) + torch.arange(2) + torch.full([2], 1.0) + torch.full_like(x, 0.0)
 
 
-def test_a_function_that_another_package_has_wrapped_is_replaced_once() -> None:
+def test_function_wrapped_by_another_package_is_replaced_once() -> None:
     asked: list[object] = []
 
     @wraps(torch.zeros)
@@ -395,7 +395,7 @@ def test_a_function_that_another_package_has_wrapped_is_replaced_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_save_pretrained_refuses_a_sharded_model_and_writes_full_tensors(tmp_path: Path) -> None:
+def test_save_pretrained_raises_for_a_sharded_model_and_writes_full_tensors(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
 
     def on_rank() -> None:

@@ -1,4 +1,4 @@
-"""User-written autograd Functions: forward and backward run on DTensors, and give the gradients of plain torch."""
+"""Custom autograd Functions run on DTensors in forward and backward, and give the gradients of plain torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AddBias(Function):
 
 
 class Broadcast(AddBias):
-    """Leaves it to torch to add the gradient of what was broadcast up."""
+    """Leaves it to torch to sum the gradient of a broadcast argument."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
@@ -48,7 +48,7 @@ class Linear(Function):
 
 
 class Separate(Function):
-    """The newer form, with a default argument, a saved output and vjp."""
+    """With setup_context, a default argument, a saved output and vjp."""
 
     @staticmethod
     def forward(x: Any, w: Any, factor: float = 0.5) -> Any:
@@ -95,7 +95,7 @@ def fused(x: Any, w: Any) -> Any:
 
 
 class Outer(Function):
-    """A Function within a Function, with two results and one that has no gradient."""
+    """A nested Function with two results, one of them without gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, w: Any) -> Any:
@@ -118,7 +118,7 @@ def of_outer(x: Any, w: Any) -> Any:
 
 
 class Unused(Function):
-    """Gets None for the result that nothing was made of."""
+    """Gets None for an unused result."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, w: Any) -> Any:
@@ -135,7 +135,7 @@ class Unused(Function):
 
 
 class Same(Function):
-    """Returns an input as it is."""
+    """Returns an input unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, w: Any) -> Any:
@@ -161,7 +161,7 @@ class InPlace(Function):
 
 
 class Columns(Function):
-    """Picks a row of a sharded dimension: a copy that looks like a view."""
+    """Indexes a sharded dimension: returns a copy that looks like a view."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, w: Any) -> Any:
@@ -242,7 +242,7 @@ def test_functions_give_the_gradients_of_plain_torch() -> None:
 
 
 class Rows(Function):
-    """Made of plain arguments, with a DTensor that it holds itself."""
+    """Takes plain arguments, and uses a DTensor of its own."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, hold: list[Any]) -> Any:
@@ -282,7 +282,7 @@ def plain_tensors_beside() -> None:
         torch.testing.assert_close(weight.grad[0], 8 * (whole_x**2).sum(0))
 
 
-def test_a_plain_argument_gets_a_plain_gradient_whole_on_every_rank() -> None:
+def test_plain_argument_gets_a_replicated_plain_gradient() -> None:
     run_ranks(2, plain_tensors_beside)
 
 
@@ -322,12 +322,12 @@ def wrong_gradients() -> None:
         mapped(x).sum().backward()
 
 
-def test_a_gradient_that_is_plain_or_does_not_fit_is_refused_on_every_rank() -> None:
+def test_plain_gradient_or_wrong_shape_raises_on_every_rank() -> None:
     run_ranks(2, wrong_gradients)
 
 
 class Identity(Function):
-    """Shows what its backward gets."""
+    """Records what its backward gets."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, seen: list[Any]) -> Any:
@@ -341,7 +341,7 @@ class Identity(Function):
 
 
 def sums_of_addends() -> None:
-    """A partial result's gradient is whole; an average's addends each get a share of it, which nobody sees."""
+    """The gradient of a partial result is replicated; scaling for an average happens inside the engine."""
     mesh = sw.init_device_mesh("cpu", (2,))
     whole = values()[0]
     for op, share in (("sum", 1.0), ("avg", 0.5)):
@@ -364,11 +364,11 @@ def sums_of_addends() -> None:
         close(slopes[1], slopes[0])
 
 
-def test_gradients_of_partial_tensors_are_shown_whole() -> None:
+def test_gradients_of_partial_tensors_are_replicated_in_backward() -> None:
     run_ranks(2, sums_of_addends)
 
 
-def test_plain_programs_are_left_alone() -> None:
+def test_functions_on_plain_tensors_are_unchanged() -> None:
     before = Linear._backward_cls
     x, w = (value.requires_grad_() for value in values())
     result = Linear.apply(x, w)
@@ -379,8 +379,8 @@ def test_plain_programs_are_left_alone() -> None:
         Linear.apply(x)
 
 
-def test_an_operator_with_a_gradient_of_its_own_saves_local_tensors() -> None:
-    """Torch runs such a gradient as a Function, below interception."""
+def test_custom_operator_with_registered_autograd_saves_local_tensors() -> None:
+    """torch runs registered autograd as a Function, below interception."""
 
     @torch.library.custom_op("functions::cube", mutates_args=())
     def cube(x: Tensor) -> Tensor:

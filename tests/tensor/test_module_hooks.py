@@ -1,4 +1,4 @@
-"""Backward hooks of modules see and change the gradients of whole tensors."""
+"""Backward hooks of modules see and change gradients as DTensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trained(x: Any, weight: Any, seen: list[Any]) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("placement", [sw.Shard(0), sw.Shard(1), sw.Replicate(), sw.Partial()], ids=str)
 @on_ranks(4)
-def test_hooks_that_change_gradients_change_them_as_torch_does(placement: Any) -> None:
+def test_hooks_that_change_gradients_behave_as_in_torch(placement: Any) -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
     x, weight = value(7, 4, seed=0), value(4, 3, seed=1)
     expected, theirs = trained(x.clone(), weight.clone(), shapes := [])
@@ -57,7 +57,7 @@ def test_hooks_that_change_gradients_change_them_as_torch_does(placement: Any) -
 
 
 @on_ranks(2)
-def test_a_hook_that_returns_a_shard_is_refused() -> None:
+def test_hook_that_returns_a_plain_shard_raises() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     layer = Layer(sw.distribute_tensor(value(4, 3, seed=1), mesh))
     layer.register_full_backward_hook(lambda _, given, taken: tuple(one.to_local() for one in given))
@@ -67,8 +67,8 @@ def test_a_hook_that_returns_a_shard_is_refused() -> None:
 
 
 @on_ranks(4)
-def test_a_gradient_of_another_shape_is_refused_on_every_rank() -> None:
-    """Some ranks' parts may have the right size by chance: they would go on alone."""
+def test_hook_that_returns_another_shape_raises_on_every_rank() -> None:
+    """On some ranks the local shape may fit by chance: they would continue alone."""
     mesh = sw.init_device_mesh("cpu", (4,))
     layer = Layer(sw.distribute_tensor(value(4, 3, seed=1), mesh))
     layer.register_full_backward_hook(lambda _, given, taken: tuple(one[:1] for one in given))
@@ -80,7 +80,7 @@ def test_a_gradient_of_another_shape_is_refused_on_every_rank() -> None:
             loss.backward()
 
 
-def test_plain_modules_are_left_alone() -> None:
+def test_hooks_of_plain_modules_are_unchanged() -> None:
     layer, seen = nn.Linear(3, 2), []
     layer.register_full_backward_hook(lambda _, given, taken: seen.append((type(given[0]), type(taken[0]))))
     layer(torch.ones(4, 3, requires_grad=True)).sum().backward()

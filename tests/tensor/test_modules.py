@@ -1,4 +1,4 @@
-"""Modules with DTensor parameters: everything `nn.Module` does with parameters."""
+"""Modules with DTensor parameters support what `nn.Module` does with parameters."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_parametrizations_and_parameters_to_vector_work() -> None:
     run_ranks(4, on_rank)
 
 
-def test_memory_is_replaced_only_by_what_fits_a_layout() -> None:
+def test_memory_can_be_replaced_only_by_a_tensor_that_fits_the_layout() -> None:
     """`.data =`, `set_`, `resize_`, `swap_tensors` and `.grad =` keep local sizes that fit the layout."""
 
     def on_rank() -> None:

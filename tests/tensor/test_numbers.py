@@ -1,4 +1,4 @@
-"""Where torch takes a number, a 0-dimensional DTensor is read as its whole value, or refused if it requires grad."""
+"""Where torch takes a number, a 0-dimensional DTensor is read as its global value, or raises if it requires grad."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def whole(value: Any) -> list[Tensor]:
 
 
 @on_ranks(2)
-def test_a_partial_number_is_read_whole_wherever_torch_takes_a_number() -> None:
+def test_partial_scalar_is_reduced_where_torch_takes_a_number() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     for place, call in enumerate(CALLS):
         x, halves, ones = (
@@ -100,7 +100,7 @@ def test_a_partial_number_is_read_whole_wherever_torch_takes_a_number() -> None:
 
 
 @on_ranks(2)
-def test_a_number_that_requires_grad_is_refused_on_all_ranks() -> None:
+def test_scalar_that_requires_grad_raises_where_torch_takes_a_number() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     x = sw.distribute_tensor(VALUES, mesh, [sw.Shard(0)], src_data_rank=None)
     s = sw.ones(2, mesh=mesh, placements=[sw.Shard(0)]).requires_grad_().sum()
@@ -114,7 +114,7 @@ def test_a_number_that_requires_grad_is_refused_on_all_ranks() -> None:
 
 
 @on_ranks(2)
-def test_a_value_that_torch_takes_as_a_tensor_keeps_its_gradient() -> None:
+def test_scalar_that_torch_takes_as_a_tensor_keeps_its_gradient() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     x = sw.distribute_tensor(VALUES, mesh, [sw.Shard(0)], src_data_rank=None)
     s = sw.ones(mesh=mesh).requires_grad_()

@@ -144,7 +144,7 @@ def test_muon_and_lbfgs_train_to_the_parameters_of_one_device() -> None:
     run_ranks(4, on_rank)
 
 
-def test_sparse_adam_is_refused_with_the_reason() -> None:
+def test_sparse_adam_raises_with_the_reason() -> None:
     weight = nn.Parameter(sw.ones(3, mesh=sw.Mesh((1,))))
     weight.sum().backward()
     with pytest.raises(RuntimeError, match="does not support dense gradients, please consider Adam instead"):
@@ -247,7 +247,7 @@ def test_optimizer_states_are_saved_and_loaded_and_schedules_followed() -> None:
     run_ranks(4, on_rank)
 
 
-def test_what_one_rank_found_infinite_skips_the_step_on_all() -> None:
+def test_infinite_gradient_on_one_rank_skips_the_step_on_all_ranks() -> None:
     """The gradient scaler's found_inf is reduced over the mesh."""
 
     def on_rank() -> None:
@@ -277,7 +277,7 @@ def test_what_one_rank_found_infinite_skips_the_step_on_all() -> None:
     run_ranks(4, on_rank)
 
 
-def test_lists_of_unlike_layouts_go_through_the_ordinary_operators() -> None:
+def test_foreach_on_different_layouts_uses_the_ordinary_operators() -> None:
     def on_rank() -> None:
         mesh = _mesh()
         values = [torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]

@@ -1,4 +1,4 @@
-"""Paths that would silently see the shard alone are refused, with the reason and what to do instead."""
+"""Operations that would silently see only the shard raise, with the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_of_torch_func_are_refused(name: str) -> None:
+def test_torch_func_transforms_of_dtensors_raise(name: str) -> None:
     """They drop the class and would compute on the shard."""
     with pytest.raises(
         UnsupportedError, match=r"torch\.func .*would compute on this rank's shard alone: use torch\.aut"
@@ -47,7 +47,7 @@ def test_transforms_of_torch_func_are_refused(name: str) -> None:
         TRANSFORMS[name](_x())
 
 
-def test_dtensors_inside_a_transform_of_plain_tensors_are_refused() -> None:
+def test_dtensors_inside_a_transform_of_plain_tensors_raise() -> None:
     x = _x()
     for transform in (
         lambda: torch.func.grad(lambda y: (x * y).sum())(torch.ones(4)),
@@ -58,7 +58,7 @@ def test_dtensors_inside_a_transform_of_plain_tensors_are_refused() -> None:
             transform()
 
 
-def test_a_dtensor_that_a_transform_would_return_is_refused() -> None:
+def test_transform_that_returns_a_dtensor_raises() -> None:
     x = _x()
     for transform in (
         lambda: torch.vmap(lambda y: x.sum() * 1)(torch.ones(3)),
@@ -68,7 +68,7 @@ def test_a_dtensor_that_a_transform_would_return_is_refused() -> None:
             transform()
 
 
-def test_transforms_of_plain_tensors_are_untouched() -> None:
+def test_transforms_of_plain_tensors_are_unchanged() -> None:
     x = torch.arange(3.0)
     assert torch.equal(torch.func.grad(lambda y: (y**2).sum())(x), 2 * x)
     assert torch.equal(torch.vmap(lambda y: y * 2)(x), 2 * x)
@@ -80,7 +80,7 @@ def test_transforms_of_plain_tensors_are_untouched() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch, on first use
-def test_forward_mode_derivatives_are_refused() -> None:
+def test_forward_mode_derivatives_raise() -> None:
     """They would need redistributions of tangents."""
     with forward_ad.dual_level(), pytest.raises(UnsupportedError, match=r"forward-mode .* use reverse mode"):
         forward_ad.make_dual(_x(), _x())
@@ -88,8 +88,8 @@ def test_forward_mode_derivatives_are_refused() -> None:
         torch.func.jvp(torch.sum, (_x(),), (_x(),))
 
 
-def test_wrappers_that_replicate_modules_are_refused() -> None:
-    """DistributedDataParallel overwrote a rank's shard when it was constructed."""
+def test_data_parallel_wrappers_raise() -> None:
+    """The constructor of DistributedDataParallel would overwrite the shards of other ranks."""
 
     def on_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
@@ -106,7 +106,7 @@ def test_wrappers_that_replicate_modules_are_refused() -> None:
 
 
 @on_ranks(1)
-def test_collectives_on_dtensors_are_refused() -> None:
+def test_collectives_of_torch_distributed_raise() -> None:
     """`torch.distributed` would combine shards as if they were whole tensors."""
     from torch.distributed import _functional_collectives as functional
 
@@ -123,26 +123,26 @@ def test_collectives_on_dtensors_are_refused() -> None:
             collective()
 
 
-def test_a_layout_is_not_dropped_by_as_subclass() -> None:
+def test_as_subclass_raises() -> None:
     """Exports of memory are in test_foreign_memory.py."""
     with pytest.raises(UnsupportedError, match="would drop the layout"):
         _x().as_subclass(torch.Tensor)
 
 
-def test_layouts_of_memory_that_are_not_dense_are_refused() -> None:
+def test_sparse_and_mkldnn_conversions_raise() -> None:
     x = sw.ones(2, 2, mesh=sw.init_device_mesh("cpu", (1,)))
     for change in (x.to_sparse, x.to_sparse_csr, x.to_mkldnn):
         with pytest.raises(UnsupportedError, match="local tensors of a DTensor are dense"):
             change()
 
 
-def test_refusals_are_tensor_errors_and_runtime_errors() -> None:
+def test_unsupported_error_is_a_tensor_error_and_a_runtime_error() -> None:
     assert issubclass(UnsupportedError, TensorError)
     assert issubclass(UnsupportedError, RuntimeError)
 
 
-def test_paths_without_a_hook_are_the_documented_ones() -> None:
-    """These see the shard, with its own shape, and the documentation says so."""
+def test_documented_paths_without_a_hook_see_the_shard() -> None:
+    """They see the shard with its local shape, as documented."""
 
     def on_rank() -> None:
         x = sw.distribute_tensor(torch.arange(4.0), sw.init_device_mesh("cpu", (2,)), [S0])
@@ -158,7 +158,7 @@ def test_paths_without_a_hook_are_the_documented_ones() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_code_that_holds_dtensors_gives_eagers_results(backend: str) -> None:
+def test_torch_compile_of_code_with_dtensors_gives_eager_results(backend: str) -> None:
     """Operators of DTensors stay eager, plain code around them is compiled."""
 
     def on_rank() -> None:

@@ -44,7 +44,7 @@ def _quietly(work: Any) -> Any:
     return on_rank
 
 
-def test_a_scripted_function_is_computed_on_whole_tensors() -> None:
+def test_scripted_function_runs_on_replicated_tensors() -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         script = torch.jit.script(centred)
@@ -74,7 +74,7 @@ def test_a_scripted_function_is_computed_on_whole_tensors() -> None:
     run_ranks(2, _quietly(work))
 
 
-def test_programs_that_would_hold_shards_are_not_made() -> None:
+def test_scripting_tracing_and_exporting_dtensors_raise() -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         x = sw.distribute_tensor(WHOLE, mesh, [S0])

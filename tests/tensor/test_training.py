@@ -1,4 +1,4 @@
-"""A transformer trains to the single-rank losses on every mesh, dropout on."""
+"""A transformer with dropout trains to the losses of a single rank on every mesh."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MESHES = {
 
 
 def load(name: str) -> Any:
-    """An example as a module, by its file: their names begin with numbers."""
+    """Import an example by its path: the file names begin with digits."""
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -38,7 +38,7 @@ def load(name: str) -> Any:
 def train(
     shape: tuple[int, ...], names: tuple[str, ...], dtype: torch.dtype, dropout: float, layers: int
 ) -> list[float]:
-    """The losses of 20 steps of AdamW, every rank running the same lines."""
+    """Return the losses of 20 steps of AdamW, with the same program on every rank."""
     import sys
 
     sys.path.insert(0, str(EXAMPLES))
@@ -70,7 +70,7 @@ def train(
 
 @pytest.fixture(scope="module")
 def single() -> dict[torch.dtype, list[float]]:
-    """The losses on one rank."""
+    """Return the losses on one rank."""
     return {dtype: run_ranks(1, train, (1,), ("dp",), dtype, 0.1, 4)[0] for dtype in (torch.float32, torch.float64)}
 
 
@@ -85,7 +85,7 @@ RUNS = [
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("mesh", "dtype"), RUNS, ids=str)
-def test_every_mesh_gives_the_single_ranks_losses(
+def test_losses_on_every_mesh_match_a_single_rank(
     mesh: str, dtype: torch.dtype, single: dict[torch.dtype, list[float]]
 ) -> None:
     shape, names = MESHES[mesh]
@@ -96,8 +96,8 @@ def test_every_mesh_gives_the_single_ranks_losses(
     assert everywhere[0] == pytest.approx(single[dtype], rel=tolerance)
 
 
-def test_one_rank_gives_plain_torchs_losses() -> None:
-    """Without dropout, whose numbers are ours, a world of one computes what plain torch does from the same weights."""
+def test_losses_on_one_rank_match_plain_torch() -> None:
+    """Without dropout, whose random numbers differ from torch's, one rank gives the losses of plain torch."""
 
     def both() -> tuple[list[float], list[float]]:
         import sys

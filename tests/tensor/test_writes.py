@@ -1,4 +1,4 @@
-"""Writes through tensors that were given another's memory are counted as long as they can happen, and no longer."""
+"""Writes through tensors that share memory are counted as long as they can happen."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def counted(source: Any) -> int:
 
 
 @pytest.mark.parametrize("given", GIVE)
-def test_counters_of_tensors_that_are_gone_are_dropped(given: Any) -> None:
+def test_counters_of_freed_tensors_are_dropped(given: Any) -> None:
     source = tensor()
     for _ in range(20):
         given(tensor(), source)
@@ -45,7 +45,7 @@ def test_counters_of_tensors_that_are_gone_are_dropped(given: Any) -> None:
 
 
 @pytest.mark.parametrize("given", GIVE)
-def test_what_was_detached_from_a_tensor_that_is_gone_is_still_counted(given: Any) -> None:
+def test_writes_through_a_detached_tensor_count_after_its_source_is_freed(given: Any) -> None:
     source, aliases = tensor(), []
     for _ in range(20):  # objects that are gone give their ids to others
         target = tensor()
@@ -59,7 +59,7 @@ def test_what_was_detached_from_a_tensor_that_is_gone_is_still_counted(given: An
     assert storage_of(alias) is storage_of(source)
 
 
-def test_a_tensor_that_was_swapped_is_counted_anew() -> None:
+def test_swapped_tensor_gets_a_new_counter() -> None:
     source, target, other = tensor(), tensor(), tensor()
     target.data = source
     torch._C._swap_tensor_impl(target, other)  # type: ignore[attr-defined]  # as `.data =` does between devices
@@ -71,7 +71,7 @@ def test_a_tensor_that_was_swapped_is_counted_anew() -> None:
 
 
 @on_ranks(2)
-def test_detach_in_place_of_what_is_a_view_on_some_ranks_detaches_on_all() -> None:
+def test_detach_in_place_works_where_some_local_tensors_are_views() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     for rows in (1, 2, 3):
         leaf = sw.ones(rows, 2, mesh=mesh).requires_grad_()

@@ -1,4 +1,4 @@
-"""What looks like a view shows and passes on what torch's view would, or is refused before anything is written."""
+"""A copy that looks like a view behaves as torch's view, or raises before anything is written."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ USES: list[Callable[[Any], Any]] = [
 
 
 @on_ranks(4)
-def test_every_use_of_a_pick_is_refused_once_the_original_was_written_to() -> None:
+def test_every_use_of_a_stale_copy_raises() -> None:
     for use in USES:
         x = rows(whole(4, 1))
         row = x[2]
@@ -66,7 +66,7 @@ def test_every_use_of_a_pick_is_refused_once_the_original_was_written_to() -> No
 
 
 @on_ranks(4)
-def test_a_pick_is_refused_however_the_original_was_written_to() -> None:
+def test_every_kind_of_write_to_the_base_makes_a_copy_stale() -> None:
     def through_data(x: Any) -> None:
         x.data[1] = 5.0
 
@@ -101,7 +101,7 @@ def test_a_pick_is_refused_however_the_original_was_written_to() -> None:
 
 
 @on_ranks(4)
-def test_a_pick_is_refused_where_what_it_was_picked_of_is_a_pick_or_a_view() -> None:
+def test_copy_of_a_copy_or_view_is_stale_after_a_write_to_the_base() -> None:
     mesh = sw.init_device_mesh("cpu", (2, 2))
     for places in ([sw.Shard(0), sw.Shard(1)], [sw.Shard(1), sw.Shard(0)], [sw.Shard(0), sw.Shard(0)]):
         for take in (lambda x: x[1][2], lambda x: x[1:3][0][1:2], lambda x: x.t()[1], lambda x: x.unbind(dim=1)[0]):
@@ -118,7 +118,7 @@ def test_a_pick_is_refused_where_what_it_was_picked_of_is_a_pick_or_a_view() -> 
 
 
 @on_ranks(4)
-def test_dimensions_and_memory_of_a_pick_are_not_changed_in_place() -> None:
+def test_changing_dimensions_or_memory_of_a_copy_in_place_raises() -> None:
     changes: list[Callable[[Any], Any]] = [
         lambda row: row.t_(), lambda row: row.transpose_(0, 1), lambda row: row.unsqueeze_(0),
         lambda row: row.squeeze_(), lambda row: row.resize_(2), lambda row: row.resize_as_(row.clone()),
@@ -135,7 +135,7 @@ def test_dimensions_and_memory_of_a_pick_are_not_changed_in_place() -> None:
 
 
 @on_ranks(4)
-def test_where_no_index_says_what_was_taken_it_cannot_be_written_to() -> None:
+def test_write_to_a_copy_without_a_base_index_raises() -> None:
     for made in (lambda x: x.view(2, 2, 6), lambda x: x.reshape(3, 8), lambda x: x.unfold(0, 2, 1)):
         for _ in range(2):  # the second call is answered from its plan
             x = rows(whole(4, 6))
@@ -209,7 +209,9 @@ WRITES = [
 @pytest.mark.parametrize("body", WRITES)
 @pytest.mark.parametrize("grads", ["both", "original", "value", "none"])
 @on_ranks(4)
-def test_a_write_to_a_pick_is_torchs_with_its_gradients(body: Callable[[Any, Any], Any], grads: str) -> None:
+def test_write_to_a_copy_reaches_the_base_with_the_gradients_of_torch(
+    body: Callable[[Any, Any], Any], grads: str
+) -> None:
     found: list[list[Any]] = []
     for make in (lambda t: t, rows):
         x, w = make(whole(4, 2)), make(torch.tensor([2.0, 3.0]))
@@ -232,7 +234,7 @@ def test_a_write_to_a_pick_is_torchs_with_its_gradients(body: Callable[[Any, Any
 
 
 @on_ranks(4)
-def test_a_write_that_autograd_refuses_has_written_nothing() -> None:
+def test_write_that_autograd_refuses_changes_nothing() -> None:
     def with_a_hook(row: Any) -> Any:
         row.register_hook(lambda gradient: None)
         return row.add_(1)
@@ -257,8 +259,8 @@ def test_a_write_that_autograd_refuses_has_written_nothing() -> None:
 
 
 @on_ranks(4)
-def test_a_write_is_counted_alike_on_every_rank() -> None:
-    """It decides whether a use of a pick is refused, on all ranks: ranks that hold nothing of what is written count."""
+def test_writes_are_counted_on_every_rank() -> None:
+    """Ranks that hold none of the elements written count too, so that all ranks raise for a stale copy."""
     first = rows(torch.tensor([0]), sw.Replicate())
     one = rows(torch.ones(1, 2), sw.Replicate())
     mask = rows(torch.tensor([True, False, False, False, False, True]))
@@ -291,7 +293,7 @@ def test_a_write_is_counted_alike_on_every_rank() -> None:
 
 
 @on_ranks(4)
-def test_a_compiled_program_neither_takes_nor_returns_a_pick_that_is_out_of_date() -> None:
+def test_compiled_program_does_not_take_or_return_a_stale_copy() -> None:
     x = rows(whole(4, 2))
     row, view = x[1], x.view(2, 2, 2)
     doubled = sw.compile(lambda a: a * 2)
@@ -328,7 +330,7 @@ def load_into_a_copy(folder: str) -> None:
     assert torch.equal(x.full_tensor(), whole(4, 6))
 
 
-def test_a_checkpoint_is_not_loaded_into_a_copy_that_looks_like_a_view(tmp_path: Path) -> None:
+def test_loading_a_checkpoint_into_a_copy_raises(tmp_path: Path) -> None:
     run_ranks(4, load_into_a_copy, str(tmp_path / "saved"))
 
 
@@ -353,7 +355,7 @@ WRITES: list[Callable[[Any], Any]] = [
 
 
 @on_ranks(4)
-def test_a_pick_in_inference_mode_shows_no_old_values() -> None:
+def test_stale_copy_in_inference_mode_raises() -> None:
     for made_inside in (True, False):
         for write in WRITES:
             x = rows(whole(4, 2))
