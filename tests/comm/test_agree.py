@@ -1,4 +1,4 @@
-"""All ranks succeed or all raise the same error, and nobody hangs."""
+"""All ranks succeed or all raise the same error, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwright.errors import CommError, RankFailedError, RankLostError
 from shardwright.testing import Died, Raised, Returned, outcomes, run_ranks
 
 
-def refuse(*ranks):
+def fail_on(*ranks):
     def step():
         me = comm.world().rank
         if me in ranks:
@@ -33,14 +33,14 @@ def caught(step, **options):
 
 
 def test_each_rank_gets_its_own_result_when_all_succeed():
-    assert run_ranks(4, lambda: comm.agree(refuse(), what="save")) == [0, 10, 20, 30]
+    assert run_ranks(4, lambda: comm.agree(fail_on(), what="save")) == [0, 10, 20, 30]
 
 
 @pytest.mark.parametrize("fanout", [2, 32])
 def test_every_rank_raises_the_same_error_and_the_group_stays_usable(fanout):
     def body():
         open_channel(comm.world(), fanout=fanout)
-        return [caught(refuse(*ranks)) for ranks in ([3], [0, 2], [0, 1, 2, 3, 4], [])]
+        return [caught(fail_on(*ranks)) for ranks in ([3], [0, 2], [0, 1, 2, 3, 4], [])]
 
     for rank, (one, two, everyone, none) in enumerate(run_ranks(5, body)):
         own = f"ValueError('no from {rank}')"
@@ -55,23 +55,23 @@ def test_every_rank_raises_the_same_error_and_the_group_stays_usable(fanout):
         assert none == rank * 10
 
 
-def test_ranks_tell_each_other_a_word_with_their_success():
+def test_agree_gathers_bytes_of_all_ranks():
     def body():
         me = comm.world().rank
-        found = comm.agree(lambda: (me, b"-" * me), what="save", gather=True)
+        result = comm.agree(lambda: (me, b"-" * me), what="save", gather=True)
         try:
-            comm.agree(lambda: (1 // me, b"a word"), what="save", gather=True)
+            comm.agree(lambda: (1 // me, b"bytes"), what="save", gather=True)
         except RankFailedError as error:
-            return found, [failure.kind for failure in error.failures]
+            return result, [failure.kind for failure in error.failures]
 
-    words = [b"", b"-", b"--"]
-    assert run_ranks(3, body) == [((me, words), ["ZeroDivisionError"]) for me in range(3)]
+    gathered = [b"", b"-", b"--"]
+    assert run_ranks(3, body) == [((me, gathered), ["ZeroDivisionError"]) for me in range(3)]
 
 
-def test_failures_carry_the_failing_ranks_traceback():
+def test_failures_include_the_traceback_of_the_failing_rank():
     def body():
         try:
-            comm.agree(refuse(1), what="save")
+            comm.agree(fail_on(1), what="save")
         except RankFailedError as error:
             return error.rank, error.failures[0].traceback
 
@@ -83,14 +83,14 @@ def test_failures_carry_the_failing_ranks_traceback():
 def test_a_subset_of_ranks_can_agree():
     def body():
         me = comm.world().rank
-        return caught(refuse(3), group=comm.subgroup([1, 3])) if me in (1, 3) else None
+        return caught(fail_on(3), group=comm.subgroup([1, 3])) if me in (1, 3) else None
 
     found = run_ranks(4, body)
     assert found[0] is found[2] is None
     assert found[1][1] == found[3][1] == "save failed on 1 rank\n  rank 3: ValueError: no from 3"
 
 
-def test_an_interrupt_is_told_to_the_others_and_raised_itself():
+def test_an_interrupt_is_reported_to_other_ranks_and_reraised():
     def body():
         def step():
             if comm.world().rank == 1:
@@ -106,7 +106,7 @@ def test_an_interrupt_is_told_to_the_others_and_raised_itself():
     assert run_ranks(3, body) == ["KeyboardInterrupt", "interrupted", "KeyboardInterrupt"]
 
 
-def test_ranks_in_different_steps_are_told_who_is_where():
+def test_agreeing_on_different_steps_raises_with_the_step_of_each_rank():
     def body():
         with pytest.raises(CommError, match="rank 0 is in 'load', rank 1 in 'save'"):
             comm.agree(lambda: None, what="save" if comm.world().rank else "load")
@@ -158,7 +158,7 @@ def test_a_rank_that_never_arrives_is_named_on_all_others(victim):
             assert "within 1 s" in outcome.message
 
 
-def test_a_rank_that_never_arrives_is_named_even_before_the_first_message():
+def test_a_rank_that_never_connects_is_named():
     def body():
         if comm.world().rank == 0:
             time.sleep(3)
@@ -170,7 +170,7 @@ def test_a_rank_that_never_arrives_is_named_even_before_the_first_message():
     assert found[1].message == "save: rank 0 did not arrive within 1 s"
 
 
-def test_after_a_loss_the_group_refuses_to_go_on():
+def test_a_group_cannot_agree_after_a_loss():
     def body():
         comm.gather_bytes(b"all here once")
         if comm.world().rank == 1:
@@ -187,7 +187,7 @@ def test_after_a_loss_the_group_refuses_to_go_on():
 
 
 @pytest.mark.parametrize("fanout", [2, 32])
-def test_bytes_of_any_length_reach_everybody(fanout):
+def test_gather_bytes_takes_messages_of_any_length(fanout):
     def body():
         open_channel(comm.world(), fanout=fanout)
         me = comm.world().rank
@@ -214,8 +214,8 @@ def test_a_collective_names_the_peer_that_died():
     assert found[0].message.startswith("all_reduce over ranks [0, 1]: rank 1 has ended")
 
 
-def test_one_process_raises_the_same_errors():
+def test_agree_in_a_single_process_raises_the_same_errors():
     with pytest.raises(RankFailedError, match="save failed on 1 rank\n  rank 0: ValueError: no from 0") as caught:
-        comm.agree(refuse(0), what="save")
+        comm.agree(fail_on(0), what="save")
     assert isinstance(caught.value.__cause__, ValueError)
     assert comm.gather_bytes(b"x") == [b"x"]

@@ -1,4 +1,4 @@
-"""Collectives equal plain torch on the whole: every dtype, uneven and empty pieces, any strides."""
+"""Collectives equal plain torch on full tensors: every dtype, uneven and empty pieces, any strides."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIZES = [(2, 2, 2, 2), (3, 0, 1, 5), (0, 0, 0, 0), (0, 7, 0, 0), (1, 1, 1, 0)]
 
 
 def raw(*shape, dtype, seed):
-    """Random bytes of the dtype: moving must not interpret them."""
+    """Random bytes of the dtype: transfers must not interpret them."""
     generator = torch.Generator().manual_seed(seed)
     width = dtype.itemsize
     high = 2 if dtype == torch.bool else 256
@@ -94,7 +94,7 @@ def exchanges():
             original = raw(3, 2, dtype=dtype, seed=source)
             mine = original if me == source else torch.empty_like(original)
             assert same_bytes(comm.broadcast(mine, src=source), original)
-    # Only neighbours on a ring talk; the buffer is strided.
+    # Only neighbours on a ring communicate; the buffer is strided.
     after, before = (me + 1) % size, (me - 1) % size
     buffer = torch.zeros(4, 2).t()
     comm.exchange({after: torch.full((2, 4), float(me))}, {before: buffer})
@@ -118,7 +118,7 @@ INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torc
 
 
 def numbers(rank, dtype):
-    """Small whole numbers: every dtype holds them and their sums exactly."""
+    """Small integers: every dtype represents them and their sums exactly."""
     values = torch.tensor([[1, 2, 0], [2, 1, 1], [0, 2, 2], [1, 0, 1], [2, 2, 1]], dtype=torch.int64)
     return ((values + rank) % 3).to(dtype)
 
@@ -170,16 +170,16 @@ def bits_and_extremes():
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("cases", [gathers, exchanges, reductions, bits_and_extremes])
-def test_collectives_equal_plain_torch_on_the_whole(cases, size):
+def test_collectives_equal_plain_torch_on_full_tensors(cases, size):
     run_ranks(size, cases)
 
 
 @pytest.mark.parametrize("cases", [gathers, exchanges, reductions, bits_and_extremes])
-def test_one_process_is_a_world_without_set_up(cases):
+def test_collectives_run_in_a_single_process_without_setup(cases):
     cases()
 
 
-def test_collectives_work_in_subgroups_while_the_others_do_not_take_part():
+def test_collectives_in_subgroups_need_only_their_members():
     def body():
         me = comm.world().rank
         group = comm.subgroup([0, 2] if me % 2 == 0 else [1, 3])
@@ -234,13 +234,13 @@ def test_results_never_share_memory_with_arguments():
         (lambda: comm.exchange({0: torch.ones(1)}, {0: torch.ones(2)}), r"\[1\], but expects torch.float32 \[2\]"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_with_the_numbers(call, message):
+def test_invalid_arguments_raise_with_the_values(call, message):
     with pytest.raises(CollectiveArgumentError, match=message):
         call()
 
 
-def test_the_backends_own_reduce_scatter_takes_uneven_pieces_padded():
-    """GPUs take this path; here gloo's own collective runs it."""
+def test_native_reduce_scatter_pads_uneven_pieces():
+    """The path of GPUs; here gloo's own collective runs it."""
 
     def on_rank():
         group = comm.world()
@@ -248,8 +248,8 @@ def test_the_backends_own_reduce_scatter_takes_uneven_pieces_padded():
             shape = (sum(parts), 4) if dim == 0 else (2, sum(parts), 3)
             every = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size)]
             for op in ("sum", "avg"):
-                found = reduce._reduce_scatter_natively(every[group.rank], group, parts, dim, op).wait()
-                whole = sum(every) / (group.size if op == "avg" else 1)
-                torch.testing.assert_close(found, torch.split(whole, parts, dim)[group.rank])
+                result = reduce._reduce_scatter_natively(every[group.rank], group, parts, dim, op).wait()
+                total = sum(every) / (group.size if op == "avg" else 1)
+                torch.testing.assert_close(result, torch.split(total, parts, dim)[group.rank])
 
     run_ranks(3, on_rank)

@@ -1,4 +1,4 @@
-"""Groups are made by their members alone."""
+"""A subgroup is created by its members only."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from shardwright import comm
 from shardwright.testing import run_ranks
 
 
-def test_members_with_different_pasts_make_a_group_together() -> None:
-    """Ranks 0 and 1 make one, then 1 and 2, then 0 and 2: each has made another number before."""
+def test_subgroups_do_not_depend_on_the_number_of_earlier_groups() -> None:
+    """Ranks 0 and 1 create one, then 1 and 2, then 0 and 2: each has created a different number before."""
 
     def work() -> list[float]:
         me = comm.rank()
@@ -19,7 +19,7 @@ def test_members_with_different_pasts_make_a_group_together() -> None:
     assert run_ranks(3, work, timeout=30) == [[1.0, 2.0, 3.0], [1.0, 3.0, 3.0], [3.0, 2.0, 3.0]]
 
 
-def test_a_group_is_made_again_after_it_was_forgotten() -> None:
+def test_a_subgroup_can_be_created_again_after_forget() -> None:
     def work() -> list[float]:
         sums = []
         for _ in range(2):
@@ -31,8 +31,8 @@ def test_a_group_is_made_again_after_it_was_forgotten() -> None:
     assert run_ranks(3, work, timeout=30) == [[2.0, 2.0], [2.0, 2.0], []]
 
 
-def test_members_with_different_pasts_in_other_worlds_make_a_group_together() -> None:
-    """Rank 2 was not there when the others made theirs in a smaller world."""
+def test_subgroups_do_not_depend_on_groups_of_earlier_worlds() -> None:
+    """The other ranks have created groups in a smaller world without rank 2."""
 
     def work(ranks: tuple[int, ...]) -> float | None:
         if comm.rank() not in ranks:

@@ -1,4 +1,4 @@
-"""Ranks that run different programs never take each other's data: they are named. Slow ones are waited for."""
+"""Ranks that run different programs raise instead of receiving each other's data; slow ranks are waited for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwright.errors import ProgramMismatchError, RankLostError
 from shardwright.testing import Died, Raised, Returned, outcomes
 
 FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"
-LARGE = 1 << 15  # elements: more than travels point to point
+LARGE = 1 << 15  # elements: more than is sent point to point
 
 DIFFERENT: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "sizes of an all-gather": (
@@ -56,7 +56,7 @@ DIFFERENT: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
 
 
 @pytest.mark.parametrize("what", list(DIFFERENT)[:: 1 if FULL else 2])
-def test_ranks_that_differ_are_named_and_get_nothing(what: str) -> None:
+def test_mismatched_collectives_raise_on_both_ranks(what: str) -> None:
     def work() -> object:
         comm.all_reduce(torch.ones(1))
         return DIFFERENT[what][comm.rank()]()
@@ -71,7 +71,7 @@ def test_ranks_that_differ_are_named_and_get_nothing(what: str) -> None:
     assert time.monotonic() - start < 20
 
 
-def test_ranks_that_gather_different_tensors_of_one_layout_are_named_and_get_nothing() -> None:
+def test_gathering_different_tensors_of_one_layout_raises() -> None:
     def work() -> list[float]:
         mesh = sw.init_device_mesh("cpu", (2,))
         logged = sw.distribute_tensor(torch.arange(4.0), mesh, [sw.Shard(0)])
@@ -85,7 +85,7 @@ def test_ranks_that_gather_different_tensors_of_one_layout_are_named_and_get_not
         assert isinstance(outcome.exception, ProgramMismatchError), outcome
 
 
-def test_ranks_that_wait_for_each_other_in_a_circle_are_named() -> None:
+def test_a_cycle_of_waiting_ranks_raises() -> None:
     def work() -> None:
         comm.all_reduce(torch.ones(1))
         comm.exchange({}, {(comm.rank() + 1) % 3: torch.empty(2)})
@@ -96,17 +96,17 @@ def test_ranks_that_wait_for_each_other_in_a_circle_are_named() -> None:
         assert all(f"rank {rank}: exchange" in outcome.message for rank in range(3))
 
 
-def test_a_slow_rank_is_waited_for() -> None:
+def test_ranks_wait_for_a_slow_rank() -> None:
     def work() -> list[float]:
         comm.all_reduce(torch.ones(1))
         if comm.rank() == 1:
-            time.sleep(5)  # asked several times meanwhile
+            time.sleep(5)  # it is queried several times meanwhile
         return comm.all_gather(torch.full((1,), float(comm.rank()))).tolist()
 
     assert outcomes(3, work, timeout=30) == [Returned([0.0, 1.0, 2.0])] * 3
 
 
-def test_a_rank_whose_child_holds_its_connections_open_is_known_to_be_dead() -> None:
+def test_a_killed_rank_is_detected_while_its_child_holds_connections_open() -> None:
     def work() -> None:
         comm.all_reduce(torch.ones(1))
         if comm.rank() == 1:
@@ -126,13 +126,13 @@ def test_a_rank_whose_child_holds_its_connections_open_is_known_to_be_dead() -> 
     assert time.monotonic() - start < 18
 
 
-def test_a_survivor_does_not_wait_for_a_survivor() -> None:
+def test_surviving_ranks_do_not_wait_for_each_other() -> None:
     def work() -> None:
         comm.all_gather(torch.ones(1))
         if comm.rank() == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         if comm.rank() == 1:
-            time.sleep(1.5)  # the other has posted its messages by now; this one finds the dead while it posts
+            time.sleep(1.5)  # rank 0 has posted its messages by now; this rank detects the loss while it posts
         comm.all_gather(torch.ones(1))
 
     found = outcomes(3, work)
@@ -142,16 +142,16 @@ def test_a_survivor_does_not_wait_for_a_survivor() -> None:
         assert outcome.exception.ranks == (2,)
 
 
-def test_tags_tell_numbers_sizes_and_kinds_apart() -> None:
+def test_tags_distinguish_numbers_sizes_and_kinds() -> None:
     kind, other = code(("all_gather", torch.float32, "")), code(("all_gather", torch.int32, ""))
     numbers = {tag(number, kind, 8) for number in range(1000)}
     sizes = {tag(7, kind, nbytes) for nbytes in range(1000)}
     assert len(numbers) == len(sizes) == 1000
     assert tag(7, kind, 8) != tag(7, other, 8)
-    assert all(1 << 30 <= each < 1 << 31 for each in numbers | sizes)
+    assert all(1 << 30 <= value < 1 << 31 for value in numbers | sizes)
 
 
-def test_a_tensor_without_dimensions_comes_from_a_submesh_to_all_ranks() -> None:
+def test_a_scalar_is_redistributed_between_a_submesh_and_all_ranks() -> None:
     def work() -> tuple[float, float]:
         part, everyone = sw.DeviceMesh("cpu", [1, 2]), sw.DeviceMesh("cpu", [0, 1, 2])
         scalar = sw.distribute_tensor(torch.tensor(5.0), part)
@@ -162,15 +162,15 @@ def test_a_tensor_without_dimensions_comes_from_a_submesh_to_all_ranks() -> None
     assert outcomes(3, work, timeout=30) == [Returned((5.0, 5.0))] * 3
 
 
-def test_a_tensor_distributed_after_one_rank_has_forgotten_its_groups_has_the_same_number_on_all_ranks():
+def test_tensor_numbers_agree_after_one_rank_called_forget():
     def body() -> list[float]:
         mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         sw.distribute_tensor(torch.ones(4), mesh, [sw.Shard(0)])
         if comm.world().rank == 0:
             comm.forget()
         second = sw.distribute_tensor(torch.arange(4.0), mesh, [sw.Shard(0)])
-        whole: list[float] = second.full_tensor().tolist()
+        full: list[float] = second.full_tensor().tolist()
         comm.forget()  # on all ranks, so that they can open their channels again
-        return whole
+        return full
 
     assert outcomes(2, body) == [Returned([0.0, 1.0, 2.0, 3.0])] * 2

@@ -1,4 +1,4 @@
-"""Workers of torch.distributed.rpc: who they are, and calls on them. One run of RPC serves all cases."""
+"""Workers of torch.distributed.rpc: their names and ranks, and calls on them. One run of RPC serves all cases."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardwright.errors import CommError
 from shardwright.testing import RankPool
 
 
-def test_a_worker_says_its_rank_and_runs_what_it_is_sent(tmp_path: Any) -> None:
-    """Workers are numbered backwards, and a master that is in no process group is one, too."""
+def test_rpc_workers_report_their_rank_and_run_calls(tmp_path: Any) -> None:
+    """RPC ranks are in reverse order, and one worker is a master without a process group."""
 
     def on_rank(address: str) -> dict[str, Any]:
         me = comm.rank()
@@ -34,8 +34,8 @@ def test_a_worker_says_its_rank_and_runs_what_it_is_sent(tmp_path: Any) -> None:
                 found["sum"] = comm.call_remotely("master", sum, [1, 2, me]).to_here()
                 for case, call in {
                     "outside": lambda: comm.rank_of_worker("master"),
-                    "nobody": lambda: comm.rank_of_worker("trainer7"),
-                    "calling nobody": lambda: comm.call_remotely("trainer7", sum, [1]),
+                    "unknown": lambda: comm.rank_of_worker("trainer7"),
+                    "calling unknown": lambda: comm.call_remotely("trainer7", sum, [1]),
                 }.items():
                     with pytest.raises(CommError) as raised:
                         call()
@@ -46,17 +46,17 @@ def test_a_worker_says_its_rank_and_runs_what_it_is_sent(tmp_path: Any) -> None:
 
     with RankPool() as pool:
         first, second, master = pool.run(3, on_rank, f"file://{tmp_path}/meet")
-    assert [one["name"] for one in (first, second, master)] == ["trainer0", "trainer1", "master"]
-    assert [one["before"] for one in (first, second, master)] == [None] * 3
-    assert [one["after"] for one in (first, second, master)] == [None] * 3
+    assert [results["name"] for results in (first, second, master)] == ["trainer0", "trainer1", "master"]
+    assert [results["before"] for results in (first, second, master)] == [None] * 3
+    assert [results["after"] for results in (first, second, master)] == [None] * 3
     assert first["ranks"] == second["ranks"] == [0, 1]
     assert (first["sum"], second["sum"]) == (3, 4)
     assert first["outside"] == "worker 'master' is not in a process group: call init_process_group there"
-    assert first["nobody"].startswith("worker 'trainer7' did not return its rank: ")
-    assert first["calling nobody"].startswith("calling worker 'trainer7' failed: ")
+    assert first["unknown"].startswith("worker 'trainer7' did not return its rank: ")
+    assert first["calling unknown"].startswith("calling worker 'trainer7' failed: ")
 
 
-def test_without_rpc_there_are_no_workers() -> None:
+def test_without_rpc_worker_functions_raise() -> None:
     assert comm.worker_name() is None
     with pytest.raises(CommError, match="worker 'trainer0': RPC is not running here"):
         comm.rank_of_worker("trainer0")

@@ -1,4 +1,4 @@
-"""A second world in the store of the first inherits nothing of what went wrong there."""
+"""A second world in the same store is not affected by errors of the first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwright.testing import Raised, outcomes
 
 
 class FoundError(Exception):
-    """Carries what was found; the pool lets ranks that raise join a world of its own again."""
+    """Carries the results; the pool lets ranks that raise join a new world."""
 
 
 def two_worlds(port: int) -> None:
@@ -23,29 +23,29 @@ def two_worlds(port: int) -> None:
     store = comm.reach_store(port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     comm.all_gather(torch.zeros(1))
-    # Only the first rank comes: it closes its door, and leaves a note that says why.
+    # Only the first rank takes part: it closes its listener and publishes the loss.
     if rank == 0:
         with pytest.raises(RankLostError):
             comm.gather_bytes(b"", what="alone", timeout=0.5)
-    # Both wait for a message of the other: the watch ends it, and leaves a verdict.
+    # Both wait for a message of the other: the watch ends the wait and publishes a verdict.
     with pytest.raises(ProgramMismatchError):
         comm.exchange({}, {1 - rank: torch.zeros(3)})
-    dist.destroy_process_group()  # which tells nobody but torch
+    dist.destroy_process_group()  # without comm.forget
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     dist.barrier()
-    # The first rank is late: the other finds its note of the first world, and waits.
+    # The first rank is late: the other reads the loss published in the first world, ignores it, and waits.
     if rank == 0:
         time.sleep(1)
-    heard = comm.gather_bytes(f"from {rank}".encode(), what="second world", timeout=60)
-    # And late again: the other asks where it is, and finds the verdict of the first world.
+    gathered = comm.gather_bytes(f"from {rank}".encode(), what="second world", timeout=60)
+    # Late again: the other queries its status, reads the verdict of the first world, and ignores it.
     if rank == 0:
         time.sleep(5)
     total = comm.all_reduce(torch.ones(2)).tolist()
     comm.leave()
-    raise FoundError(total, heard)
+    raise FoundError(total, gathered)
 
 
-def test_a_second_world_in_the_same_store_inherits_neither_losses_nor_verdicts():
+def test_a_second_world_in_the_same_store_ignores_errors_of_the_first():
     store = comm.host_store()
     for outcome in outcomes(2, two_worlds, store.port):
         assert isinstance(outcome, Raised), outcome

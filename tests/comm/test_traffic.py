@@ -1,4 +1,4 @@
-"""Traffic is the payload received from others, to the byte."""
+"""Traffic counts the bytes of payload received from other ranks exactly."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def test_bytes_received_are_counted_exactly():
             comm.all_to_all([torch.ones(me)] * 4, [(source,) for source in range(4)])
             comm.broadcast(torch.ones(5, dtype=torch.int8), src=1)
             comm.exchange({(me + 1) % 4: torch.ones(6)}, {(me - 1) % 4: torch.ones(6)})
-        with comm.count() as silence:
+        with comm.count() as nothing:
             pass
         comm.all_reduce(torch.ones(8))
-        assert silence.bytes == 0
-        assert not silence.calls
+        assert nothing.bytes == 0
+        assert not nothing.calls
         return dict(traffic.calls), dict(traffic.received), traffic.bytes
 
     for me, (calls, received, total) in enumerate(run_ranks(4, body)):
@@ -39,7 +39,7 @@ def test_bytes_received_are_counted_exactly():
         assert total == sum(received.values())
 
 
-def test_listeners_learn_the_kind_the_bytes_and_the_ranks():
+def test_listeners_receive_kind_bytes_and_ranks():
     def body():
         seen = []
         with comm.listen(seen.append):
@@ -49,7 +49,7 @@ def test_listeners_learn_the_kind_the_bytes_and_the_ranks():
     assert run_ranks(2, body) == [[comm.Transfer("all_gather", 8, (0, 1))]] * 2
 
 
-def test_one_rank_has_nobody_to_receive_from():
+def test_a_single_rank_has_no_traffic():
     with comm.count() as traffic:
         comm.all_gather(torch.ones(4))
         comm.all_to_all([torch.ones(4)], [(4,)])

@@ -39,7 +39,7 @@ def cut_with_torch(layout: Layout, coordinate: tuple[int, ...]) -> torch.Tensor:
 
 
 @given(layouts())
-def test_every_rank_holds_what_splitting_a_tensor_gives(layout: Layout) -> None:
+def test_every_rank_holds_the_result_of_splitting_the_tensor(layout: Layout) -> None:
     whole = torch.arange(int(np.prod(layout.shape))).reshape(layout.shape)
     table = layout.table()
     for row, rank in enumerate(layout.mesh.ranks):
@@ -63,7 +63,7 @@ def test_the_regions_of_a_layout_tile_the_tensor(layout: Layout) -> None:
 
 
 @given(layouts(), st.data())
-def test_holders_of_a_region_are_the_ranks_that_meet_it(layout: Layout, data: st.DataObject) -> None:
+def test_holders_of_a_region_are_the_ranks_that_overlap_it(layout: Layout, data: st.DataObject) -> None:
     region = data.draw(regions(Region.whole(layout.shape)))
     expected = {}
     for rank in layout.mesh.ranks:
@@ -75,7 +75,7 @@ def test_holders_of_a_region_are_the_ranks_that_meet_it(layout: Layout, data: st
 
 
 @given(layouts())
-def test_replicas_hold_the_same_region_and_differ_along_replicate_only(layout: Layout) -> None:
+def test_replicas_hold_the_same_region_and_differ_only_along_replicated_dimensions(layout: Layout) -> None:
     for rank in layout.mesh.ranks:
         mine = layout.mesh.coordinate(rank)
         expected = tuple(
@@ -91,7 +91,7 @@ def test_replicas_hold_the_same_region_and_differ_along_replicate_only(layout: L
 
 
 @given(layouts())
-def test_a_layout_is_one_object_whatever_made_it(layout: Layout) -> None:
+def test_equal_layouts_are_one_object(layout: Layout) -> None:
     assert Layout(layout.mesh, layout.placements, layout.shape, layout.order) is layout
     assert pickle.loads(pickle.dumps(layout)) is layout
     assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) is layout
@@ -100,7 +100,7 @@ def test_a_layout_is_one_object_whatever_made_it(layout: Layout) -> None:
     assert hash(layout) == hash(layout.replace())
 
 
-def test_the_order_in_which_mesh_dimensions_cut_is_explicit() -> None:
+def test_the_order_in_which_mesh_dimensions_split_is_explicit() -> None:
     mesh = Mesh((2, 2), ("dp", "tp"))
     usual = Layout(mesh, [Shard(0), Shard(0)], (8,))
     other = Layout(mesh, [Shard(0), Shard(0)], (8,), order=("tp", "dp"))
@@ -110,7 +110,7 @@ def test_the_order_in_which_mesh_dimensions_cut_is_explicit() -> None:
     assert str(other) == "[8] (dp: S(0)@1, tp: S(0)@0)"
 
 
-def test_an_order_that_changes_nothing_gives_the_same_layout() -> None:
+def test_an_order_without_effect_gives_the_same_layout() -> None:
     mesh = Mesh((2, 2, 2))
     placements = [Shard(0), Replicate(), Shard(1)]
     assert Layout(mesh, placements, (4, 4), order=(2, 1, 0)) is Layout(mesh, placements, (4, 4))
@@ -121,7 +121,7 @@ def test_negative_dimensions_count_from_the_end() -> None:
     assert Layout(Mesh((2,)), [Ragged(-1, (1, 5))], (4, 6)).placements == (Ragged(1, (1, 5)),)
 
 
-def test_text_is_for_people() -> None:
+def test_str_and_repr_are_readable() -> None:
     mesh = Mesh((2, 4), ("dp", "tp"))
     assert str(Layout(mesh, [Shard(0), Replicate()], (64, 128))) == "[64, 128] (dp: S(0), tp: R)"
     assert str(Layout(mesh, [Partial(), Shard(1)], (64, 128))) == "[64, 128] (dp: P(sum), tp: S(1))"
@@ -129,7 +129,7 @@ def test_text_is_for_people() -> None:
     assert repr(Layout(Mesh((2,)), [Shard(0)], (4,))) == "Layout([4] (0: S(0)), Mesh(2))"
 
 
-def test_pytorchs_placements_are_accepted() -> None:
+def test_placements_of_pytorch_are_accepted() -> None:
     theirs = import_module("torch.distributed.tensor")
     mesh = Mesh((2, 2, 2, 2))
     given_ = [theirs.Shard(0), theirs.Replicate(), theirs.Partial("max"), Shard(1)]
@@ -137,7 +137,7 @@ def test_pytorchs_placements_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("shape", [(8,), (16, 3), (24,)])
-def test_pytorchs_strided_shard_is_an_order(shape: tuple[int, ...]) -> None:
+def test_strided_shards_of_pytorch_become_an_order(shape: tuple[int, ...]) -> None:
     """Fully sharded over dp on top of tensor parallel over tp: tp cuts first, though dp stands left of it."""
     types = import_module("torch.distributed.tensor.placement_types")
     mesh = Mesh((2, 2), ("dp", "tp"))
@@ -145,7 +145,7 @@ def test_pytorchs_strided_shard_is_an_order(shape: tuple[int, ...]) -> None:
     assert theirs is Layout(mesh, [Shard(0), Shard(0)], shape, order=("tp", "dp"))
 
 
-def test_pytorchs_strided_shards_nest_in_three_dimensions() -> None:
+def test_strided_shards_of_pytorch_nest_in_three_dimensions() -> None:
     types = import_module("torch.distributed.tensor.placement_types")
     strided = types._StridedShard
     mesh = Mesh((2, 3, 5), ("a", "b", "c"))
@@ -161,7 +161,7 @@ def test_pytorchs_strided_shards_nest_in_three_dimensions() -> None:
         assert layout is Layout(mesh, [Shard(0)] * 3, (60,), order=tuple(order)), (factors, layout)
 
 
-def test_layouts_nobody_holds_are_forgotten() -> None:
+def test_unreferenced_layouts_are_garbage_collected() -> None:
     layout = Layout(Mesh((3,)), [Shard(0)], (12345, 7))
     gone = weakref.ref(layout)
     layout.regions()
@@ -171,7 +171,7 @@ def test_layouts_nobody_holds_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 4, 99])
-def test_a_rank_outside_the_mesh_is_named(bad: int) -> None:
+def test_a_rank_outside_the_mesh_raises(bad: int) -> None:
     with pytest.raises(MeshError, match=f"rank {bad} is not in Mesh\\(2, 2\\): its ranks are 0 to 3"):
         Layout(Mesh((2, 2)), [Shard(0), Replicate()], (4,)).region(bad)
 
@@ -237,14 +237,14 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("text", NONSENSE)
-def test_nonsense_is_refused_with_the_value_and_the_rule(text: str) -> None:
+def test_invalid_arguments_raise_with_the_value_and_the_rule(text: str) -> None:
     error, make = NONSENSE[text]
     with pytest.raises(error, match=text):
         make()
 
 
 @given(st.integers(0, 30), st.integers(1, 8))
-def test_sizes_and_offsets_of_a_shard_are_those_of_torch_chunk(size: int, count: int) -> None:
+def test_shard_sizes_and_offsets_equal_torch_chunk(size: int, count: int) -> None:
     chunks = list(torch.arange(size).chunk(count)) if size else []
     for rank in range(count):
         length, offset = Shard.local_shard_size_and_offset(size, count, rank)
@@ -253,6 +253,6 @@ def test_sizes_and_offsets_of_a_shard_are_those_of_torch_chunk(size: int, count:
 
 
 @pytest.mark.parametrize("arguments", [(4, 0, 0), (4, 2, 2), (4, 2, -1), (-1, 2, 0)])
-def test_chunks_that_there_are_not_have_no_size(arguments: tuple[int, int, int]) -> None:
+def test_sizes_of_chunks_out_of_range_raise(arguments: tuple[int, int, int]) -> None:
     with pytest.raises(PlacementError, match="chunks are numbered from 0"):
         Shard.local_shard_size_and_offset(*arguments)

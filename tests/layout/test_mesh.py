@@ -26,7 +26,7 @@ def test_coordinates_and_ranks_are_inverse(mesh: Mesh) -> None:
 
 
 @given(meshes())
-def test_peers_are_a_line_of_the_grid(mesh: Mesh) -> None:
+def test_peers_differ_along_one_mesh_dimension(mesh: Mesh) -> None:
     for rank in mesh.ranks:
         for dim in range(mesh.ndim):
             here = list(mesh.coordinate(rank))
@@ -35,14 +35,14 @@ def test_peers_are_a_line_of_the_grid(mesh: Mesh) -> None:
 
 
 @given(meshes())
-def test_a_mesh_is_one_object_whatever_made_it(mesh: Mesh) -> None:
+def test_equal_meshes_are_one_object(mesh: Mesh) -> None:
     assert Mesh(mesh.shape, mesh.names, list(mesh.ranks)) is mesh
     assert pickle.loads(pickle.dumps(mesh)) is mesh
     assert Mesh.from_json(mesh.to_json()) is mesh
     assert Mesh.of(mesh) is mesh
 
 
-def test_a_mesh_is_made_from_a_device_mesh_without_importing_it() -> None:
+def test_a_mesh_is_created_from_a_device_mesh_without_importing_torch_distributed() -> None:
     class DeviceMesh:  # what of torch's DeviceMesh is looked at
         mesh = torch.tensor([[4, 5], [6, 7]])
         mesh_dim_names = ("dp", "tp")
@@ -50,7 +50,7 @@ def test_a_mesh_is_made_from_a_device_mesh_without_importing_it() -> None:
     assert Mesh.of(DeviceMesh()) is Mesh((2, 2), ("dp", "tp"), (4, 5, 6, 7))
 
 
-def test_text_is_for_people() -> None:
+def test_str_and_repr_are_readable() -> None:
     assert repr(Mesh((2, 4), ("dp", "tp"))) == "Mesh(dp=2, tp=4)"
     assert repr(Mesh((2,), ranks=(5, 3))) == "Mesh(2, ranks=(5, 3))"
     assert "… 12 in all" in repr(Mesh((12,), ranks=range(1, 13)))

@@ -45,7 +45,7 @@ def two_lists(draw: st.DrawFn) -> tuple[list[Region], list[Region]]:
 # How many pairs are compared whole, and how many at a time: small numbers have every branch taken.
 @pytest.mark.parametrize("sizes", [(1 << 14, 1 << 22), (0, 1 << 22), (0, 3), (8, 5)], ids=str)
 @given(lists=two_lists())
-def test_every_meeting_pair_is_found_once_in_order(
+def test_every_overlapping_pair_is_found_once_in_order(
     sizes: tuple[int, int], lists: tuple[list[Region], list[Region]]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -60,7 +60,7 @@ def scattered(rng: random.Random, count: int, ndim: int, side: int, longest: int
 
 
 @pytest.mark.parametrize("kind", ["scattered", "rows and columns", "half rows, half columns", "one place"])
-def test_hundreds_of_boxes_of_every_shape(kind: str) -> None:
+def test_hundreds_of_boxes_agree_with_brute_force(kind: str) -> None:
     rng = random.Random(3)
     match kind:
         case "scattered":
@@ -77,7 +77,7 @@ def test_hundreds_of_boxes_of_every_shape(kind: str) -> None:
     assert pairs_found(first, second) == pairs_by_comparing_all(first, second)
 
 
-def test_a_grid_of_100_000_boxes_meets_a_finer_one_in_the_products_of_their_intervals() -> None:
+def test_a_grid_of_100_000_boxes_overlaps_a_finer_grid_as_expected() -> None:
     def grid(count: int, step: int) -> Boxes:
         offsets = step * np.stack(np.meshgrid(np.arange(count), np.arange(count), indexing="ij"), -1).reshape(-1, 2)
         return Boxes(offsets, np.full_like(offsets, step))
@@ -88,11 +88,11 @@ def test_a_grid_of_100_000_boxes_meets_a_finer_one_in_the_products_of_their_inte
     assert int(found.sizes.prod(axis=1).sum()) == (316 * 6) ** 2
 
 
-def test_nothing_meets_nothing_and_scalars_meet() -> None:
+def test_empty_lists_have_no_overlaps_and_scalars_overlap() -> None:
     assert pairs_found([], [Region((0, 0), (2, 2))]) == pairs_found([Region((0, 0), (2, 2))], []) == []
     assert pairs_found([Region((), ())], [Region((), ())] * 2) == [(0, 0, Region((), ())), (0, 1, Region((), ()))]
 
 
-def test_boxes_of_different_tensors_are_refused() -> None:
+def test_boxes_of_different_dimensionality_raise() -> None:
     with pytest.raises(RegionError, match="the same number of dimensions, got 1 and 2"):
         overlaps(Boxes.of([Region((0,), (1,))]), Boxes.of([Region((0, 0), (1, 1))]))

@@ -49,7 +49,9 @@ def test_contains_agrees_with_the_elements(case: tuple[tuple[int, ...], list[Reg
 
 
 @given(shape_and_regions(1), st.integers(1, 8))
-def test_byte_runs_are_the_bytes_of_the_region(case: tuple[tuple[int, ...], list[Region]], itemsize: int) -> None:
+def test_byte_runs_cover_exactly_the_bytes_of_the_region(
+    case: tuple[tuple[int, ...], list[Region]], itemsize: int
+) -> None:
     shape, (region,) = case
     whole = np.arange(int(np.prod(shape)) * itemsize).reshape(*shape, itemsize)
     runs = region.byte_runs(shape, itemsize)
@@ -60,7 +62,7 @@ def test_byte_runs_are_the_bytes_of_the_region(case: tuple[tuple[int, ...], list
 
 
 @given(shape_and_regions(1), st.data())
-def test_slices_into_a_buffer_reach_the_same_elements(
+def test_slices_relative_to_a_frame_select_the_same_elements(
     case: tuple[tuple[int, ...], list[Region]], data: st.DataObject
 ) -> None:
     shape, (buffer,) = case
@@ -88,7 +90,7 @@ def test_covers_agrees_with_counting_every_element(case: tuple[tuple[int, ...], 
 
 
 @given(shapes(min_dims=1, max_dims=3, max_side=7), st.data())
-def test_covers_accepts_every_way_to_cut_a_region(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_covers_accepts_every_tiling_of_a_region(shape: tuple[int, ...], data: st.DataObject) -> None:
     """Cut a box again and again: the pieces tile it; without one, or with one twice, they do not."""
     pieces = [Region.whole(shape)]
     for _ in range(data.draw(st.integers(0, 6))):
@@ -105,7 +107,7 @@ def test_covers_accepts_every_way_to_cut_a_region(shape: tuple[int, ...], data: 
         assert isinstance(Region.whole(shape).covers([pieces[0], *pieces]), Overlap)
 
 
-def test_covers_names_the_first_gap_overlap_and_stray() -> None:
+def test_covers_reports_the_first_gap_overlap_and_region_outside() -> None:
     whole = Region.whole((4, 4))
     gap = whole.covers([Region((0, 0), (4, 2)), Region((2, 2), (2, 2))])
     assert str(gap) == "gap: nothing holds [0:2, 2:4] of [0:4, 0:4]"
@@ -123,7 +125,7 @@ def test_a_scalar_is_covered_once() -> None:
     assert isinstance(scalar.covers([scalar, scalar]), Overlap)
 
 
-def test_a_region_is_a_value() -> None:
+def test_regions_are_immutable_hashable_and_picklable() -> None:
     region = Region([1, 2], np.array([3, 4]))
     assert region == Region((1, 2), (3, 4))
     assert hash(region) == hash(Region((1, 2), (3, 4)))
@@ -155,6 +157,6 @@ def test_a_region_is_a_value() -> None:
         (lambda: Region((0,), (4,)).covers([Region((0, 0), (4, 1))]), RegionError, "region 0 .* has 2 dimensions"),
     ],
 )
-def test_nonsense_is_refused_with_the_value_and_the_rule(make: object, error: type[Exception], text: str) -> None:
+def test_invalid_arguments_raise_with_the_value_and_the_rule(make: object, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         make()

@@ -1,4 +1,4 @@
-"""The prover finds mutants: every rule, changed in each of six ways that make it wrong, is found to be wrong."""
+"""The prover detects mutants: every rule, mutated in each of six ways, is reported wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"
 
 
 def proofs() -> Any:
-    """The samples of all rules."""
+    """Import the module with the samples of all rules."""
     path = Path(__file__).resolve().parents[1] / "tensor" / "rules" / "test_proofs.py"
     spec = importlib.util.spec_from_file_location("proofs_of_rules", path)
     assert spec is not None
@@ -35,49 +35,49 @@ PROOFS = proofs()
 Change = Callable[[Strategy], Iterator[Strategy]]
 
 
-def cut_outputs_are_said_to_be_whole(strategy: Strategy) -> Iterator[Strategy]:
+def claim_sharded_outputs_are_replicated(strategy: Strategy) -> Iterator[Strategy]:
     if any(type(p) is Shard for p in strategy.outs):
         yield Strategy(strategy.ins, tuple(Replicate() if type(p) is Shard else p for p in strategy.outs))
 
 
-def addends_are_said_to_be_whole(strategy: Strategy) -> Iterator[Strategy]:
+def claim_partial_outputs_are_replicated(strategy: Strategy) -> Iterator[Strategy]:
     if any(p.is_partial("sum") for p in strategy.outs):
         yield Strategy(strategy.ins, tuple(Replicate() if p.is_partial("sum") else p for p in strategy.outs))
 
 
-def whole_outputs_are_said_to_be_addends(strategy: Strategy) -> Iterator[Strategy]:
+def claim_replicated_outputs_are_partial(strategy: Strategy) -> Iterator[Strategy]:
     if all(p == Replicate() for p in (*strategy.ins, *strategy.outs)):
         yield Strategy(strategy.ins, tuple(Partial("sum") for _ in strategy.outs))
 
 
-def addends_are_said_to_be_maxima(strategy: Strategy) -> Iterator[Strategy]:
+def claim_partial_sums_are_maxima(strategy: Strategy) -> Iterator[Strategy]:
     if any(p.is_partial("sum") for p in strategy.outs):
         yield Strategy(strategy.ins, tuple(Partial("max") if p.is_partial("sum") else p for p in strategy.outs))
 
 
-def cut_inputs_are_said_to_be_whole(strategy: Strategy) -> Iterator[Strategy]:
-    """What was computed from pieces is computed from the whole, and the result is said to be what it was."""
+def claim_sharded_inputs_are_replicated(strategy: Strategy) -> Iterator[Strategy]:
+    """Compute from replicated inputs, but keep the claimed output placements."""
     if any(type(p) is Shard for p in strategy.ins) and all(type(p) is Shard for p in strategy.outs):
         yield Strategy(tuple(Replicate() if type(p) is Shard else p for p in strategy.ins), strategy.outs)
 
 
-def outputs_are_cut_along_another_dimension(strategy: Strategy) -> Iterator[Strategy]:
+def claim_outputs_are_sharded_along_another_dimension(strategy: Strategy) -> Iterator[Strategy]:
     if any(type(p) is Shard for p in strategy.outs):
         yield Strategy(strategy.ins, tuple(Shard(p.dim + 1) if type(p) is Shard else p for p in strategy.outs))
 
 
 CHANGES: list[Change] = [
-    cut_outputs_are_said_to_be_whole,
-    addends_are_said_to_be_whole,
-    whole_outputs_are_said_to_be_addends,
-    addends_are_said_to_be_maxima,
-    cut_inputs_are_said_to_be_whole,
-    outputs_are_cut_along_another_dimension,
+    claim_sharded_outputs_are_replicated,
+    claim_partial_outputs_are_replicated,
+    claim_replicated_outputs_are_partial,
+    claim_partial_sums_are_maxima,
+    claim_sharded_inputs_are_replicated,
+    claim_outputs_are_sharded_along_another_dimension,
 ]
 
 
 def mutant(rule: Any, change: Change) -> tuple[Any, list[Strategy]]:
-    """The rule with only the strategies that the change makes, and what these were, once it has been asked."""
+    """Return the rule with only the changed strategies, and the list that these are added to when it is called."""
     made: list[Strategy] = []
 
     def changed(*args: Any, **kwargs: Any) -> Strategies | None:
@@ -95,7 +95,7 @@ def mutant(rule: Any, change: Change) -> tuple[Any, list[Strategy]]:
     return changed, made
 
 
-# Rules that answer with one strategy for the whole mesh, or all of whose samples write in place: no change applies.
+# Rules that return a MeshStrategy, or all of whose samples write in place: no change applies.
 WITHOUT_MUTANTS = set(
     """
     _unsafe_view binary_cross_entropy binary_cross_entropy_with_logits chunk copy flatten full_like
@@ -114,7 +114,7 @@ def survivors(name: str, change: Change) -> tuple[int, list[str]]:
     survived = []
     for func, args, kwargs in PROOFS.samples_of(name):
         if canonical_name(func)[1] or name == "copy":
-            continue  # in place, a claim that does not keep the layout is not made
+            continue  # in place, only claims that keep the layout are made
         changed, made = mutant(OPERATORS[name].rule, change)
         proof = prove(func, *args, rule=changed, **kwargs)
         if made and proof.wrong:
@@ -130,15 +130,15 @@ def test_every_mutant_of_a_rule_is_found_wrong(name: str) -> None:
     applied = 0
     for change in CHANGES:
         tried, survived = survivors(name, change)
-        assert not survived, f"{name}: {change.__name__} is not found wrong by any sample:\n" + "\n".join(survived)
+        assert not survived, f"{name}: {change.__name__} is not detected by any sample:\n" + "\n".join(survived)
         applied += tried
     assert applied or name in WITHOUT_MUTANTS, f"{name}: no change applies to any sample, so nothing was tried"
-    assert not (applied and name in WITHOUT_MUTANTS), f"{name} has mutants: take it off the list"
+    assert not (applied and name in WITHOUT_MUTANTS), f"{name} has mutants: remove it from the list"
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_every_change_makes_mutants(change: Change) -> None:
-    """Of the matrix product, whose rule has outputs that are sharded, replicated and partial."""
+def test_every_change_applies_to_matmul_and_is_detected(change: Change) -> None:
+    """The rule of the matrix product has outputs that are sharded, replicated and partial."""
     tried, survived = survivors("mm", change)
     assert tried
     assert not survived

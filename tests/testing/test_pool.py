@@ -1,4 +1,4 @@
-"""Ranks are borrowed, fail loudly, and come back."""
+"""The pool reuses rank processes, reports their failures and replaces those that die or hang."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Point:
 
 def fail_on(rank, *, then=None):
     if comm.world().rank == rank:
-        raise ValueError(f"rank {rank} says no")
+        raise ValueError(f"rank {rank} failed")
     return then() if then else "fine"
 
 
@@ -37,7 +37,7 @@ def is_imported_here():
     return __name__ in sys.modules
 
 
-def test_the_same_processes_are_used_again():
+def test_processes_are_reused():
     first = run_ranks(4, os.getpid)
     assert len(set(first)) == 4
     assert run_ranks(4, os.getpid) == first
@@ -45,27 +45,27 @@ def test_the_same_processes_are_used_again():
     assert os.getpid() not in first
 
 
-def test_the_world_has_the_size_asked_for():
+def test_the_world_has_the_requested_size():
     for size in (3, 1, 4, 2):
         assert run_ranks(size, lambda: (comm.world().rank, comm.world().size)) == [(r, size) for r in range(size)]
 
 
-def test_closures_arguments_tensors_and_the_tests_own_classes_travel():
+def test_closures_arguments_tensors_and_local_classes_are_pickled():
     offset = torch.tensor([10])
     results = run_ranks(2, lambda scale, *, shift: Point((offset * scale + shift).item()), 3, shift=4)
     assert results == [Point(34), Point(34)]
 
 
-def test_a_failing_ranks_traceback_is_in_the_error():
+def test_the_error_contains_the_traceback_of_the_failing_rank():
     with pytest.raises(RanksError, match="1 of 3 ranks failed") as caught:
         run_ranks(3, fail_on, 1)
     text = str(caught.value)
-    assert "rank 1 raised ValueError: rank 1 says no" in text
-    assert 'raise ValueError(f"rank {rank} says no")' in text
+    assert "rank 1 raised ValueError: rank 1 failed" in text
+    assert 'raise ValueError(f"rank {rank} failed")' in text
     assert run_ranks(3, lambda: comm.all_gather(torch.ones(1)).tolist()) == [[1.0] * 3] * 3
 
 
-def test_the_cause_stands_before_its_consequences():
+def test_the_cause_is_reported_before_its_consequences():
     def body():
         if comm.world().rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -86,7 +86,7 @@ def test_a_killed_rank_is_reported_and_replaced():
     assert after[1] != before[1]
 
 
-def test_a_hung_rank_shows_where_it_hangs_and_is_replaced():
+def test_a_hung_rank_is_reported_with_its_stack_and_replaced():
     def sleeps_forever():
         if comm.world().rank == 0:
             threading.Event().wait()
@@ -100,7 +100,7 @@ def test_a_hung_rank_shows_where_it_hangs_and_is_replaced():
     assert run_ranks(2, lambda: 1) == [1, 1]
 
 
-def test_ranks_that_wait_for_one_that_raised_are_given_up_after_the_grace():
+def test_ranks_that_wait_for_a_failed_rank_count_as_hung_after_the_grace_period():
     start = time.monotonic()
     found = outcomes(3, fail_on, 2, then=lambda: comm.all_reduce(torch.ones(1)), grace=0.5)
     assert time.monotonic() - start < 10
@@ -112,12 +112,12 @@ def test_ranks_that_wait_for_one_that_raised_are_given_up_after_the_grace():
     assert run_ranks(3, lambda: 1) == [1, 1, 1]
 
 
-def test_functions_of_a_test_module_travel_by_value_as_arguments_too():
+def test_functions_of_test_modules_are_pickled_by_value_in_arguments_too():
     called = run_ranks(2, operator.call, is_imported_here)  # operator.call itself is imported by the ranks
     assert called == [False, False]
 
 
-def test_a_result_that_cannot_be_pickled_is_named():
+def test_a_result_that_cannot_be_pickled_raises_with_its_type():
     (found,) = outcomes(1, threading.Lock)
     assert "rank 0: the result of type lock cannot be pickled" in found.message
 
@@ -134,7 +134,7 @@ def test_an_exception_that_cannot_be_pickled_keeps_its_text():
     assert (found.kind, found.message, found.exception) == ("AwkwardError", "this and that", None)
 
 
-def test_warnings_are_errors_on_ranks_where_they_are_errors_here():
+def test_warning_filters_apply_on_the_ranks():
     def body():
         warnings.warn("careful", UserWarning, stacklevel=1)
 
@@ -157,7 +157,7 @@ def test_a_decorated_body_runs_on_every_rank_with_fixtures_and_parameters(seven,
     assert comm.all_reduce(torch.tensor(seven * factor)).item() == 14 * factor
 
 
-def test_pools_are_apart_and_end_with_their_context():
+def test_pools_have_separate_processes_and_end_with_their_context():
     with RankPool() as pool:
         pids = pool.run(2, os.getpid)
         assert pool.pids == pids
@@ -167,7 +167,7 @@ def test_pools_are_apart_and_end_with_their_context():
             os.kill(pid, 0)
 
 
-def test_ranks_end_when_the_process_that_made_them_is_killed():
+def test_ranks_end_when_the_parent_process_is_killed():
     script = textwrap.dedent("""
         import os, signal, sys
         from shardwright.testing import run_ranks
@@ -185,7 +185,7 @@ def test_ranks_end_when_the_process_that_made_them_is_killed():
 
 
 def test_calls_are_pickled_from_several_threads_at_once():
-    """The list of modules that travel by value is one for the whole process."""
+    """The list of modules that are pickled by value is shared by all threads."""
 
     def pickle_often():
         try:

@@ -1,4 +1,4 @@
-"""Random programs give torch's values or are refused; and the fuzzer finds the faults it is there to find."""
+"""Random programs give torch's values or are refused; and the fuzzer detects planted faults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwright.testing.programs.witness import StepResult
 FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"
 
 
-# --- programs that are made, and programs that are right --------------------------------------------------------------
+# --- generated programs ---------------------------------------------------------------------------------------------
 
 
 def test_a_seed_gives_one_program_of_ten_to_forty_steps():
@@ -34,7 +34,7 @@ def test_a_seed_gives_one_program_of_ten_to_forty_steps():
     assert {program.ranks for program in programs} == {1, 2, 3, 4}
 
 
-def test_programs_hold_what_they_are_to_hold():
+def test_generated_programs_cover_every_feature():
     text = "\n".join(step for seed in range(300) for step in generate(seed).steps)
     for part in """Shard( Replicate() Partial( Ragged( order= bfloat16 float64 int64 bool requires_grad=True backward(
         retain_graph create_graph register_hook register_full_backward_hook no_grad inference_mode checkpoint( deepcopy
@@ -45,7 +45,7 @@ def test_programs_hold_what_they_are_to_hold():
 
 
 @pytest.mark.timeout(1200)
-def test_random_programs_give_torchs_values_or_are_refused():
+def test_random_programs_equal_torch_or_are_refused():
     """The same programs every time in `make test`; new ones for ten minutes in `make test-full`."""
     if FULL:
         found = fuzz(1_000_000, seed=int(time.time()), seconds=600, workers=2, minimising=30)
@@ -55,12 +55,12 @@ def test_random_programs_give_torchs_values_or_are_refused():
     assert found.steps[StepResult.RIGHT] > 10 * found.verdicts.total()  # most of each program was compared
 
 
-# --- faults that are planted are found --------------------------------------------------------------------------------
+# --- planted faults -------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def planted(fault):
-    """Has `fault` called in place of DTensor's own way into every function."""
+    """Replace DTensor.__torch_function__ by a call of `fault`, which gets the original call."""
     own = DTensor.__dict__["__torch_function__"].__func__
 
     def call(cls, func, types, args=(), kwargs=None):
@@ -110,17 +110,17 @@ def lost_view(call, name, args):
 
 def raises_on_one_rank(call, name, args):
     if name == "square" and comm.rank() == 0:
-        raise TensorError("square: refused here alone")
+        raise TensorError("square: refused on this rank only")
     return call()
 
 
-def raises_anything(call, name, args):
+def raises_untyped(call, name, args):
     if name == "square":
         raise KeyError("square")
     return call()
 
 
-def waits_for_nobody(call, name, args):
+def waits_alone(call, name, args):
     if name == "square" and comm.rank() == 0:
         dist.barrier()
     return call()
@@ -156,17 +156,17 @@ FAULTS = {
     torn_write: (Verdict.TORN, "neg_()"),
     lost_view: (Verdict.WRONG, ""),
     raises_on_one_rank: (Verdict.DIVERGED, "square()"),
-    raises_anything: (Verdict.UNTYPED, "square()"),
+    raises_untyped: (Verdict.UNTYPED, "square()"),
     dies: (Verdict.CRASHED, "square()"),
 }
 
 
-def test_the_program_without_a_fault_is_right():
+def test_the_program_is_right_without_a_planted_fault():
     assert judge(PROGRAM).verdict is Verdict.RIGHT
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_is_found(fault):
+def test_a_planted_fault_is_detected(fault):
     verdict, step = FAULTS[fault]
     found = judge(PROGRAM, setup=functools.partial(planted, fault))
     assert found.verdict is verdict
@@ -181,14 +181,14 @@ def test_a_failing_program_is_minimised(fault):
     assert small.kind == found.kind
     assert len(small.program.steps) <= 4
     assert FAULTS[fault][1] in small.program.steps[-1]
-    assert judge(small.program).verdict is Verdict.RIGHT  # it shows the planted fault, and no other
+    assert judge(small.program).verdict is Verdict.RIGHT  # only the planted fault makes it fail
 
 
-def test_a_hang_is_found_and_the_ranks_are_replaced():
-    found = judge(PROGRAM, setup=functools.partial(planted, waits_for_nobody), timeout=8)
+def test_a_hang_is_detected_and_the_ranks_are_replaced():
+    found = judge(PROGRAM, setup=functools.partial(planted, waits_alone), timeout=8)
     assert found.verdict is Verdict.HUNG
     assert "square()" in PROGRAM.steps[found.step]
-    assert "barrier" in found.detail  # the stacks say where
+    assert "barrier" in found.detail  # in the stacks
     assert judge(PROGRAM).verdict is Verdict.RIGHT
 
 
@@ -206,7 +206,7 @@ def test_the_fuzzer_finds_a_fault_and_minimises_it():
 # --- verdicts ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_refused_write_is_left_out_and_the_program_goes_on():
+def test_a_program_continues_after_a_refused_write():
     steps = (
         "a = leaf([1, 2], (2,), torch.float32, [Partial('sum')])",
         "a.relu_()",
@@ -218,20 +218,20 @@ def test_a_refused_write_is_left_out_and_the_program_goes_on():
     assert found.refusals[0].startswith("InPlaceError")
 
 
-def test_what_needs_a_refused_value_is_skipped():
+def test_steps_that_use_a_refused_value_are_skipped():
     steps = ("a = leaf([1], (1,), torch.float32, [Shard(0)])", "b = torch.func.grad(torch.sum)(a)", "c = b + 1")
     found = judge(Program(steps, mesh=(2,)))
     assert [str(result) for result in found.results] == ["right", "refused", "skipped", "right"]
 
 
-def test_what_torch_refuses_as_well_is_no_fault():
+def test_a_step_that_torch_refuses_too_is_not_a_fault():
     steps = ("a = leaf([1, 2], (2,), torch.float32, [Shard(0)])", "a.view(3)", "b = a + 1")
     found = judge(Program(steps, mesh=(2,)))
     assert found.verdict in (Verdict.RIGHT, Verdict.REFUSED)
     assert str(found.results[-1]) == "right"
 
 
-def test_a_failure_is_a_file_to_run_with_torchrun(tmp_path):
+def test_the_script_of_a_program_runs_under_torchrun(tmp_path):
     program = Program(PROGRAM.steps[:3], mesh=(2,))
     script = tmp_path / "program.py"
     script.write_text(program.script)
@@ -245,12 +245,12 @@ def test_a_failure_is_a_file_to_run_with_torchrun(tmp_path):
     assert [line.split()[0] for line in ran.stdout.splitlines()] == ["right"] * 4
 
 
-def test_the_command_counts_and_ends_with_0_where_nothing_failed(capsys):
+def test_the_command_prints_counts_and_returns_0_without_failures(capsys):
     assert main(["--count", "3", "--ranks", "1", "--workers", "1", "--seed", "20"]) == 0
     assert capsys.readouterr().out.startswith("3 programs: ")
 
 
-# --- programs that were wrong once ------------------------------------------------------------------------------------
+# --- regressions ----------------------------------------------------------------------------------------------------
 
 ONCE_WRONG = {
     "flatten of one dimension returns its input": Program(
@@ -330,12 +330,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", ONCE_WRONG)
-def test_a_program_that_was_wrong_once_is_right(name):
+def test_programs_of_fixed_faults_are_right(name):
     found = judge(ONCE_WRONG[name])
     assert found.verdict is Verdict.RIGHT, str(found)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_program_that_raised_anything_once_is_refused(name):
+def test_programs_that_raised_untyped_errors_are_refused(name):
     found = judge(REFUSED[name])
     assert found.verdict in (Verdict.RIGHT, Verdict.REFUSED), str(found)

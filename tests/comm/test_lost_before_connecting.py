@@ -1,4 +1,4 @@
-"""A rank that dies before the ranks have met on a channel is named, though nobody has a connection to it."""
+"""A rank that dies before the connections of a channel exist is named."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ def die() -> None:
 
 
 def arrive() -> None:
-    """Let all ranks come into the world anew, with no channel open, each able to tell the others where to ask."""
+    """Enter the world again on all ranks, with no channel open and all beacons published."""
     comm.forget()
     comm.world()
     comm.all_gather(torch.zeros(1))
 
 
 def errors_of(calls: dict[str, Callable[[], object]]) -> dict[str, tuple[str, tuple[int, ...], float]]:
-    """Make these calls at the same time, and return what each raised, whom it named, and after how long."""
-    found: dict[str, tuple[str, tuple[int, ...], float]] = {}
+    """Make these calls concurrently, and return the message, the lost ranks and the seconds until each raised."""
+    errors: dict[str, tuple[str, tuple[int, ...], float]] = {}
 
     def attempt(name: str, call: Callable[[], object]) -> None:
         start = time.monotonic()
         try:
             call()
         except RankLostError as error:
-            found[name] = (str(error), error.ranks, time.monotonic() - start)
+            errors[name] = (str(error), error.ranks, time.monotonic() - start)
 
     threads = [threading.Thread(target=attempt, args=item) for item in calls.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return errors
 
 
 def wait_for_the_dead(victim: int, opened: bool, fanout: int) -> dict[str, tuple[str, tuple[int, ...], float]]:
@@ -60,7 +60,7 @@ def wait_for_the_dead(victim: int, opened: bool, fanout: int) -> dict[str, tuple
     comm.all_gather(torch.zeros(1))
     for group in groups.values():
         if rank != victim or opened:
-            group.channel = Channel(group, fanout)  # which tells the others the address, and connects to nobody
+            group.channel = Channel(group, fanout)  # publishes its address, but does not connect
     if rank == victim:
         die()
     calls: dict[str, Callable[[], object]] = {
@@ -72,9 +72,9 @@ def wait_for_the_dead(victim: int, opened: bool, fanout: int) -> dict[str, tuple
     return errors_of(calls)
 
 
-@pytest.mark.parametrize("opened", [False, True], ids=["before it opens its door", "before it connects"])
+@pytest.mark.parametrize("opened", [False, True], ids=["before it listens", "before it connects"])
 @pytest.mark.parametrize(("victim", "fanout"), [(0, 32), (1, 1), (2, 32)])
-def test_a_rank_that_dies_before_the_ranks_have_met_is_named_within_seconds(victim, fanout, opened):
+def test_a_rank_that_dies_before_channels_are_connected_is_named_within_seconds(victim, fanout, opened):
     found = outcomes(RANKS, wait_for_the_dead, victim, opened, fanout, grace=30)
     for rank, outcome in enumerate(found):
         if rank == victim:
@@ -89,7 +89,7 @@ def test_a_rank_that_dies_before_the_ranks_have_met_is_named_within_seconds(vict
             assert seconds < BOUND
 
 
-def test_a_rank_that_dies_before_it_asks_for_a_subgroup_is_named_within_seconds():
+def test_a_rank_that_dies_before_creating_a_subgroup_is_named_within_seconds():
     def body() -> dict[str, tuple[str, tuple[int, ...], float]]:
         arrive()
         if comm.world().rank == 1:
@@ -105,7 +105,7 @@ def test_a_rank_that_dies_before_it_asks_for_a_subgroup_is_named_within_seconds(
     assert seconds < BOUND
 
 
-def test_a_rank_that_comes_late_is_waited_for():
+def test_ranks_wait_for_a_late_rank():
     def body() -> list[bytes]:
         arrive()
         if comm.world().rank == 1:
@@ -115,8 +115,8 @@ def test_a_rank_that_comes_late_is_waited_for():
     assert outcomes(RANKS, body) == [Returned([b"here"] * RANKS)] * RANKS
 
 
-def test_a_rank_that_opens_its_door_again_late_is_waited_for():
-    """The address of its first door is in the store, and refuses connections for longer than a shut door used to be."""
+def test_ranks_wait_for_a_rank_that_reopens_its_listener_late():
+    """The address of its first listener is in the store, and refuses connections for 7 s."""
 
     def body() -> list[bytes]:
         arrive()

@@ -1,4 +1,4 @@
-"""A group's second channel: two threads of each rank talk at once, and neither hears the other."""
+"""A separate control channel of a group: two threads of each rank communicate concurrently and independently."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from shardwright.testing import on_ranks, run_ranks
 
 
 @on_ranks(4)
-def test_two_threads_talk_at_the_same_time() -> None:
+def test_two_threads_communicate_concurrently_on_separate_channels() -> None:
     everyone = comm.world()
     aside = everyone.aside("checkpoint")
     rank, rounds = everyone.rank, 60
     dice = random.Random(rank)
-    heard: list[list[bytes]] = []
+    gathered: list[list[bytes]] = []
     errors: list[BaseException] = []
 
-    def talk() -> None:
+    def communicate() -> None:
         pauses = random.Random(100 + rank)
         try:
             for number in range(rounds):
                 time.sleep(pauses.random() * 0.002)
-                said = f"aside {rank} {number}".encode()
-                heard.append(comm.gather_bytes(said, aside, what=f"aside {number}", timeout=20))
+                message = f"aside {rank} {number}".encode()
+                gathered.append(comm.gather_bytes(message, aside, what=f"aside {number}", timeout=20))
         except BaseException as error:  # noqa: BLE001  # raised below, in the test's own thread
             errors.append(error)
 
-    thread = threading.Thread(target=talk)
+    thread = threading.Thread(target=communicate)
     thread.start()
     for number in range(rounds):
         time.sleep(dice.random() * 0.002)
-        said = comm.gather_bytes(f"main {rank} {number}".encode(), everyone, what=f"main {number}", timeout=20)
-        assert said == [f"main {other} {number}".encode() for other in range(4)]
+        messages = comm.gather_bytes(f"main {rank} {number}".encode(), everyone, what=f"main {number}", timeout=20)
+        assert messages == [f"main {other} {number}".encode() for other in range(4)]
         assert comm.agree(lambda: rank, what="agree", group=everyone, timeout=20) == rank
     thread.join()
     assert errors == []
-    assert heard == [[f"aside {other} {number}".encode() for other in range(4)] for number in range(rounds)]
+    assert gathered == [[f"aside {other} {number}".encode() for other in range(4)] for number in range(rounds)]
 
 
 @on_ranks(2)
-def test_it_is_kept_until_the_group_is_forgotten() -> None:
+def test_a_side_channel_is_kept_until_forget() -> None:
     aside = comm.world().aside("checkpoint")
     assert comm.world().aside("checkpoint") is aside
     assert comm.world().aside("other") is not aside
     comm.gather_bytes(b"", aside, what="first")
     assert aside.channel is not None
     assert comm.world().channel is not aside.channel
-    comm.gather_bytes(b"", what="together, so that nobody hangs up early")
+    comm.gather_bytes(b"", what="barrier, so that no rank closes its connections early")
     comm.forget()
     assert aside.channel is None
     assert comm.world().aside("checkpoint") is not aside
 
 
-def test_the_pool_goes_on_after_it_was_forgotten() -> None:
+def test_the_pool_works_after_forget() -> None:
     assert run_ranks(2, lambda: comm.world().size) == [2, 2]
