@@ -98,11 +98,10 @@ def mutant(rule: Any, change: Change) -> tuple[Any, list[Strategy]]:
 # Rules that return a MeshStrategy, or all of whose samples write in place: no change applies.
 WITHOUT_MUTANTS = set(
     """
-    _unsafe_view binary_cross_entropy binary_cross_entropy_with_logits chunk copy flatten full_like
-    hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss narrow new_full new_ones
-    new_zeros ones_like poisson_nll_loss ravel reshape reshape_as select slice smooth_l1_loss soft_margin_loss
-    split split_with_sizes tensor_split type_as unflatten unsafe_chunk unsafe_split unsafe_split_with_sizes
-    view_as zero zeros_like
+    _unsafe_view binary_cross_entropy binary_cross_entropy_with_logits chunk copy flatten full_like hinge_embedding_loss
+    kl_div margin_ranking_loss narrow new_full new_ones new_zeros ones_like poisson_nll_loss ravel reshape
+    reshape_as select slice soft_margin_loss split split_with_sizes tensor_split type_as unflatten unsafe_chunk
+    unsafe_split unsafe_split_with_sizes view_as zero zeros_like
     """.split()
 )
 RULES = sorted(set(PROOFS.RULES) - set(PROOFS.ELSEWHERE) - set(PROOFS.SHAPES_ALONE))
