@@ -58,7 +58,7 @@ def test_pinned_shards_are_what_their_metadata_say() -> None:
     assert not made.cuda().cpu().metadata().tensor_properties.pin_memory
     plain = [Shard.from_tensor_and_offsets(torch.zeros(2), [2])]
     pinned = [Shard.from_tensor_and_offsets(torch.zeros(2).pin_memory(), [0])]
-    with pytest.raises(ShardError, match="rank 0, shard 1: pin_memory is False, and True in shard 0 of rank 0"):
+    with pytest.raises(ShardError, match="rank 0, shard 1: pin_memory is False, but True in shard 0 of rank 0"):
         sharded.init_from_local_shards(pinned + plain, 4)
 
 
