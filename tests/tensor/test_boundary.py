@@ -201,7 +201,7 @@ NONSENSE = {
         TensorError,
         lambda: sw.DTensor.from_local(torch.ones(3), MESH, [sw.Shard(0)], stride=(1,)),
     ),
-    "add: argument 1 is a plain tensor of shape \\(2,\\) beside a DTensor \\[2\\] \\(dp: R\\): say how": (
+    "add: argument 1 is a plain tensor of shape \\(2,\\) beside a DTensor \\[2\\] \\(dp: R\\): make it a DTensor": (
         MixedTensorsError,
         lambda: sw.ones(2, mesh=MESH) + torch.ones(2),
     ),

@@ -379,6 +379,6 @@ def test_strategies_without_a_valid_combination_raise() -> None:
         sw.register_rule(
             op, lambda *_: Strategies(lambda _: [Strategy((rows, sw.Replicate()), (rows,))], shapes=((4, 2),))
         ),
-        pytest.raises(RuleError, match="no strategy of the rule for mesh dimension 1 goes together"),
+        pytest.raises(RuleError, match="no strategy of the rule for mesh dimension 1 is compatible with those chosen"),
     ):
         op(a, b, 1.0)

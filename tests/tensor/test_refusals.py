@@ -54,7 +54,7 @@ def test_dtensors_inside_a_transform_of_plain_tensors_raise() -> None:
         lambda: torch.func.grad(lambda y: (x * y).sum())(torch.tensor(1.0)),
         lambda: torch.vmap(lambda y: (x * y).sum())(torch.arange(3.0)),
     ):
-        with pytest.raises(UnsupportedError, match=r"inside a torch.func transform meets a DTensor"):
+        with pytest.raises(UnsupportedError, match=r"inside a torch.func transform is used with a DTensor"):
             transform()
 
 

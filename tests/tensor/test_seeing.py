@@ -45,7 +45,7 @@ def test_trace_records_operators_redistributions_and_collectives_with_bytes_and_
         assert seen.received == traffic.bytes
         assert len(seen.collectives) == sum(traffic.calls.values())
         assert "for matmul" in str(seen)
-        assert "asked for" in str(seen)
+        assert "(requested)" in str(seen)
 
     run_ranks(4, work)
 

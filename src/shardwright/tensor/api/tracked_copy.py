@@ -29,7 +29,7 @@ _READING = """to_local full_tensor redistribute item tolist numpy backward regis
 __int__ __index__ __complex__ __contains__ __iter__ __format__ __repr__ __copy__ __deepcopy__ __reduce_ex__""".split()
 _REPLACING = ("set_", "resize_", "resize_as_", "detach_")
 _OF_THE_OBJECT = frozenset(("__get__", "__set__"))  # attributes such as shape and grad belong to the copy itself
-_CHANGE_THE_VIEW = RESHAPES | {"detach", "as_strided"}  # in place: torch changes the view, not its values
+_CHANGE_THE_VIEW = RESHAPES | {"detach", "as_strided"}  # in place, these change the view, not its values
 
 
 class TrackedCopy(Strided):

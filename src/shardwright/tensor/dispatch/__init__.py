@@ -1,1 +1,1 @@
-"""From a call of torch with DTensors to local calls: op → rule → choice → movement → local call."""
+"""Dispatch of torch calls with DTensors: operator → rule → strategy → redistribution → local call."""

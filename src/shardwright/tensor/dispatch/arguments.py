@@ -1,4 +1,4 @@
-"""A call taken apart: its DTensors in order, a key of everything else, and back together with other tensors."""
+"""Flatten a call into its DTensors and a hashable key of the other arguments, and rebuild it with other tensors."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]  # l
 
 
 class Call(NamedTuple):
-    """A call's DTensors in order of appearance, and the key of its plan (None: something in it is no key)."""
+    """A call's DTensors in order of appearance, and the key of its plan (None: an argument is not hashable)."""
 
     tensors: list[DTensorBase]
     key: tuple[Any, ...] | None
 
 
 def flatten_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
-    """The DTensors of a call, and its key: layouts by identity, static arguments by value, operands by type."""
+    """Return the DTensors of a call, and its key: layouts by identity, static arguments by value, operands by type."""
     tensors: list[DTensorBase] = []
     key: list[Any] = [func, torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()]
     numbers_by_type = takes_numbers_by_type(func)
@@ -49,7 +49,7 @@ def _walk(values: Sequence[Any], tensors: list[DTensorBase], key: list[Any], num
         kind = type(value)
         if isinstance(value, DTensorBase):
             tensors.append(value)
-            # Whether a gradient is asked for decides between strategies that have one and strategies that do not.
+            # Strategies depend on whether a gradient is required.
             grad = disabled(_requires_grad, (), (value,), {})
             key += (value._layout, disabled(_dtype, (), (value,), {}), grad, "_is_param" in value.__dict__)
         elif kind in (list, tuple, torch.Size):
@@ -58,17 +58,17 @@ def _walk(values: Sequence[Any], tensors: list[DTensorBase], key: list[Any], num
         elif kind is slice:
             key += (slice, value.start, value.stop, value.step)
         elif kind in (int, float, bool, complex):
-            # With its type: 1, 1.0 and True are equal keys.
+            # With the type, because 1, 1.0 and True are equal keys.
             key += (kind,) if numbers_by_type else (kind, value)
         elif kind.__hash__ is None or isinstance(value, Tensor):
-            hashable = False  # a plain tensor is no key: it would be kept alive
+            hashable = False  # a plain tensor would be kept alive by the key
         else:
             key.append(value)
     return hashable
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors in nested arguments, in order."""
+    """Yield the tensors in nested arguments, in order."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -79,7 +79,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 def map_tensors(
     args: Sequence[Any], kwargs: dict[str, Any], change: Callable[[Tensor], Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with every DTensor changed, in the order `flatten_call` lists them."""
+    """Return the arguments with every DTensor replaced, in the order of `flatten_call`."""
 
     def visit(value: Any) -> Any:
         if isinstance(value, DTensorBase):
@@ -94,7 +94,7 @@ def map_tensors(
 def _numbers_to_one_mesh(
     args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[DTensorBase]
 ) -> tuple[Sequence[Any], dict[str, Any]] | None:
-    """The arguments on one mesh, where all that is on another is single numbers that every rank of the one holds."""
+    """Return the arguments on one mesh if those on other meshes are replicated scalars that all its ranks hold."""
     mesh = next((tensor._layout.mesh for tensor in tensors if tensor._layout.shape), tensors[0]._layout.mesh)
     for tensor in tensors:
         own = tensor._layout
@@ -112,10 +112,10 @@ def _numbers_to_one_mesh(
 
 
 def admit_plain_tensors(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments, with plain tensors made DTensors where that cannot be wrong, and refused with the fix elsewhere.
+    """Return the arguments with plain tensors made replicated DTensors if that is safe; raise MixedTensorsError if not.
 
-    It cannot be wrong for 0-dimensional tensors without gradient, for those that torch's own code made on its way, and
-    where `implicit_replication` is on.
+    It is safe for 0-dimensional tensors that do not require grad, for tensors that torch's own code has made, and
+    inside `implicit_replication`.
     """
     everything = [*tensors_in(args), *tensors_in(kwargs.values())]
     ours = [tensor for tensor in everything if isinstance(tensor, DTensorBase)]
@@ -140,13 +140,13 @@ def admit_plain_tensors(name: str, args: Sequence[Any], kwargs: dict[str, Any]) 
             if (value.ndim == 0 and not value.requires_grad) or policy.replicates_implicitly() or made_by_torch():
                 return tag_replicated(alias(value), beside.mesh)
             raise MixedTensorsError(
-                f"{name}: {where} is a plain tensor of shape {tuple(value.shape)} beside a DTensor {beside}: say how "
-                "it is laid out, with distribute_tensor(tensor, mesh, placements) or DTensor.from_local, or open "
-                f"`with sw.implicit_replication():` where every rank holds the same values ({trace.source_location()})"
+                f"{name}: {where} is a plain tensor of shape {tuple(value.shape)} beside a DTensor {beside}: make it a "
+                "DTensor with distribute_tensor(tensor, mesh, placements) or DTensor.from_local, or use "
+                f"`with sw.implicit_replication():` if every rank holds the same values ({trace.source_location()})"
             )
         if type(value) in (list, tuple):
-            return type(value)(visit(item, f"{where}[{place}]") for place, item in enumerate(value))
+            return type(value)(visit(item, f"{where}[{index}]") for index, item in enumerate(value))
         return value
 
-    admitted = tuple(visit(value, f"argument {place}") for place, value in enumerate(args))
+    admitted = tuple(visit(value, f"argument {index}") for index, value in enumerate(args))
     return admitted, {key: visit(value, f"argument {key!r}") for key, value in kwargs.items()}

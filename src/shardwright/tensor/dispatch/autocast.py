@@ -1,7 +1,7 @@
-"""Autocast for operators that are composed of others: what torch does to the one, not to those that it is made of.
+"""Autocast for composite operators: the policy that torch registers for the operator, not that of its parts.
 
-A local call is cast by torch itself. A composition is cast as its operator would be: to float32 before it, where torch
-computes in that; not at all, where torch leaves the operator alone. Which operators are which, torch knows.
+torch casts local calls itself. A composition is cast as its operator would be: its arguments to float32, if torch
+computes the operator in float32; not at all, if autocast does not touch the operator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwright.tensor.dispatch.arguments import map_tensors, tensors_in
 __all__ = ["autocast_dtype", "call_with_autocast", "low_precision_cast"]
 
 _LOW = frozenset((torch.float16, torch.bfloat16))
-# Registered for autocast, and computed in the low precision.
+# Registered for autocast, computed in low precision.
 _IN_LOW = frozenset(
     """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution
     scaled_dot_product_attention _scaled_dot_product_flash_attention _native_multi_head_attention
@@ -28,7 +28,7 @@ _IN_LOW = frozenset(
     gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell _thnn_fused_gru_cell _thnn_fused_lstm_cell
     """.split()
 )
-# Registered for autocast, and computed in the widest of the arguments' dtypes.
+# Registered for autocast, computed in the widest dtype of the arguments.
 _IN_WIDEST = frozenset(
     """addcdiv addcmul atan2 bilinear cat cross dot grid_sampler index_copy index_put scatter_add stack tensordot vdot
     """.split()
@@ -36,27 +36,27 @@ _IN_WIDEST = frozenset(
 
 
 def call_with_autocast(name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """The result of a call, with its arguments and within it cast as autocast has it for the operator of this name."""
+    """Call the operator under the autocast policy that torch registers for this name."""
     tensors = [tensor for tensor in tensors_in((*args, *kwargs.values())) if isinstance(tensor, DTensorBase)]
-    kind = tensors[0].device.type
-    treatment = _treatment(name, kind) if torch.is_autocast_enabled(kind) else "inner"
-    if treatment == "inner":
+    device = tensors[0].device.type
+    cast = _policy(name, device) if torch.is_autocast_enabled(device) else "inner"
+    if cast == "inner":
         return call(args, kwargs)
-    if treatment == "float32":
+    if cast == "float32":
         args, kwargs = map_tensors(args, kwargs, _widened)
-    with torch.autocast(kind, enabled=False):
+    with torch.autocast(device, enabled=False):
         return call(args, kwargs)
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of an operator that autocast computes in low precision, given a tensor of its arguments."""
+    """Return the dtype in which autocast computes a low-precision operator, given one of its arguments."""
     kind = tensor.device.type
     cast = torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if cast else tensor.dtype
 
 
 def low_precision_cast(name: str, tensor: Tensor) -> tuple[torch.dtype, ...]:
-    """Return the dtype that autocast casts the arguments of this operator to, where that is a low one; else nothing."""
+    """Return the low-precision dtype to which autocast casts the arguments of this operator, or an empty tuple."""
     if not torch._C._is_any_autocast_enabled() or name not in _IN_LOW:
         return ()
     with torch._C.DisableTorchFunctionSubclass():
@@ -69,18 +69,18 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _treatment(name: str, kind: str) -> Literal["float32", "none", "inner"]:
-    """Whether torch computes the operator in float32, leaves it alone, or casts what it is made of."""
+def _policy(name: str, device: str) -> Literal["float32", "none", "inner"]:
+    """Return torch's autocast policy: compute in float32, do not cast, or cast the operators it is composed of."""
     overloads = _overloads().get(name, ())
-    if _any_has(overloads, f"Autocast{kind.upper()}"):
+    if _any_has(overloads, f"Autocast{device.upper()}"):
         return "inner" if name in _IN_LOW or name in _IN_WIDEST else "float32"
-    # Of those that torch composes, too, the inner ones are cast; a name that is no operator's is such a one.
+    # CompositeImplicit operators (and names without an aten operator) autocast their inner operators.
     composed = [_any_has((overload,), "CompositeImplicitAutograd") for overload in overloads if _is_main(overload)]
     return "inner" if all(composed) else "none"
 
 
 def _is_main(overload: str) -> bool:
-    """Whether it is what users call: those that take names of dimensions, or where to write, are made of others."""
+    """Return whether this is the main overload, not the Dimname or out= variant."""
     return not any(word in overload.partition(".")[2] for word in ("name", "out"))
 
 
@@ -90,11 +90,11 @@ def _any_has(overloads: tuple[str, ...], key: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _overloads() -> dict[str, tuple[str, ...]]:
-    """The full names of torch's operators, by the names that they share."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return the overloads of torch's operators by operator name."""
+    overloads: dict[str, tuple[str, ...]] = {}
     for full in torch._C._dispatch_get_all_op_names():
         space, _, rest = full.partition("::")
         if space == "aten":
             name = rest.partition(".")[0]
-            found[name] = (*found.get(name, ()), full)
-    return found
+            overloads[name] = (*overloads.get(name, ()), full)
+    return overloads

@@ -1,13 +1,13 @@
-"""The dispatcher's caches, with everything that reads and writes them. Three paths, the shortest first:
+"""The dispatcher's caches, with all code that reads and writes them. There are three, the fastest first:
 
-| path | for | looked up by | what is remembered |
+| path | for | key | value |
 |---|---|---|---|
 | fast | a local call and nothing else, one new tensor | first operand's layout, function, `FastKey` | `FastPlan` |
 | uniform | an element-wise operator, all operands of one layout | function, in `UNIFORM` | whether it is in place |
 | plans | every call by a rule | first operand's layout, `CallKey` | `CallPlan` |
 
-Nothing here holds a tensor. Tables are kept with a layout, which is interned: equal calls meet the same plan, and plans
-die with their layouts.
+Nothing here holds a tensor. Caches are attached to layouts, which are interned: equal calls find the same plan, and
+plans are freed with their layouts.
 """
 
 from __future__ import annotations
@@ -47,21 +47,19 @@ __all__ = [
     "torch_function",
 ]
 
-MAX_PLANS = 512  # per layout; when it is full it is emptied: a cache, not a history
+MAX_PLANS = 512  # per layout; a full cache is cleared
 
 # The second operand's layout; the type of the number it is; both further layouts; or all static arguments.
 FastKey: TypeAlias = "Layout | type[int] | type[float] | tuple[Any, ...]"
-FastPlan: TypeAlias = (
-    "Layout | tuple[Local, Layout]"  # of the result; with what to call, where that is not the function
-)
-CallKey: TypeAlias = tuple[Any, ...]  # what `flatten_call` makes of a call
+FastPlan: TypeAlias = "Layout | tuple[Local, Layout]"  # the result's layout, and the local call if not the function
+CallKey: TypeAlias = tuple[Any, ...]  # made by `flatten_call`
 
-UNIFORM: dict[Any, bool] = {}  # element by element: inputs of one layout give that layout; True: in place
-FAST: set[Any] = set()  # functions that always return one new tensor: their plans may be as short as a layout
+UNIFORM: dict[Any, bool] = {}  # elementwise: inputs of one layout give that layout; True: in place
+FAST: set[Any] = set()  # functions that always return one new tensor: their plan may be just a layout
 
 
 def mark_fast(*names: str) -> None:
-    """Says that these operators always return one new tensor, so that the dispatcher may take its shortest path."""
+    """Declare that these operators always return one new tensor, so that the fast path applies."""
     for name in names:
         for place in (torch, torch.Tensor, torch.nn.functional, torch.special):
             function = getattr(place, name, None)
@@ -70,7 +68,7 @@ def mark_fast(*names: str) -> None:
 
 
 def mark_uniform(*names: str) -> None:
-    """Says that these operators work element by element: on inputs of one layout there is nothing to look up."""
+    """Declare that these operators are elementwise: on inputs of one layout they need no plan."""
     for name in names:
         for place in (torch, torch.Tensor):
             for spelling, inplace in ((name, False), (f"{name}_", True)):
@@ -80,14 +78,14 @@ def mark_uniform(*names: str) -> None:
 
 
 class Shortcuts(NamedTuple):
-    """The short paths of one operator."""
+    """The fast-path entries of one operator."""
 
     fast: set[Any]
     uniform: dict[Any, bool]
 
 
 def take_shortcuts(name: str) -> Shortcuts:
-    """Take away the short paths of an operator, which its new rule may not allow, and return them."""
+    """Remove and return the fast-path entries of an operator, for which a new rule may not hold."""
     fast = {function for function in FAST if canonical_name(function)[0] == name}
     uniform = {function: UNIFORM[function] for function in UNIFORM if canonical_name(function)[0] == name}
     FAST.difference_update(fast)
@@ -97,31 +95,33 @@ def take_shortcuts(name: str) -> Shortcuts:
 
 
 def restore_shortcuts(taken: Shortcuts) -> None:
-    """Put back what `take_shortcuts` took away."""
+    """Restore the entries that `take_shortcuts` removed."""
     FAST.update(taken.fast)
     UNIFORM.update(taken.uniform)
 
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """How to make a call: where each tensor goes first, the local call, what the results are. Holds no tensors."""
+    """How to run a call: the redistribution of each input, the local call, the layouts of the results. No tensors."""
 
     name: str
     moves: tuple[tuple[Layout, Layout] | None, ...]
-    moving: bool  # whether any of them is one
+    moving: bool  # True if any input must be redistributed
     run: Local | None
     outs: tuple[Layout, ...]
     inplace: bool
-    enters: bool  # some input enters where a gradient is asked for
+    enters: bool  # True if an input is Entered when it requires grad
     view: bool  # the result may be a view of the first input
-    copied: bool  # the input of a view had to move: the result looks like a view, but is a copy
-    dtypes: tuple[torch.dtype, ...] | None  # of the results, where this rank has no elements and computes otherwise
-    shown: dict[Any, ViewOutcome]  # by the strides of the first input: what torch makes of them
+    copied: bool  # the result looks like a view but is a copy, because the input had to be redistributed
+    dtypes: tuple[torch.dtype, ...] | None  # of the results, if this rank has no elements and its call may give others
+    outcomes: dict[Any, ViewOutcome]  # by the strides of the first input
 
 
 def torch_function(passed: frozenset[Any], call_known: Callable[..., Any], intercept: Callable[..., Any]) -> Any:
-    """Return `DTensor.__torch_function__`. What no short path answers goes to the local tensor if in `passed`, then
-    to `call_known`, then to `intercept`.
+    """Return `DTensor.__torch_function__`.
+
+    A call that no fast path handles goes to the local tensor if it is in `passed`, then to `call_known`, then to
+    `intercept`.
     """
 
     def call(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,7 +139,7 @@ def torch_function(passed: frozenset[Any], call_known: Callable[..., Any], inter
                     try:
                         short = known.get(args[1:])
                     except TypeError:
-                        short = None  # a list among the arguments: the longer way
+                        short = None  # a list among the arguments is not hashable
                 if type(short) is Layout:
                     result = disabled(func, types, args, {})
                     result.__class__ = cls
@@ -167,10 +167,10 @@ def torch_function(passed: frozenset[Any], call_known: Callable[..., Any], inter
 
 
 def _call_uniform(cls: Any, inplace: bool, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an element-wise call on tensors of one layout, if they are: nothing moves, nothing is looked up."""
+    """Return the result of an elementwise call if all tensors have one layout; NotImplemented if not."""
     first = args[0]
     if type(first) is not cls or (kwargs and "out" in kwargs):
-        return NotImplemented  # the longer way says what is wrong
+        return NotImplemented  # the dispatcher handles it, or raises
     layout = first._layout
     if layout.is_partial:
         return NotImplemented
@@ -195,15 +195,14 @@ _NOT_UNIFORM = (torch.Tensor, list, tuple)
 
 
 def remember_fast(op: Op, plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Plans that are nothing but a local call on one tensor, or on two, get the shortest path.
+    """Cache a plan for the fast path if it is just a local call on up to three tensors.
 
-    They are found by the second tensor's layout, by the type of the number that is the second operand, or by all
-    the static arguments.
+    The key is the second tensor's layout, the type of a number that is the second operand, or all static arguments.
     """
     if kwargs or plan.enters or plan.moving or plan.inplace or plan.dtypes or len(plan.outs) != 1 or func not in FAST:
         return
     if plan.view and has_thin_shards(plan.outs[0]):
-        return  # its strides may have to be noted
+        return  # its strides may have to be recorded
     if not isinstance(args[0], DTensorBase) or args[0]._layout.is_partial:
         return
     other: Any = tuple(args[1:])
@@ -226,13 +225,13 @@ def remember_fast(op: Op, plan: CallPlan, func: Any, args: Any, kwargs: dict[str
 
 
 def known_plan(layout: Layout, key: CallKey) -> CallPlan | None:
-    """Return the plan of a call whose first operand is laid out like this, if there is one."""
+    """Return the cached plan of a call whose first operand has this layout, or None."""
     cache = layout.attached
     return cache.plans.get(key) if type(cache) is LayoutCache else None
 
 
 def remember_plan(layout: Layout, key: CallKey, plan: CallPlan) -> None:
-    """Keep the plan of a call with the layout of its first operand."""
+    """Cache the plan of a call with the layout of its first operand."""
     plans = cache_of(layout).plans
     if len(plans) >= MAX_PLANS:
         plans.clear()

@@ -1,4 +1,4 @@
-"""Choosing, mesh dimension by mesh dimension, the cheapest strategy to run an operator. Pure."""
+"""Choose the cheapest strategy for an operator, one mesh dimension at a time. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Impossible", "choose"]
 
 
 class Impossible(Exception):  # noqa: N818  # a signal between choose and its callers, never shown
-    """No strategy keeps the input that must stay where it is; `mesh_dim` is where."""
+    """No strategy for `mesh_dim` keeps the layout of the input that is written to."""
 
     def __init__(self, mesh_dim: int) -> None:
         self.mesh_dim = mesh_dim
@@ -24,7 +24,7 @@ class Impossible(Exception):  # noqa: N818  # a signal between choose and its ca
 def choose(
     operands: Sequence[Operand], strategies: Strategies, out_shapes: Sequence[tuple[int, ...]]
 ) -> tuple[list[Layout], list[Layout]]:
-    """The layouts to bring the inputs to, and those of the outputs that follow."""
+    """Return the layouts to which the inputs are redistributed, and the layouts of the outputs."""
     mesh = operands[0].layout.mesh
     chosen: list[Strategy] = []
     usual = tuple(range(mesh.ndim))
@@ -41,23 +41,24 @@ def choose(
                 raise Impossible(mesh_dim)
         if not candidates:
             raise RuleError(
-                f"no strategy of the rule for mesh dimension {mesh.label(mesh_dim)} goes together with those that were "
-                "chosen before: a dimension is cut by given sizes first, and once. Add the strategy of replicates"
+                f"no strategy of the rule for mesh dimension {mesh.label(mesh_dim)} is compatible with those chosen "
+                "for earlier mesh dimensions: a dimension can be split into given sizes only once, and first. Add a "
+                "strategy with everything replicated"
             )
         chosen.append(_cheapest(candidates, operands, chosen, out_shapes))
     ins = []
-    for place, operand in enumerate(operands):
-        placements = [_entering(strategy, place, mesh.shape[m]) for m, strategy in enumerate(chosen)]
+    for index, operand in enumerate(operands):
+        placements = [_entering(strategy, index, mesh.shape[m]) for m, strategy in enumerate(chosen)]
         ins.append(Layout(mesh, placements, operand.shape, order))
     outs = [
-        Layout(mesh, [strategy.outs[place] for strategy in chosen], shape, order)
-        for place, shape in enumerate(out_shapes)
+        Layout(mesh, [strategy.outs[index] for strategy in chosen], shape, order)
+        for index, shape in enumerate(out_shapes)
     ]
     return ins, outs
 
 
 def _nests(strategy: Strategy, before: Sequence[Strategy], in_order: bool) -> bool:
-    """Whether a strategy goes together with those of earlier mesh dimensions: given sizes cut a dimension first."""
+    """Return whether a strategy is compatible with those of earlier mesh dimensions: Ragged must split first."""
     for earlier in before:
         for first, then in zip((*earlier.ins, *earlier.outs), (*strategy.ins, *strategy.outs), strict=True):
             both = isinstance(first, Shard | Ragged) and isinstance(then, Shard | Ragged) and first.dim == then.dim
@@ -66,9 +67,9 @@ def _nests(strategy: Strategy, before: Sequence[Strategy], in_order: bool) -> bo
     return True
 
 
-def _entering(strategy: Strategy, place: int, ranks: int) -> Placement:
-    """A replicate used beside inputs that differ from rank to rank has a gradient that does, too: it enters."""
-    placement = strategy.ins[place]
+def _entering(strategy: Strategy, index: int, ranks: int) -> Placement:
+    """Return the placement of an input: Entered if it is replicated beside inputs that differ between ranks."""
+    placement = strategy.ins[index]
     if placement != REPLICATE or ranks == 1 or all(other == REPLICATE for other in strategy.ins):
         return placement
     return ENTERED
@@ -80,7 +81,7 @@ def _cheapest(
     chosen: Sequence[Strategy],
     out_shapes: Sequence[tuple[int, ...]],
 ) -> Strategy:
-    """The cheapest strategy for the next mesh dimension, given those chosen for the ones before it."""
+    """Return the cheapest strategy for the next mesh dimension, given those chosen for earlier ones."""
     mesh_dim, mesh = len(chosen), operands[0].layout.mesh
     ranks = mesh.shape[mesh_dim]
     current = [operand.layout.placements[mesh_dim] for operand in operands]
@@ -88,26 +89,26 @@ def _cheapest(
         if list(strategy.ins) == current:
             return strategy
     if all(isinstance(placement, Partial) or placement == REPLICATE for placement in current):
-        # Nothing is cut yet: a sum is completed where it is, rather than cut in a manner nobody asked for.
-        uncut = [strategy for strategy in candidates if not any(p.is_shard() for p in strategy.ins)]
-        candidates = uncut or candidates
+        # No input is sharded: all-reduce a partial sum rather than shard it along an arbitrary dimension.
+        unsharded = [strategy for strategy in candidates if not any(p.is_shard() for p in strategy.ins)]
+        candidates = unsharded or candidates
 
     def cost(strategy: Strategy) -> tuple[bool, float, int, bool]:
         moved, changed = 0.0, 0
         for operand, now, then in zip(operands, current, strategy.ins, strict=True):
-            # Activations stay where they are and parameters come to them, unless that is dearer by far.
+            # Prefer to redistribute parameters rather than activations (weight 1:4).
             weight = 1 if operand.parameter else 4
-            moved += weight * _move_cost(now, then, ranks) * prod(operand.shape) * operand.dtype.itemsize
+            moved += weight * _cost(now, then, ranks) * prod(operand.shape) * operand.dtype.itemsize
             changed += prod(operand.shape) if now != then else 0
-        due = 0.0  # a partial result will have to be summed up
+        due = 0.0  # cost of reducing partial results later
         for placement, shape in zip(strategy.outs, out_shapes, strict=True):
             if isinstance(placement, Partial):
                 due += 6 * prod(shape) * operands[0].dtype.itemsize * (ranks - 1) / ranks
-        # What needs no communication now is never passed over; at equal cost, most is left where it is, and pieces are
-        # equal: backends reduce and scatter only those natively, and no rank goes without work.
+        # Prefer no communication, then the fewest bytes, then the fewest elements redistributed, then even shards:
+        # backends reduce-scatter only those natively, and no rank is idle.
         uneven = any(
-            now != then and not _divides(place, then, operand, chosen, mesh.shape)
-            for place, (operand, now, then) in enumerate(zip(operands, current, strategy.ins, strict=True))
+            now != then and not _divides(index, then, operand, chosen, mesh.shape)
+            for index, (operand, now, then) in enumerate(zip(operands, current, strategy.ins, strict=True))
         )
         return moved > 0, moved + due, changed, uneven
 
@@ -115,17 +116,17 @@ def _cheapest(
 
 
 def _divides(
-    place: int, placement: Placement, operand: Operand, before: Sequence[Strategy], mesh: tuple[int, ...]
+    index: int, placement: Placement, operand: Operand, before: Sequence[Strategy], mesh: tuple[int, ...]
 ) -> bool:
-    """Whether a placement, after those of earlier mesh dimensions, cuts an operand into equal pieces; or not at all."""
+    """Return whether a placement, after those of earlier mesh dimensions, gives even shards or does not shard."""
     if not isinstance(placement, Shard):
         return True
-    nested = [m for m, strategy in enumerate(before) if strategy.ins[place].is_shard(placement.dim)]
+    nested = [m for m, strategy in enumerate(before) if strategy.ins[index].is_shard(placement.dim)]
     return not operand.shape[placement.dim] % prod(mesh[m] for m in (*nested, len(before)))
 
 
-def _move_cost(now: Placement, then: Placement, ranks: int) -> float:
-    """Bytes received per rank, as a share of the whole tensor."""
+def _cost(now: Placement, then: Placement, ranks: int) -> float:
+    """Return the bytes received per rank, as a fraction of the global tensor."""
     part = (ranks - 1) / ranks
     if now == then:
         return 0.0

@@ -1,14 +1,15 @@
-"""Functions of torch that read a tensor in C without asking `__torch_function__`: they would read this rank's shard.
+"""Functions of torch that read a tensor in C without calling `__torch_function__`: they would read this rank's shard.
 
-Torch makes new tensors from *data* (`torch.tensor(d)`) and from *numbers* (`torch.full((2,), d)`), and asks nobody when
-these are tensors. So importing this package replaces these functions by ones that look at their arguments first:
+torch makes new tensors from *data* (`torch.tensor(d)`) and from *numbers* (`torch.full((2,), d)`), and does not call
+`__torch_function__` if these are tensors. So importing this package replaces these functions by ones that check their
+arguments first:
 
-- `torch.tensor(d)`, `plain.new_tensor(d)` and `plain.new(d)` give the whole value, as `d.numpy()` does;
+- `torch.tensor(d)`, `plain.new_tensor(d)` and `plain.new(d)` give the global value, as `d.numpy()` does;
 - `torch.as_tensor(d)` and `torch.asarray(d)` give a DTensor, as torch gives the tensor itself, converted if asked;
 - `torch.full`, `torch.full_like`, `torch.arange` and the other factories take a number from `d.item()`;
-- sparse and nested tensors, and `torch.utils.dlpack.to_dlpack` of a shard, are refused.
+- sparse and nested tensors, and `torch.utils.dlpack.to_dlpack` of a shard, raise.
 
-Whoever has bound one of these functions to a name before shardwright was imported has torch's own.
+A reference to one of these functions taken before shardwright was imported is still torch's own.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _SPARSE = [f"sparse_{kind}_tensor" for kind in ("coo", "compressed", "csr", "csc
 
 
 def install() -> None:
-    """Replace torch's functions, or what other packages have put in their place. Doing it twice changes nothing."""
+    """Replace torch's functions, or other packages' replacements of them. Idempotent."""
     _replace(torch, "tensor", _from_data)
     _replace(torch, "as_tensor", _converted("data", _as_tensor))
     _replace(torch, "asarray", _converted("obj", _asarray))
@@ -59,7 +60,7 @@ def _replace(home: Any, name: str, instead: Callable[[Any], Any]) -> None:
     if is_replaced(original):
         return
     replaced = replacing(original)(instead(original))
-    constructors = _device_constructors()  # those that a default device applies to; torch makes the set only once
+    constructors = _device_constructors()  # the functions that respect a default device; torch builds the set once
     if original in constructors:
         constructors.add(replaced)
     setattr(home, name, replaced)
@@ -143,7 +144,7 @@ def _from_number_beside_tensor(original: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A 0-dimensional DTensor as a number, if torch would read it so: a gradient would be lost."""
+    """Return a 0-dimensional DTensor as a number, unless it requires grad: the gradient would be lost."""
     if isinstance(value, DTensorBase) and value.dim() == 0 and not value.requires_grad:
         return value.item()
     return value
@@ -152,19 +153,19 @@ def _number(value: Any) -> Any:
 def _refusing(original: Any) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
-            if _holds_ours(value) and _enabled():
+            if _has_dtensor(value) and _enabled():
                 raise UnsupportedError(
-                    f"{original.__name__} of a DTensor would read this rank's shard as if it were the tensor: the "
-                    "local tensors of a DTensor are dense. Use `x.full_tensor()`, or `x.to_local()`"
+                    f"{original.__name__} of a DTensor would read this rank's shard as if it were the global tensor: "
+                    "the local tensors of a DTensor are dense. Use `x.full_tensor()`, or `x.to_local()`"
                 )
         return original(*args, **kwargs)
 
     return function
 
 
-def _holds_ours(value: Any) -> bool:
+def _has_dtensor(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return any(map(_holds_ours, value))
+        return any(map(_has_dtensor, value))
     return isinstance(value, DTensorBase)
 
 

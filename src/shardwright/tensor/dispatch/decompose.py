@@ -1,10 +1,10 @@
-"""Functions that torch writes in Python, taken apart: their body runs with interception on, so inner calls dispatch.
+"""Decompose torch functions that are written in Python: run their body, so that the inner calls are dispatched.
 
-Such a function begins by asking `has_torch_function(...)` and hands itself over if so. Run with globals in which that
-answer is no, its own code goes on to the functions it is made of, and reads global sizes on the way.
+Such a function starts with a `has_torch_function(...)` check and passes itself to `__torch_function__` if it is true.
+With globals in which the check returns False, its body runs, calls the inner functions and reads global sizes.
 
-On the way it may make tensors of its own, of sizes and constants: the same on every rank, so they are replicates. A
-plain tensor of the user's is not: it is refused before a body is entered, and wherever the user's code was called.
+The body may create tensors from sizes and constants: they are the same on every rank, so they count as replicated. A
+plain tensor of the user does not: it raises before a body is entered, and in user code that torch calls.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shardwright.tensor.base.tagging import DTensorBase
 
 __all__ = ["made_by_torch", "python_body", "writes_to_intermediates"]
 
-_MARK = "__shardwright_body__"  # among the globals of a function that is run without its first question
-# Functions of their arguments alone, which hand themselves over to nobody.
+_MARK = "__shardwright_body__"  # in the globals of a body whose check is disabled
+# Modules of functions that depend on their arguments alone and do not call `__torch_function__` themselves.
 _OPEN = frozenset(("torch.masked._ops", "torch.nn.utils.rnn"))
 
 
@@ -33,20 +33,20 @@ def _no(*_: Any) -> bool:
 
 @lru_cache(maxsize=1024)
 def python_body(func: Any) -> FunctionType | None:
-    """The function without its first question, or None where it is not written in Python."""
+    """Return the function body with its `has_torch_function` check disabled; None for C functions."""
     if not isinstance(func, FunctionType):
         return None
     if "if_true" in func.__code__.co_freevars:
-        return None  # one of two functions (unique with or without counts), both of which would ask for this one again
+        return None  # boolean_dispatch (unique with or without counts): both functions would dispatch to this one again
     wrapped = func.__dict__.get("__wrapped__")
     if wrapped is not None and not isinstance(wrapped, FunctionType):
         return None  # a C function that `constructors` has replaced
     if isinstance(wrapped, FunctionType) and "has_torch_function" in func.__code__.co_names:
-        func = wrapped  # Tensor.__rsub__ and its like: a decorator asks the question
+        func = wrapped  # Tensor.__rsub__ and similar: a decorator makes the check
     names = {name for name in func.__code__.co_names if name.startswith("has_torch_function")}
     overrides: dict[str, Any] = {_MARK: True, **dict.fromkeys(names, _no)}
     if "overrides" in func.__code__.co_names:
-        overrides["torch"] = _Torch()  # nn.init asks torch.overrides
+        overrides["torch"] = _Torch()  # nn.init calls torch.overrides
     body = FunctionType(
         func.__code__, {**func.__globals__, **overrides}, func.__name__, func.__defaults__, func.__closure__
     )
@@ -56,10 +56,10 @@ def python_body(func: Any) -> FunctionType | None:
 
 @lru_cache(maxsize=1024)
 def writes_to_intermediates(func: Any) -> bool:
-    """Return whether a function of torch's writes in place to tensors that it made of its arguments.
+    """Return whether a torch function writes in place to tensors computed from its arguments.
 
-    Where an argument is a partial sum, so may they be, and a partial sum cannot be clamped in place: such arguments
-    are summed up first. Functions with an argument `inplace` write to what they were given, and are not meant.
+    If an argument is a partial sum, the intermediate may be one too, and cannot be clamped in place: such arguments
+    are reduced first. Functions with an argument `inplace` write to their input, and are not included.
     """
     if not isinstance(func, FunctionType) or func.__module__ not in ("torch.nn.functional", "torch.functional"):
         return False
@@ -76,7 +76,7 @@ class _Overrides:
 
 
 class _Torch:
-    """torch, in which nobody overrides anything."""
+    """The torch module with `torch.overrides` disabled."""
 
     overrides = _Overrides()
 
@@ -85,10 +85,10 @@ class _Torch:
 
 
 def made_by_torch() -> bool:
-    """Whether a plain tensor in the call being made can only be one that torch's own code has made, on every rank.
+    """Return whether a plain tensor in the current call must have been created by torch's own code, on every rank.
 
-    The call comes from a body that was entered, or from a module or function of torch's to which, or in which, the
-    user has given no plain tensor; none of the user's code is between.
+    This holds if the call comes from a decomposed body, or from a torch module or function that got no plain tensor
+    from the user, with no user code in between.
     """
     frame: FrameType | None = sys._getframe(1)
     outermost = frame
@@ -120,7 +120,7 @@ def _arguments(frame: FrameType) -> list[Any]:
 
 
 def _has_plain(values: Iterable[Any]) -> bool:
-    """Whether there is a plain tensor among these, numbers apart."""
+    """Return whether these values contain a plain tensor, other than a 0-dimensional one without gradient."""
     for value in values:
         if isinstance(value, Tensor):
             if not isinstance(value, DTensorBase) and (value.ndim or value.requires_grad):

@@ -1,7 +1,7 @@
-"""Every torch function called with a DTensor arrives here, unless the cache answered before.
+"""The dispatcher: every torch function called with a DTensor arrives here, unless its plan is cached.
 
-In order: what DTensor answers itself; operators with a rule or a composition; functions written in Python, taken
-apart; everything else on replicated tensors.
+In order: methods of DTensor itself; operators with a composition or a rule; functions written in Python, by their
+body; everything else on replicated tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shardwright.tensor.redistribute.implicit import completed
 
 __all__ = ["PASS_FUNCTIONS", "intercept", "listen"]
 
-# Answered by the local tensor alone, the same on every rank.
+# Computed from the local tensor alone, with the same result on every rank.
 PASS = frozenset(
     (
         "is_floating_point",
@@ -84,14 +84,14 @@ PASS_FUNCTIONS = frozenset(
 
 
 def intercept(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The result of a torch function some of whose arguments are DTensors."""
+    """Call a torch function some of whose arguments are DTensors, and return its result."""
     name, inplace = canonical_name(func)
     if name == "__get__" or name == "__set__":
         return _attribute(func, args)
     full = name + "_" * inplace
     if full in PASS:
         return disabled(func, types, args, kwargs)
-    own = _own_method(full) or _own_method(getattr(func, "__name__", full))  # __dlpack__ is "dlpack" in its first form
+    own = _own_method(full) or _own_method(getattr(func, "__name__", full))  # __dlpack__ is "dlpack"
     if own is not None and args and isinstance(args[0], DTensorBase):
         return own(*args, **kwargs)
     if name == "backward" or name == "grad":
@@ -107,7 +107,7 @@ def intercept(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = {{"axis": "dim", "keepdims": "keepdim"}.get(key, key): value for key, value in kwargs.items()}
     read, named = read_numbers(name, func, args, kwargs)
     if read is not args and not any(isinstance(tensor, DTensorBase) for tensor in tensors_in((*read, *named.values()))):
-        return func(*read, **named)  # plain.view(n, 3): its numbers alone were DTensors
+        return func(*read, **named)  # plain.view(n, 3): only the numbers were DTensors
     args, kwargs = admit_plain_tensors(full, read, named)
     if "out" in kwargs:
         if kwargs["out"] is not None:
@@ -120,13 +120,13 @@ _listeners: list[Callable[[str, Any, Any, dict[str, Any]], None]] = []
 
 
 @contextmanager
-def listen(tell: Callable[[str, Any, Any, dict[str, Any]], None]) -> Iterator[None]:
-    """Has every operator told while it is open: its name, the function, its arguments. Open a trace as well."""
-    _listeners.append(tell)
+def listen(callback: Callable[[str, Any, Any, dict[str, Any]], None]) -> Iterator[None]:
+    """Call back for every operator inside the context, with its name, function and arguments. Needs an open trace."""
+    _listeners.append(callback)
     try:
         yield
     finally:
-        _listeners.remove(tell)
+        _listeners.remove(callback)
 
 
 def _call(name: str, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -139,14 +139,14 @@ def _call(name: str, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]
 
 
 def _call_cast(op: Op | None, name: str, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    for tell in _listeners:
-        tell(name, func, args, kwargs)
+    for callback in _listeners:
+        callback(name, func, args, kwargs)
     with trace.operation(name) as record:
         if inplace and name in RESHAPES:
             return reshape_in_place(name, func, args[0], args[1:], kwargs)
         if inplace and args and is_lookup_result(args[0]) and name != "detach":
             return overwrite(func, *args, **kwargs)
-        if op is not None and not _is_spelled_otherwise(func, kwargs):
+        if op is not None and not _is_another_operator(func, kwargs):
             if op.composite is not None and not inplace:
                 result = op.composite(*args, **kwargs)
                 if result is not NotImplemented:
@@ -164,16 +164,16 @@ def _call_cast(op: Op | None, name: str, inplace: bool, func: Any, args: Any, kw
         return call_replicated(name, func, args, kwargs)
 
 
-def _is_spelled_otherwise(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a Python function means another operator than its name says: its body tells which.
+def _is_another_operator(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a Python function calls another operator than its name suggests; its body is run instead.
 
-    `F.relu(x, inplace=True)` means `relu_`; `nn.init.normal_` means `Tensor.normal_` without gradients.
+    `F.relu(x, inplace=True)` calls `relu_`; `nn.init.normal_` calls `Tensor.normal_` without gradients.
     """
     return bool(kwargs.get("inplace")) or getattr(func, "__module__", None) == "torch.nn.init"
 
 
 def _attribute(func: Any, args: Any) -> Any:
-    """A getter or setter: DTensor's own where it has one, else the local tensor's."""
+    """Call a getter or setter: that of DTensor if it has one, else that of the local tensor."""
     attribute: Any = func.__self__
     name: str = (attribute.fget if isinstance(attribute, property) else attribute).__name__  # type: ignore[union-attr]  # torch's properties have getters
     refuse(name, None)
@@ -192,19 +192,19 @@ def _own_method(name: str) -> Callable[..., Any] | None:
 
 
 def _into(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`out=`: computed as ever, then written to the given tensors, which keep their layouts."""
+    """Call with `out=`: compute the result, then write it to the given tensors, which keep their layouts."""
     out = kwargs.pop("out")
     targets = out if isinstance(out, list | tuple) else (out,)
     for target in targets:
         if not isinstance(target, DTensorBase):
-            raise InPlaceError(f"{canonical_name(func)[0]}: `out` is a plain tensor, the result is a DTensor: give one")
+            raise InPlaceError(f"{canonical_name(func)[0]}: `out` must be a DTensor, got a plain tensor")
     refuse_plain_draws(canonical_name(func)[0])
     result = func(*args, **kwargs)
     results = result if isinstance(result, list | tuple) else (result,)
     for target, value in zip(targets, results, strict=True):
         _refuse_out(canonical_name(func)[0], target, value)
-    for target, value in zip(targets, results, strict=True):  # nothing was refused
-        if not isinstance(value, DTensorBase):  # torch.eye(3, out=x): made of numbers alone, the same on every rank
+    for target, value in zip(targets, results, strict=True):  # all checks passed
+        if not isinstance(value, DTensorBase):  # torch.eye(3, out=x): the same on every rank
             value = tag_replicated(value, target._layout.mesh)
         with torch.no_grad():
             target.copy_(value)
@@ -212,11 +212,11 @@ def _into(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _refuse_out(name: str, target: DTensorBase, value: Tensor) -> None:
-    """Raise where a result cannot be written to a tensor given as `out`."""
+    """Raise InPlaceError if a result cannot be written to a tensor given as `out`."""
     if tuple(target.shape) != tuple(value.shape):
         raise InPlaceError(
-            f"{name}: `out` {target._layout} does not have the shape {tuple(value.shape)} of the result: a DTensor is "
-            "not resized"
+            f"{name}: `out` has layout {target._layout}, but the result has shape {tuple(value.shape)}; a DTensor "
+            "cannot be resized"
         )
     if not torch.can_cast(value.dtype, target.dtype):
         raise InPlaceError(f"{name}: `out` of {target.dtype} cannot hold the result of {value.dtype}")

@@ -1,8 +1,8 @@
-"""From an operator's rule to its result: one look in a cache, then the local call.
+"""Execute an operator by its rule: look up or make a plan, redistribute inputs, make the local call, tag the results.
 
-    function, layouts, static arguments ──cache──> CallPlan: inputs to move, local call, layouts of the outputs
+    function, layouts, static arguments ──cache──> CallPlan: redistributions, local call, layouts of the outputs
 
-The cache and its shorter paths are in `cache`.
+The cache and its fast paths are in `cache`.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ __all__ = ["call_by_rule", "call_known"]
 
 
 def call_known(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The result of a call whose plan is known; NotImplemented where it is not."""
+    """Return the result of a call whose plan is cached; NotImplemented if it is not."""
     if func in LIST_FUNCTIONS:
-        return NotImplemented  # they need no plan, and their arguments are long
+        return NotImplemented  # they need no plan, and flattening their long lists is slow
     call = flatten_call(func, args, kwargs)
     if call.key is None or not call.tensors:
         return NotImplemented
@@ -61,7 +61,7 @@ def call_known(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def call_by_rule(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The result of a call by the operator's rule; NotImplemented where the rule has no answer."""
+    """Return the result of a call by the operator's rule; NotImplemented if the rule declines."""
     kwargs = _in_order(op.rule, kwargs) if len(kwargs) > 1 else kwargs
     call = flatten_call(func, args, kwargs)
     first = call.tensors[0]._layout
@@ -80,10 +80,10 @@ def call_by_rule(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, 
 def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call: Call) -> Any:
     if plan.inplace:
         refuse_copied(plan.name + "_", call.tensors[0])
-    shown = view_outcome(plan.shown, plan, func, args, kwargs, call.tensors[0]) if plan.view else UNCHANGED
+    outcome = view_outcome(plan.outcomes, plan, func, args, kwargs, call.tensors[0]) if plan.view else UNCHANGED
     if plan.moving:
         args, kwargs = _moved(plan, args, kwargs, call)
-    if shown.copies and plan.moves[0] is None:
+    if outcome.copies and plan.moves[0] is None:
         args, kwargs = _copied_first(args, kwargs)
     if plan.run is None:
         result = disabled(func, (), args, kwargs)
@@ -96,18 +96,18 @@ def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call:
         return call.tensors[0]
     if plan.dtypes is not None:
         result = with_dtypes(result, plan.dtypes)
-    if plan.copied and shown.strides is None and isinstance(result, torch.Tensor):
+    if plan.copied and outcome.strides is None and isinstance(result, torch.Tensor):
         with no_torch_function():
-            result = result.contiguous()  # as the view would be
+            result = result.contiguous()  # as torch's view is
     tagged = tag_results(result, plan.outs, call.tensors)
-    if shown.strides is not None:
-        record_result_strides(tagged, shown.strides, call.tensors, plan.copied)
-    if shown.copies:
+    if outcome.strides is not None:
+        record_result_strides(tagged, outcome.strides, call.tensors, plan.copied)
+    if outcome.copies:
         return tagged
     if plan.copied:
         mark_copied(tagged, plan.name, call.tensors[0])
         record_base_index(tagged, plan.name, call.tensors[0], args, kwargs)
-    elif plan.view and "_copied_by" in call.tensors[0].__dict__:  # a view of a copy is no view of the original either
+    elif plan.view and "_copied_by" in call.tensors[0].__dict__:  # a view of a copy
         mark_copied(tagged, call.tensors[0]._copied_by, call.tensors[0], sharing=call.tensors[0])
     return tagged
 
@@ -129,11 +129,11 @@ def _moved(plan: CallPlan, args: Any, kwargs: dict[str, Any], call: Call) -> tup
     policy.check(plan.name, plan.moves)
     with no_torch_function():
         moved = [
-            tensor if step is None else prepare_operand(tensor, *step)
-            for tensor, step in zip(call.tensors, plan.moves, strict=True)
+            tensor if layouts is None else prepare_operand(tensor, *layouts)
+            for tensor, layouts in zip(call.tensors, plan.moves, strict=True)
         ]
-    each = iter(moved)
-    return map_tensors(args, kwargs, lambda _: next(each))
+    remaining = iter(moved)
+    return map_tensors(args, kwargs, lambda _: next(remaining))
 
 
 def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any], call: Call) -> CallPlan | None:
@@ -158,10 +158,10 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
             if answer.written_back:
                 return None
             raise _cannot_keep(op, operands[0], where.mesh_dim) from None
-    if inplace and outs[0] is not operands[0].layout:  # `t_` and its like
+    if inplace and outs[0] is not operands[0].layout:  # `t_` and similar
         raise _cannot_keep(op, operands[0], None)
     enters = any(without_entered(layout) is not layout for layout in ins)
-    # Without a gradient, entering is nothing.
+    # Entered differs from Replicate only in the gradient.
     ins = [layout if operand.grad else without_entered(layout) for operand, layout in zip(operands, ins, strict=True)]
     moves = tuple(
         (operand.layout, layout) if differs(operand.layout, layout) else None
@@ -190,7 +190,7 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
 
 
 def _is_empty(*layouts: Layout) -> bool:
-    """Whether this rank has no elements of one of these: its local call may be another than torch's own."""
+    """Return whether this rank has no elements of one of these, so that its local call may differ from torch's."""
     rank = comm.rank()
     return any(rank in layout.mesh and 0 in layout.local_shape(rank) for layout in layouts)
 
@@ -198,21 +198,21 @@ def _is_empty(*layouts: Layout) -> bool:
 def _outputs(
     answer: Strategies, operands: list[Operand], inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Outputs:
-    """What torch says that the results will be; what is written to keeps its dtype."""
+    """Return the shapes and dtypes of the results. An in-place operator keeps its target's dtype."""
     if answer.shapes is None:
         return outputs_of(func, args, kwargs)
     return Outputs(answer.shapes, (operands[0].dtype,) if inplace else ())
 
 
 def _in_order(rule: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments as the rule lists them: a rule counts tensors in its own order, callers name them in any."""
-    places = _places(rule)
-    return dict(sorted(kwargs.items(), key=lambda item: places.get(item[0], len(places))))
+    """Return keyword arguments in the order of the rule's parameters, in which it numbers its tensors."""
+    indices = _parameter_indices(rule)
+    return dict(sorted(kwargs.items(), key=lambda item: indices.get(item[0], len(indices))))
 
 
 @lru_cache(maxsize=1024)
-def _places(rule: Any) -> dict[str, int]:
-    return {name: place for place, name in enumerate(signature(rule).parameters)}
+def _parameter_indices(rule: Any) -> dict[str, int]:
+    return {name: index for index, name in enumerate(signature(rule).parameters)}
 
 
 def _cannot_keep(op: Op, target: Operand, mesh_dim: int | None) -> InPlaceError:

@@ -1,4 +1,4 @@
-"""Operators without a rule still run: inputs replicated, computed, result replicated. Correct, or refused."""
+"""The fallback for operators without a rule: replicate the inputs, compute, and return a replicated result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNDECLARED_WRITES = {"batch_norm": (1, 2), "instance_norm": (1, 2)}
 
 
 def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The result of a call on whole tensors, the same on every rank. What the call wrote to is written back."""
+    """Call the function on replicated tensors, the same on every rank, and write its writes back to the arguments."""
     call = flatten_call(func, args, kwargs)
     mesh = call.tensors[0]._layout.mesh
     if is_outside(call.tensors[0]):
@@ -36,22 +36,23 @@ def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     targets = [Layout(mesh, [REPLICATE] * mesh.ndim, tensor._layout.shape) for tensor in call.tensors]
     policy.check(name, [(tensor._layout, target) for tensor, target in zip(call.tensors, targets, strict=True)])
     with no_torch_function():
-        whole = [
+        replicated = [
             redistribute_local(tensor, tensor._layout, target)
             for tensor, target in zip(call.tensors, targets, strict=True)
         ]
-        whole = [moved.clone() if is_copied(moved) else moved for moved in whole]  # a write to it must be refused first
+        # Clone copies that look like views, so that a write to one raises before it happens.
+        replicated = [moved.clone() if is_copied(moved) else moved for moved in replicated]
         if "::" in name:
-            whole = [tensor.view_as(tensor) for tensor in whole]  # a user's operator may save them for its backward
-        versions = [version_of(tensor) for tensor in whole]
-        each = iter(whole)
-        plain_args, plain_kwargs = map_tensors(args, kwargs, lambda _: next(each))
+            replicated = [tensor.view_as(tensor) for tensor in replicated]  # it may save them for its backward
+        versions = [version_of(tensor) for tensor in replicated]
+        remaining = iter(replicated)
+        plain_args, plain_kwargs = map_tensors(args, kwargs, lambda _: next(remaining))
         with same_draws(name, func, mesh):
             result = func(*plain_args, **plain_kwargs)
         declared = _declared_writes(name, func, args, kwargs)
         written = []
-        for tensor, moved, version, target in zip(call.tensors, whole, versions, targets, strict=True):
-            first_in_place = moved is whole[0] and canonical_name(func)[1]
+        for tensor, moved, version, target in zip(call.tensors, replicated, versions, targets, strict=True):
+            first_in_place = moved is replicated[0] and canonical_name(func)[1]
             if version_of(moved) != version or first_in_place or any(tensor is other for other in declared):
                 if WATCH.inference:
                     count_write(tensor)
@@ -60,11 +61,11 @@ def call_replicated(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> 
                     records = torch.is_grad_enabled() and (tensor.requires_grad or moved.requires_grad)
                     refuse_unwritable(name, tensor, records)
                     written.append((tensor, moved, target))
-        for tensor, moved, target in written:  # nothing was refused
+        for tensor, moved, target in written:  # all checks passed
             tensor.copy_(redistribute_local(moved, target, tensor._layout))
-    returned = {id(moved): tensor for moved, tensor in zip(whole, call.tensors, strict=True)}
+    returned = {id(moved): tensor for moved, tensor in zip(replicated, call.tensors, strict=True)}
     tagged = _tag(result, mesh, returned)
-    for tensor, moved in zip(call.tensors, whole, strict=True):
+    for tensor, moved in zip(call.tensors, replicated, strict=True):
         if moved is not tensor and tagged is not tensor:
             mark_copied(tagged, name, tensor, sharing=moved)
     return tagged
@@ -85,7 +86,7 @@ def _declared_writes(name: str, func: Any, args: Any, kwargs: dict[str, Any]) ->
 
 
 def _tag(result: Any, mesh: Any, returned: dict[int, DTensorBase]) -> Any:
-    """Results as replicates; where the call returned an argument (in-place, `out=`), that argument itself."""
+    """Tag results as replicated; if the call returned an argument (in place, `out=`), return that argument itself."""
     if isinstance(result, Tensor) and id(result) in returned:
         return returned[id(result)]
     layouts: list[Layout] = []

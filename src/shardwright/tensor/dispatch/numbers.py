@@ -1,6 +1,6 @@
 """Read 0-dimensional tensors that are given where torch takes a number.
 
-Torch accepts a 0-dimensional tensor for a number (`F.leaky_relu(x, slope)`, `x.view(n, 3)`, `torch.bincount(x,
+torch accepts a 0-dimensional tensor for a number (`F.leaky_relu(x, slope)`, `x.view(n, 3)`, `torch.bincount(x,
 minlength=n)`) and reads its value. A rule needs the value as well, to plan the call, and a partial value must be summed
 before it is read. Which arguments are numbers follows from torch's schemas and, for functions written in Python, from
 their annotations.
@@ -39,12 +39,12 @@ def read_numbers(name: str, func: Any, args: Sequence[Any], kwargs: dict[str, An
     given = dict(zip(names, args, strict=False)) if names else dict(enumerate(args))
     schemas = [schema for schema in schemas if _accepts(schema, {**given, **kwargs})] or schemas
 
-    def visit(place: int | str, value: Any) -> Any:
-        if not _holds_scalar(value) or not _is_number(func, schemas, place):
+    def visit(position: int | str, value: Any) -> Any:
+        if not _holds_scalar(value) or not _is_number(func, schemas, position):
             return value
         if isinstance(value, Tensor):
-            return _value_of(name, place, value)
-        return type(value)(_value_of(name, place, item) if _holds_scalar(item) else item for item in value)
+            return _value_of(name, position, value)
+        return type(value)(_value_of(name, position, item) if _holds_scalar(item) else item for item in value)
 
     read = (visit(names[i] if i < len(names) else i, value) if i else value for i, value in enumerate(args))
     return tuple(read), {key: visit(key, value) for key, value in kwargs.items()}
@@ -57,16 +57,16 @@ def _holds_scalar(value: Any) -> bool:
     return type(value) in (list, tuple) and any(isinstance(item, Tensor) and item.dim() == 0 for item in value)
 
 
-def _value_of(name: str, place: int | str, tensor: Tensor) -> Any:
+def _value_of(name: str, position: int | str, tensor: Tensor) -> Any:
     if tensor.requires_grad:
         shown = f" {tensor._layout}" if isinstance(tensor, DTensorBase) else ""
         raise TensorError(
-            f"{name}: argument {place!r} is a tensor{shown} that requires grad, where torch takes a number, through "
+            f"{name}: argument {position!r} is a tensor{shown} that requires grad, where torch takes a number, through "
             "which no gradient flows: use `x.detach()`, or an operator that takes a tensor there"
         )
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.item()
-    return bool(tensor) if tensor.dtype is torch.bool else int(tensor)  # raise outside the mesh, where item() is nan
+    return bool(tensor) if tensor.dtype is torch.bool else int(tensor)  # raises outside the mesh, where item() is nan
 
 
 @lru_cache(maxsize=1024)
@@ -80,7 +80,7 @@ def _schemas(name: str) -> list[Any]:
 
 @lru_cache(maxsize=1024)
 def _parameters(func: Any) -> tuple[str, ...]:
-    """Return the names of the parameters of a function written in Python; none where it takes `*args`."""
+    """Return the parameter names of a function written in Python; none if it takes `*args`."""
     if not isinstance(func, types.FunctionType):
         return ()
     parameters = signature(func).parameters.values()
@@ -89,13 +89,13 @@ def _parameters(func: Any) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters)
 
 
-def _type_at(schema: Any, place: int | str) -> str | None:
+def _type_at(schema: Any, position: int | str) -> str | None:
     """Return the type that a schema has at a position or name, or None if it has no such argument."""
-    if isinstance(place, str):
-        return next((str(argument.type) for argument in schema.arguments if argument.name == place), None)
+    if isinstance(position, str):
+        return next((str(argument.type) for argument in schema.arguments if argument.name == position), None)
     positional = [argument for argument in schema.arguments if not argument.kwarg_only]
-    if place < len(positional):
-        return str(positional[place].type)
+    if position < len(positional):
+        return str(positional[position].type)
     last = str(positional[-1].type)
     return last if last.startswith("List[") else None  # x.view(2, n)
 
@@ -103,16 +103,16 @@ def _type_at(schema: Any, place: int | str) -> str | None:
 def _accepts(schema: Any, given: dict[Any, Any]) -> bool:
     """Return whether a schema takes no tensor where a Python number is given: `clamp(x, 0, high)` takes numbers."""
     return not any(
-        type(value) in _NUMBERS and "Tensor" in (_type_at(schema, place) or "") for place, value in given.items()
+        type(value) in _NUMBERS and "Tensor" in (_type_at(schema, position) or "") for position, value in given.items()
     )
 
 
-def _is_number(func: Any, schemas: Sequence[Any], place: int | str) -> bool:
-    """Return whether torch takes a number, or a list of numbers, at a position or name, and no tensor."""
-    annotated = _annotation(func, place) if isinstance(place, str) else None
+def _is_number(func: Any, schemas: Sequence[Any], position: int | str) -> bool:
+    """Return whether torch takes only a number or a list of numbers at a position or name, not a tensor."""
+    annotated = _annotation(func, position) if isinstance(position, str) else None
     if annotated is not None:
         return annotated
-    known = [kind for schema in schemas if (kind := _type_at(schema, place)) is not None]
+    known = [kind for schema in schemas if (kind := _type_at(schema, position)) is not None]
     return bool(known) and all(_is_number_type(kind) for kind in known)
 
 

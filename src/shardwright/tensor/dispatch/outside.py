@@ -1,8 +1,8 @@
-"""Operators on a rank outside the mesh: nothing is computed, and the program goes on.
+"""Operators on a rank outside the mesh: they compute nothing, and return empty tensors.
 
-All ranks run one program, but a mesh may have only some of them. On the others a DTensor of that mesh has an empty
-local tensor. An operator gives empty tensors there, laid out as on the ranks of the mesh, of the dtype they have there,
-and with a gradient (an empty one) where they have one: so a whole training step, backward and optimizer included, runs.
+All ranks run the same program, but a mesh may contain only some of them. On the others a DTensor of that mesh has an
+empty local tensor. An operator returns empty tensors there, with the layout, dtype and requires_grad that they have on
+the ranks of the mesh, so that a training step, with backward and optimizer, runs on all ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TO_A_DEVICE = frozenset(("to", "cpu", "cuda", "type", "type_as"))
 
 
 class ResultMeta(NamedTuple):
-    """What is known of a result without computing it."""
+    """The metadata of a result that is not computed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -53,35 +53,35 @@ def run_outside(layouts: Sequence[Layout], *, inplace: bool, view: bool, draws: 
     def local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         nonlocal known
         if draws:
-            next_key(layouts[0].mesh)  # the ranks of the mesh take one: all ranks go on with the same numbers
+            next_key(layouts[0].mesh)  # the ranks of the mesh take one: keep the offsets the same on all ranks
         inputs = flatten_call(func, args, kwargs).tensors
         if inplace:
             return _write(inputs)
         if known is None or torch._C._is_any_autocast_enabled():
-            known = _kinds(func, args, kwargs)
-        kinds, structure = known
-        return pytree.tree_unflatten(_results(inputs, kinds, view), structure)
+            known = _result_metas(func, args, kwargs)
+        metas, structure = known
+        return pytree.tree_unflatten(_results(inputs, metas, view), structure)
 
     return local
 
 
 def call_outside(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operator without a rule: replicated on the ranks of the mesh, empty on this one."""
+    """Return the result of an operator without a rule: replicated on the ranks of the mesh, empty on this rank."""
     inputs = flatten_call(func, args, kwargs).tensors
     with no_torch_function():
         if canonical_name(func)[1]:
             return _write(inputs)
-        kinds, structure = _kinds(func, args, kwargs)
-        result = pytree.tree_unflatten(_results(inputs, kinds, view=False), structure)
+        metas, structure = _result_metas(func, args, kwargs)
+        result = pytree.tree_unflatten(_results(inputs, metas, view=False), structure)
     mesh = inputs[0]._layout.mesh
-    layouts = [Layout(mesh, [REPLICATE] * mesh.ndim, kind.shape) for kind in kinds if isinstance(kind, ResultMeta)]
+    layouts = [Layout(mesh, [REPLICATE] * mesh.ndim, meta.shape) for meta in metas if isinstance(meta, ResultMeta)]
     return tag_results(result, layouts, ())
 
 
-def _kinds(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Return what the results are on the ranks of the mesh, by a call on tensors of the global shapes without values.
+def _result_metas(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Return the metadata of the results, by a call on tensors of the global shapes without values.
 
-    Those are meta tensors. Under autocast, and where the device changes, they are fake tensors, which have a device.
+    These are meta tensors; under autocast, and if the device may change, fake tensors, which have a device.
     """
     cast = torch._C._is_any_autocast_enabled() or canonical_name(func)[0] in _TO_A_DEVICE
 
@@ -99,16 +99,16 @@ def _kinds(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], Any
     except (RuntimeError, NotImplementedError) as error:
         name = canonical_name(func)[0]
         raise UnsupportedError(
-            f"{name}: rank {comm.rank()} is outside the mesh, and what the result would be cannot be told without its "
-            f"values ({error}). Run this on the ranks of the mesh only, or redistribute to a mesh of all ranks first"
+            f"{name}: rank {comm.rank()} is outside the mesh, and the shape of the result depends on the values "
+            f"({error}). Run this on the ranks of the mesh only, or redistribute to a mesh of all ranks first"
         ) from error
     flat, structure = pytree.tree_flatten(result)
     here = flatten_call(func, args, kwargs).tensors[0].device
-    kinds = [
+    metas = [
         ResultMeta(tuple(v.shape), v.dtype, v.device if cast else here, v.requires_grad) if isinstance(v, Tensor) else v
         for v in flat
     ]
-    return kinds, structure
+    return metas, structure
 
 
 def _fake_tensors() -> Any:
@@ -117,49 +117,49 @@ def _fake_tensors() -> Any:
     return FakeTensorMode()
 
 
-def _results(inputs: Sequence[DTensorBase], kinds: Sequence[Any], view: bool) -> list[Any]:
-    tensors = [kind for kind in kinds if isinstance(kind, ResultMeta)]
-    if view and all((kind.dtype, kind.device) == (inputs[0].dtype, inputs[0].device) for kind in tensors):
-        seen = [Tensor.view(inputs[0], (0,) * max(1, len(kind.shape))) for kind in tensors]
-        made = [each if kind.grad else each.detach() for each, kind in zip(seen, tensors, strict=True)]
+def _results(inputs: Sequence[DTensorBase], metas: Sequence[Any], view: bool) -> list[Any]:
+    tensors = [meta for meta in metas if isinstance(meta, ResultMeta)]
+    if view and all((meta.dtype, meta.device) == (inputs[0].dtype, inputs[0].device) for meta in tensors):
+        views = [Tensor.view(inputs[0], (0,) * max(1, len(meta.shape))) for meta in tensors]
+        made = [view if meta.grad else view.detach() for view, meta in zip(views, tensors, strict=True)]
     else:
         made = list(empty_results(tensors, inputs))
-    each_made = iter(made)
-    return [next(each_made) if isinstance(kind, ResultMeta) else kind for kind in kinds]
+    remaining = iter(made)
+    return [next(remaining) if isinstance(meta, ResultMeta) else meta for meta in metas]
 
 
-def empty_results(kinds: Sequence[ResultMeta], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return empty tensors of these kinds, whose gradients are empty gradients of the inputs."""
+def empty_results(metas: Sequence[ResultMeta], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return empty tensors with this metadata, connected to the inputs by empty gradients."""
     sources = [alias(tensor) for tensor in inputs if tensor.requires_grad]
-    if sources and any(kind.grad for kind in kinds):
-        return tuple(_Nothing.apply(kinds, *sources))  # type: ignore[no-untyped-call]  # torch's apply is untyped
-    return tuple(map(_empty, kinds))
+    if sources and any(meta.grad for meta in metas):
+        return tuple(_EmptyResults.apply(metas, *sources))  # type: ignore[no-untyped-call]  # torch's apply is untyped
+    return tuple(map(_empty, metas))
 
 
-def _empty(kind: ResultMeta) -> Tensor:
-    return torch.empty((0,) * max(1, len(kind.shape)), dtype=kind.dtype, device=kind.device)
+def _empty(meta: ResultMeta) -> Tensor:
+    return torch.empty((0,) * max(1, len(meta.shape)), dtype=meta.dtype, device=meta.device)
 
 
-class _Nothing(torch.autograd.Function):
-    """An operator that is not computed here: empty results of empty inputs, and the same on the way back."""
+class _EmptyResults(torch.autograd.Function):
+    """An operator that is not computed on this rank: empty results in forward, empty gradients in backward."""
 
     @staticmethod
-    def forward(ctx: Any, kinds: Sequence[ResultMeta], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.kinds = [ResultMeta(tuple(each.shape), each.dtype, each.device, True) for each in inputs]
-        ctx.save_for_backward(*inputs)  # a gradient may depend on them: they are needed for its own gradient
-        made = tuple(map(_empty, kinds))
-        ctx.mark_non_differentiable(*(each for each, kind in zip(made, kinds, strict=True) if not kind.grad))
+    def forward(ctx: Any, metas: Sequence[ResultMeta], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.metas = [ResultMeta(tuple(x.shape), x.dtype, x.device, True) for x in inputs]
+        ctx.save_for_backward(*inputs)  # needed for gradients of the second order
+        made = tuple(map(_empty, metas))
+        ctx.mark_non_differentiable(*(x for x, meta in zip(made, metas, strict=True) if not meta.grad))
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, *empty_results(ctx.kinds, [*(each for each in gradients if each is not None), *ctx.saved_tensors])
+        return None, *empty_results(ctx.metas, [*(x for x in gradients if x is not None), *ctx.saved_tensors])
 
 
 def _write(inputs: Sequence[DTensorBase]) -> DTensorBase:
-    """Write nothing to the first tensor: what counts is that it was written to, and what its gradient depends on."""
+    """Write an empty tensor to the first one, for its version counter and its autograd history."""
     target = inputs[0]
     recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    kind = ResultMeta(target._layout.shape, target.dtype, target.device, recorded)
-    Tensor.copy_(target, empty_results([kind], inputs)[0])
+    meta = ResultMeta(target._layout.shape, target.dtype, target.device, recorded)
+    Tensor.copy_(target, empty_results([meta], inputs)[0])
     return target

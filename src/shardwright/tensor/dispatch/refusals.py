@@ -1,26 +1,26 @@
-"""Refuse what would silently see the shard alone, with the reason and the remedy.
+"""Raise for operations that would silently see only the shard, with the reason and the remedy.
 
-A DTensor *is* its local tensor, so whatever does not ask `__torch_function__` sees the shard. Refused are:
+A DTensor *is* its local tensor, so code that does not call `__torch_function__` sees the shard. These raise:
 
-- through `__torch_function__`: collectives of `torch.distributed` (functional ones included; torch 2.11 asks for some
-  of them only), forward-mode derivatives, sparse and mkldnn layouts, `as_subclass`;
+- through `__torch_function__`: collectives of `torch.distributed` (functional ones included; torch 2.11 calls it for
+  some of them only), forward-mode derivatives, sparse and mkldnn layouts, `as_subclass`;
 - through torch's hook on the registration of submodules: `DistributedDataParallel` and `DataParallel`, which would
-  write one rank's shard over the others';
-- by methods of DTensor, what gives memory away (`data_ptr`, storages, dlpack, …): see `storage_ops`.
+  overwrite the other ranks' shards with one rank's;
+- in methods of DTensor: access to memory (`data_ptr`, storages, dlpack, …), see `storage_ops`.
 
-Where torch offers no hook, importing this package replaces a function of torch by one that looks at its arguments
-first. The functions replaced are:
+Where torch has no hook, importing this package replaces a function of torch by one that checks its arguments first.
+The functions replaced are:
 
-- here, the five through which the transforms of `torch.func` take hold of a tensor and let go of it;
+- here, the five with which the transforms of `torch.func` wrap and unwrap a tensor;
 - in `constructors`, those that make tensors from data or numbers, sparse and nested tensors, and `to_dlpack`;
 - in `scripts`, calls of TorchScript functions, and scripting, tracing and export of modules;
 - in `gradients`, `Function.apply` and `ctx.save_for_backward` of autograd Functions (`functions`), the method that
-  hangs backward hooks of modules on tensors (`module_hooks`), `saved_tensors_hooks.__enter__` and the inputs that an
+  attaches backward hooks of modules to tensors (`module_hooks`), `saved_tensors_hooks.__enter__` and the inputs that an
   activation checkpoint saves (`saved_tensors`), and the function that starts a backward pass (`below_autograd`);
 - in `random.events`, `manual_seed`, `get_rng_state` and `set_rng_state`;
 - in `api.torch_hooks`, `nn.RNNBase.flatten_parameters`.
 
-Elsewhere the shard is what you get, with its own shape: `torch.Tensor(d)`, `torch.FloatTensor(d)`, `plain.data = d`,
+Elsewhere you get the shard, with its local shape: `torch.Tensor(d)`, `torch.FloatTensor(d)`, `plain.data = d`,
 `plain.set_(d)`, `torch.Tensor.as_subclass(d, kind)`, C++ extensions that take an `at::Tensor`, FSDP's own wrapping. A
 number that an operator of plain tensors reads from a DTensor (`plain.add(plain, alpha=d)`) is this rank's partial
 value. Use `d.full_tensor()` or `d.item()`.
@@ -54,28 +54,28 @@ _COLLECTIVES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd
 
 
 def refuse(name: str, func: Any) -> None:
-    """Raises where an operator that reached `__torch_function__` cannot be done, or would see shards only."""
+    """Raise UnsupportedError for an operator that is not available for DTensors or would see only shards."""
     reason = _REASONS.get(name)
     if reason is not None:
         raise UnsupportedError(f"{name} of a DTensor {reason}")
     home = getattr(func, "__module__", None) or ""
     if home.startswith("torch.distributed") or getattr(func, "namespace", "") in _COLLECTIVES:
         raise UnsupportedError(
-            f"{name} of a DTensor would combine shards as if they were whole tensors: say what you want with "
+            f"{name} of a DTensor would combine shards as if they were whole tensors: use "
             "`x.redistribute(placements=...)` or `x.full_tensor()`, or communicate `x.to_local()`"
         )
 
 
 def as_subclass(tensor: DTensorBase, kind: type) -> None:
-    """`Tensor.as_subclass`, which does not ask `__torch_function__`."""
+    """Raise UnsupportedError for `Tensor.as_subclass`, which does not call `__torch_function__`."""
     del tensor, kind
     refuse("as_subclass", None)
 
 
 def refuse_functional(value: object, where: str) -> None:
-    """Raises for a tensor that a transform of torch.func has taken hold of."""
+    """Raise UnsupportedError for a tensor wrapped by a torch.func transform."""
     if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
-        raise UnsupportedError(f"{where}: a tensor inside a torch.func transform meets a DTensor there. {_FUNCTIONAL}")
+        raise UnsupportedError(f"{where}: a tensor inside a torch.func transform is used with a DTensor. {_FUNCTIONAL}")
 
 
 _FUNCTIONAL = (
@@ -84,20 +84,20 @@ _FUNCTIONAL = (
 )
 
 
-def _looking_first(original: Any) -> Any:
-    """The function, for everything but DTensors."""
+def _without_dtensors(original: Any) -> Any:
+    """Return the function with a check that raises for DTensors."""
 
     @replacing(original)
-    def looking(value: Any, *args: Any, **kwargs: Any) -> Any:
+    def function(value: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(value, DTensorBase):
             raise UnsupportedError(f"torch.func of a DTensor {value._layout}: {_FUNCTIONAL}")
         return original(value, *args, **kwargs)
 
-    return looking
+    return function
 
 
 def _refuse_replicas(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Called by torch for every submodule that is registered anywhere."""
+    """Raise if a DDP or DataParallel wrapper gets DTensors. torch calls this for every submodule registered."""
     del name
     if module is None or not isinstance(wrapper, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return
@@ -111,7 +111,7 @@ def _refuse_replicas(wrapper: nn.Module, name: str, module: nn.Module | None) ->
 
 
 def install() -> None:
-    """Put the refusals that need a hook in place. Doing it twice changes nothing."""
+    """Install the checks that need a hook or replace a function. Idempotent."""
     for module, name in (
         (torch._functorch.eager_transforms, "_wrap_tensor_for_grad"),
         (torch._functorch.eager_transforms, "_maybe_wrap_functional_tensor"),
@@ -121,7 +121,7 @@ def install() -> None:
     ):
         original = getattr(module, name)
         if not is_replaced(original):
-            setattr(module, name, _looking_first(original))
+            setattr(module, name, _without_dtensors(original))
     constructors.install()
     if _refuse_replicas not in nn.modules.module._global_module_registration_hooks.values():
         register_module_module_registration_hook(_refuse_replicas)

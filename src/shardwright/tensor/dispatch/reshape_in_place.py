@@ -1,4 +1,4 @@
-"""`t_`, `transpose_`, `unsqueeze_` and `squeeze_`: the tensor itself gets other dimensions, and another layout."""
+"""`t_`, `transpose_`, `unsqueeze_` and `squeeze_`, which change the dimensions and the layout of a tensor in place."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ RESHAPES = frozenset({"t", "transpose", "unsqueeze", "squeeze"})
 
 
 def reshape_in_place(name: str, func: Any, target: DTensorBase, args: Any, kwargs: dict[str, Any]) -> DTensorBase:
-    """Change the dimensions of a tensor in place and return it. Raise InPlaceError where that needs communication."""
-    shown: DTensorBase = getattr(target.detach(), name)(*args, **kwargs)
-    if is_copied(shown):
+    """Change the dimensions of a tensor in place and return it. Raise InPlaceError if that needs communication."""
+    reshaped: DTensorBase = getattr(target.detach(), name)(*args, **kwargs)
+    if is_copied(reshaped):
         raise InPlaceError(f"{name}_ of {target._layout} would need communication: use the out-of-place {name}")
     before = target._layout.shape
     with no_torch_function():
-        if name == "squeeze":  # by number: a dimension that has size 1 only in this shard must stay
+        if name == "squeeze":  # name the dimensions: one with size 1 only in this shard must stay
             target.squeeze_(_squeezed(before, *args, **kwargs))
         else:
             func(target, *args, **kwargs)
-    target._layout = shown._layout
-    copy_strides(target, shown)
+    target._layout = reshaped._layout
+    copy_strides(target, reshaped)
     return target
 
 

@@ -1,9 +1,9 @@
-"""TorchScript, tracing and export: programs that torch takes out of Python, where a DTensor is its shard.
+"""TorchScript, tracing and export: programs that run outside Python, where a DTensor is its shard.
 
-- A scripted function takes its tensors in C++ and would compute on shards. Called with DTensors, it is computed on
-  replicated tensors, as an operator without a rule is, and what it writes to is written back.
-- A module whose parameters or buffers are DTensors is not scripted, traced or exported: the program would hold shards.
-- An example input that is a DTensor is refused: the trace would mix global sizes with shards.
+- A scripted function reads its tensors in C++ and would compute on shards. Called with DTensors, it runs on replicated
+  tensors, like an operator without a rule, and its writes are written back.
+- Scripting, tracing or exporting a module with DTensor parameters or buffers raises: the program would hold shards.
+- A DTensor as example input raises: the trace would mix global sizes with shards.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _enabled = torch._C._is_torch_function_enabled
 
 
 def install() -> None:
-    """Replace torch's entry points, or what other packages have put in their place. Doing it twice changes nothing."""
+    """Replace torch's entry points, or other packages' replacements of them. Idempotent."""
     for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
         if not is_replaced(kind.__call__):
-            kind.__call__ = _call_whole(kind.__call__)  # type: ignore[method-assign]  # torch offers no other place
+            kind.__call__ = _call_on_replicated(kind.__call__)  # type: ignore[method-assign]  # torch offers no other place
     for home, name in (
         (torch.jit._recursive, "create_script_module"),
         (torch.jit, "trace"),
@@ -44,21 +44,21 @@ def install() -> None:
             setattr(home, name, _refusing(original))
 
 
-def _call_whole(original: Any) -> Any:
+def _call_on_replicated(original: Any) -> Any:
     def run(script: Any, *args: Any, **kwargs: Any) -> Any:
         return original(script, *args, **kwargs)
 
     @replacing(original)
     def call(script: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = list(_dtensors((*args, *kwargs.values())))
-        if not ours or not _enabled():
+        dtensors = list(_dtensors((*args, *kwargs.values())))
+        if not dtensors or not _enabled():
             return original(script, *args, **kwargs)
         name = f"torch.jit::{script.name}"
         direct = {id(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
-        if any(id(tensor) not in direct for tensor in ours):
+        if any(id(tensor) not in direct for tensor in dtensors):
             raise UnsupportedError(
-                f"{name}: a DTensor {ours[0]._layout} inside an argument that is neither a tensor nor a list of "
-                "tensors, of which TorchScript would see this rank's shard: pass it as an argument of its own, or give "
+                f"{name}: a DTensor {dtensors[0]._layout} inside an argument that is neither a tensor nor a list of "
+                "tensors: TorchScript would see this rank's shard. Pass it as a separate argument, or pass "
                 "`x.full_tensor()` or `x.to_local()`"
             )
         args, kwargs = admit_plain_tensors(name, args, kwargs)  # type: ignore[assignment]  # it gives a tuple
@@ -68,7 +68,7 @@ def _call_whole(original: Any) -> Any:
 
 
 def _dtensors(value: Any) -> Iterator[DTensorBase]:
-    """The DTensors in nested arguments; those that a module holds, too."""
+    """Yield the DTensors in nested arguments, including those that a module holds."""
     if isinstance(value, DTensorBase):
         yield value
     elif isinstance(value, nn.Module):
@@ -87,8 +87,8 @@ def _refusing(original: Any) -> Any:
         if found is not None and _enabled():
             name = {"create_script_module": "torch.jit.script"}.get(original.__name__, original.__name__)
             raise UnsupportedError(
-                f"{name} with a DTensor {found._layout}: the program that it makes would hold and compute this rank's "
-                "shard. Give it plain tensors, such as `x.full_tensor()`, or compile with `shardwright.compile`; for "
+                f"{name} with a DTensor {found._layout}: the resulting program would hold and compute this rank's "
+                "shard. Pass plain tensors, such as `x.full_tensor()`, or compile with `shardwright.compile`; for "
                 "this rank's part alone, use `x.to_local()`"
             )
         return original(*args, **kwargs)

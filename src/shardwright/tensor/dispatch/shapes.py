@@ -1,6 +1,6 @@
 """The shapes and dtypes of an operator's outputs, by a call on meta tensors of the global shapes.
 
-Torch's own checks come with it, alike on all ranks.
+The call also runs torch's argument checks, with the same outcome on all ranks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Outputs(NamedTuple):
 
 
 def outputs_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Outputs:
-    """Return the outputs' global shapes and their dtypes: without autocast, which knows nothing of meta tensors."""
-    found = call_on_meta(func, *map_tensors(args, kwargs, meta_of))  # type: ignore[arg-type]  # only DTensors are mapped
-    return Outputs(tuple(tuple(value.shape) for value in found), tuple(value.dtype for value in found))
+    """Return the outputs' global shapes and dtypes, without autocast, which does not cast meta tensors."""
+    results = call_on_meta(func, *map_tensors(args, kwargs, meta_of))  # type: ignore[arg-type]  # only DTensors are mapped
+    return Outputs(tuple(tuple(value.shape) for value in results), tuple(value.dtype for value in results))
 
 
 def call_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that a call on meta tensors gives."""
+    """Return the tensors that a call on meta tensors returns."""
     kwargs = {k: torch.device("meta") if k == "device" and v is not None else v for k, v in kwargs.items()}
     with torch.no_grad(), not_captured():
         result = func(*args, **kwargs)

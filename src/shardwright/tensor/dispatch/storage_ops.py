@@ -1,8 +1,8 @@
-"""Memory and sizes of a DTensor: who may read its local memory, and which writes may replace it.
+"""Operators on the storage of a DTensor: access to its local memory, `set_`, `resize_` and `detach_`.
 
-`shape` is the global shape, the memory is this rank's shard. Code that takes both from one tensor (safetensors, Triton,
-ctypes, dlpack) would read past the end of the shard, so every attribute that exposes memory is refused unless the local
-tensor is the global one. With torch-function disabled, `shape` is the local shape, and the local memory is given.
+`shape` is the global shape, but the memory is this rank's shard. Code that combines them (safetensors, Triton, ctypes,
+dlpack) would read past the end of the shard, so every attribute that exposes memory raises unless the local tensor is
+the global one. With torch-function disabled, `shape` is the local shape, and these attributes give the local memory.
 
 A write that replaces the local memory must leave memory that fits the layout.
 """
@@ -39,18 +39,18 @@ __all__ = [
     "set_",
 ]
 
-# The methods of torch.Tensor that give memory away: an address, a storage, a capsule.
+# The methods of torch.Tensor that expose memory: an address, a storage, a capsule.
 EXPOSING = tuple(
     name
     for name in """data_ptr const_data_ptr untyped_storage storage _typed_storage
     __dlpack__ __dlpack_device__""".split()
-    if hasattr(Tensor, name)  # const_data_ptr came late
+    if hasattr(Tensor, name)  # older torch has no const_data_ptr
 )
 _enabled = torch._C._is_torch_function_enabled
 
 
 def is_fully_local(layout: Layout) -> bool:
-    """Return True if this rank's local tensor is the global tensor: every mesh dimension replicates or has one rank."""
+    """Return whether this rank's local tensor is the global tensor: every mesh dimension replicates or has one rank."""
     sizes = layout.mesh.shape
     replicated = all(
         size == 1 or placement.is_replicate() for placement, size in zip(layout.placements, sizes, strict=True)
@@ -76,7 +76,7 @@ def refuse_shard(what: str, tensor: DTensorBase) -> None:
 
 
 def exposing(name: str) -> Callable[..., Any]:
-    """Return torch's method of this name, which refuses a DTensor that is not whole on this rank."""
+    """Return torch's method of this name with a check that this rank's local tensor is the global tensor."""
     own = getattr(Tensor, name)
 
     def method(tensor: DTensorBase, *args: Any, **kwargs: Any) -> Any:
@@ -92,32 +92,32 @@ _get_cuda_interface = Tensor.__cuda_array_interface__.fget  # type: ignore[attr-
 
 
 def cuda_array_interface(tensor: DTensorBase) -> Any:
-    """`__cuda_array_interface__`: torch's AttributeError without a CUDA device, so that `hasattr` answers False."""
+    """`__cuda_array_interface__`; an AttributeError without a CUDA device, as in torch, so that `hasattr` is False."""
     if _enabled() and tensor.is_cuda:
         refuse_shard("__cuda_array_interface__", tensor)
     return disabled(_get_cuda_interface, (), (tensor,), {})
 
 
 class NoExchange:
-    """A class attribute that is absent: `__dlpack_c_exchange_api__` exports memory without asking the tensor."""
+    """Hides a class attribute: `__dlpack_c_exchange_api__` would export memory without a check of the layout."""
 
     def __get__(self, tensor: object, kind: type) -> Any:
-        raise AttributeError(f"{kind.__name__} exports memory through __dlpack__ only, which knows its layout")
+        raise AttributeError(f"{kind.__name__} exports memory only through __dlpack__, which checks the layout")
 
 
 def is_set_to(self: Tensor, tensor: Tensor) -> bool:
-    """`is_set_to`: the same memory seen alike, under one layout."""
+    """`is_set_to`: the same view of the same memory, with the same layout."""
     if not isinstance(self, DTensorBase) or not isinstance(tensor, DTensorBase):
         return False
     return self._layout is tensor._layout and bool(disabled(Tensor.is_set_to, (), (self, tensor), {}))
 
 
 def set_(target: DTensorBase, source: Any = None, *where: Any, **named: Any) -> DTensorBase:
-    """`set_`: the target becomes the source, memory and layout."""
+    """`set_`: the target gets the memory and the layout of the source."""
     if not isinstance(source, DTensorBase) or where or named:
         raise UnsupportedError(
-            f"set_ of a DTensor {target._layout} takes a DTensor and nothing else: memory without a layout would be "
-            "taken for a shard. Use DTensor.from_local for a local tensor"
+            f"set_ of a DTensor {target._layout} takes a DTensor and no other arguments: memory without a layout would "
+            "count as a shard. Use DTensor.from_local for a local tensor"
         )
     disabled(Tensor.set_, (), (target, source), {})
     target._layout = source._layout
@@ -130,14 +130,14 @@ def set_(target: DTensorBase, source: Any = None, *where: Any, **named: Any) -> 
 def detach_(target: DTensorBase) -> DTensorBase:
     """Detach in place.
 
-    Torch does not detach views in place. Whether the local tensor is a view may differ from rank to rank (a shard that
-    was sliced, or was whole already), so a view is detached as well: the object takes the place of its detached alias.
+    torch does not detach views in place. Whether the local tensor is a view may differ between ranks (a shard may be a
+    slice, or the whole tensor), so a view is detached too, by swapping the object with a detached alias.
     """
     if not disabled(Tensor._is_view, (), (target,), {}):
         disabled(Tensor.detach_, (), (target,), {})
         return target
     detached: Any = disabled(Tensor.detach, (), (target,), {})
-    detached.__class__ = type(target)  # what autograd still holds of the old tensor is a DTensor
+    detached.__class__ = type(target)  # autograd still holds the old tensor, which must stay a DTensor
     detached.__dict__.update(target.__dict__)
     torch._C._swap_tensor_impl(target, detached)
     forget_entered()
@@ -145,16 +145,16 @@ def detach_(target: DTensorBase) -> DTensorBase:
 
 
 def resize_(target: DTensorBase, *size: Any, **options: Any) -> DTensorBase:
-    """`resize_`: the same elements in another shape, as many as there is room for; new ones are arbitrary.
+    """`resize_`: keep the first elements in a new shape; further elements are arbitrary.
 
-    It stays cut along the dimensions that there still are.
+    The result stays sharded along the dimensions that still exist.
     """
     del options
     wanted = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
     if wanted == target._layout.shape:
         return target
     if target.requires_grad:
-        raise InPlaceError(f"resize_ of a DTensor {target._layout}: its gradient is asked for, as of this shape")
+        raise InPlaceError(f"resize_ of a DTensor {target._layout} that requires grad: its gradient would not fit")
     flat: Any = target.flatten()
     count = torch.Size(wanted).numel()
     if count > flat.numel():
@@ -164,7 +164,7 @@ def resize_(target: DTensorBase, *size: Any, **options: Any) -> DTensorBase:
 
 
 def _kept(placements: Sequence[Placement], shape: tuple[int, ...]) -> list[Placement]:
-    """Placements for another shape: even where they were uneven, whole where the dimension is gone."""
+    """Return the placements for another shape: Shard for Ragged, Replicate for dimensions that no longer exist."""
     kept: list[Placement] = []
     for placement in placements:
         if isinstance(placement, Shard | Ragged):
@@ -178,6 +178,6 @@ def resize_as_(target: DTensorBase, like: Tensor, **options: Any) -> DTensorBase
     return resize_(target, like._layout.shape if isinstance(like, DTensorBase) else like.shape, **options)
 
 
-def is_same_size(one: Tensor, other: Tensor) -> bool:
-    """Of the global tensors: shards may be of one size where the tensors are not."""
-    return torch.Size(one.shape) == torch.Size(other.shape)
+def is_same_size(tensor: Tensor, other: Tensor) -> bool:
+    """`is_same_size` of the global tensors: shards may have the same size although the tensors do not."""
+    return torch.Size(tensor.shape) == torch.Size(other.shape)
