@@ -15,7 +15,7 @@ from shardwright.checkpoint.format.tensor_table import Integers, Pieces, Shardin
 from shardwright.checkpoint.format.write_layout import FilePlan, file_plan
 from shardwright.checkpoint.reading import read_assignment as dealing
 from shardwright.checkpoint.reading.data_reader import Destination, copy_window
-from shardwright.checkpoint.reading.host_sharing import ReadRequest, regions_of, shared, touched
+from shardwright.checkpoint.reading.host_sharing import ReadRequest, blocks_of_part, regions_of, shared
 from shardwright.checkpoint.reading.read_assignment import ReadAssignment
 from shardwright.errors import FormatError
 from shardwright.layout import Layout, Mesh, Region, Replicate, Shard
@@ -96,7 +96,7 @@ def test_every_block_that_anyone_wants_is_read_once(
         for rank in ranks
         for region in regions_of(ask.sharding, rank)
         for part in locator.parts(ask.number, region)
-        for block in touched(part, int(table.itemsizes[ask.number])).tolist()
+        for block in blocks_of_part(part, int(table.itemsizes[ask.number])).tolist()
     }
 
 
@@ -177,5 +177,5 @@ def test_a_file_that_is_not_listed_or_is_said_to_be_empty_is_refused_by_the_plan
     with pytest.raises(FormatError, match="lists no data in the file of rank 55, and tensors lie in it"):
         ReadAssignment(requests, ChunkLocator(table, {**sizes, 55: FileEntry(4096, 4096, "")}), range(4), BLOCK)
     lying = ReadAssignment(requests, ChunkLocator(table, {**sizes, 3: FileEntry(5000, 4096, "")}), range(4), BLOCK)
-    with pytest.raises(FormatError, match="the file of rank 3 has 192 bytes of data, and the manifest says 904"):
+    with pytest.raises(FormatError, match="the file of rank 3 has 192 bytes of data, but the manifest says 904"):
         list(lying.segments(0))

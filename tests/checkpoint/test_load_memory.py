@@ -60,7 +60,7 @@ measure("plain,1MiB", {"w": whole}, "w", memory=small)
 measure("strided,1MiB", {"w": torch.ones(8192, 2560).t()}, "w", memory=small)
 measure("narrower,1MiB", {"w": whole.to(torch.bfloat16)}, "w", cast=True, memory=small)
 del whole, many
-print("made", peak_of(lambda: checkpoint.load(sys.argv[1])) - 160 * (1 << 20), flush=True)
+print("made", peak_of(lambda: checkpoint.read(sys.argv[1])) - 160 * (1 << 20), flush=True)
 """
 )
 

@@ -60,9 +60,9 @@ def test_one_error_lists_all_that_does_not_fit(folder: Path) -> None:
     assert mismatch(state, folder) == [
         "missing: 'model.layer.bais' is not in the checkpoint (it has 'model.layer.bias')",
         "missing: 'more' is not in the checkpoint",
-        "shape: 'model.layer.weight' is [3, 2] here, and [2, 3] in the checkpoint",
-        "dtype: 'model.layer.weight' is int8 here, and float32 in the checkpoint; cast=True converts it",
-        "kind: 'epoch' is a tensor here, and 3 in the checkpoint",
+        "shape: 'model.layer.weight' is [3, 2] in the state, but [2, 3] in the checkpoint",
+        "dtype: 'model.layer.weight' is int8 in the state, but float32 in the checkpoint; cast=True converts it",
+        "kind: 'epoch' is a tensor in the state, but 3 in the checkpoint",
         "unexpected: 'model.layer.bias' is in the checkpoint and not in the state (the state has 'model.layer.bais')",
         "unexpected: 'note' is in the checkpoint and not in the state",
     ]
@@ -72,14 +72,14 @@ def test_one_error_lists_all_that_does_not_fit(folder: Path) -> None:
 
 def test_kinds_must_fit(folder: Path) -> None:
     assert mismatch(target(model={"layer.weight": 7, "layer.bias": torch.zeros(2)}), folder) == [
-        "kind: 'model.layer.weight' is 7 here, and a tensor in the checkpoint"
+        "kind: 'model.layer.weight' is 7 in the state, but a tensor in the checkpoint"
     ]
-    assert mismatch(target(epoch=[]), folder) == ["kind: 'epoch' is a container here, and 3 in the checkpoint"]
-    assert mismatch(target(empty=4), folder) == ["kind: 'empty' is 4 here, and an empty dict in the checkpoint"]
+    assert mismatch(target(epoch=[]), folder) == ["kind: 'epoch' is a container in the state, but 3 in the checkpoint"]
+    assert mismatch(target(empty=4), folder) == ["kind: 'empty' is 4 in the state, but an empty dict in the checkpoint"]
     assert mismatch(target(empty={"x": 4}), folder) == ["missing: 'empty.x' is not in the checkpoint (it has 'empty')"]
     assert mismatch(target(note=[torch.zeros(1)]), folder) == [
         "missing: 'note.0' is not in the checkpoint (it has 'note')",
-        "kind: 'note' is a container here, and None in the checkpoint",
+        "kind: 'note' is a container in the state, but None in the checkpoint",
     ]
 
 
@@ -128,7 +128,7 @@ def test_names_are_mapped_or_computed(folder: Path) -> None:
     assert checkpoint.load({"a": 0, "b": 0}, folder, rename={"a": "b", "b": "a"}) == {"a": 2, "b": 1}
     assert "rename: 'a' and 'b' both become 'b'" in mismatch({"a": 0, "b": 0}, folder, rename={"a": "b"})
     assert mismatch({"a": 0, "b": 0}, folder, rename={"c": "b"}) == ["rename: the checkpoint has no 'c'"]
-    with pytest.raises(ArgumentTypeError, match="rename gives 5 for 'a': a name is text"):
+    with pytest.raises(ArgumentTypeError, match="rename must return a str, got 5 for 'a'"):
         checkpoint.load({"a": 0}, folder, rename=lambda _: 5)  # type: ignore[arg-type,return-value]  # wrong on purpose
 
 
@@ -164,7 +164,9 @@ def test_missing_names_are_raised_or_kept_as_one_says(folder: Path) -> None:
 
     assert mismatch(state, folder, on_missing=decide) == ["missing: 'other' is not in the checkpoint"]
     assert asked == ["new", "other"]
-    with pytest.raises(ArgumentTypeError, match="on_missing says 'ignore' of 'new'"):
+    with pytest.raises(
+        ArgumentTypeError, match="on_missing must be or return 'raise' or 'keep', got 'ignore' for 'new'"
+    ):
         checkpoint.load(state, folder, on_missing="ignore")  # type: ignore[arg-type]  # wrong on purpose
 
 
@@ -219,7 +221,7 @@ def test_all_ranks_raise_one_text(tmp_path: Path) -> None:
     one, *others = run_ranks(3, work)
     assert others == [one, one]
     assert one.splitlines()[1:] == [
-        "  shape: 'x' is [5] here, and [4] in the checkpoint",
+        "  shape: 'x' is [5] in the state, but [4] in the checkpoint",
         "  unexpected: 'p' is in the checkpoint and not in the state",
-        "  kind: 'v' is a tensor here, and 1 in the checkpoint (on ranks 1, 2)",
+        "  kind: 'v' is a tensor in the state, but 1 in the checkpoint (on ranks 1, 2)",
     ]

@@ -118,7 +118,7 @@ def test_a_state_of_another_dtype_is_refused_unless_it_is_cast(tmp_path: Path) -
     checkpoint.save(optimizer, tmp_path)
     half = build().to(torch.bfloat16)
     fresh = torch.optim.Adam(half.parameters(), lr=0.1)
-    with pytest.raises(LoadMismatchError, match=r"'state\.0\.exp_avg' is bfloat16 here, and float32"):
+    with pytest.raises(LoadMismatchError, match=r"'state\.0\.exp_avg' is bfloat16 in the state, but float32"):
         checkpoint.load(fresh, tmp_path)
     checkpoint.load(fresh, tmp_path, cast=True)
     state = fresh.state[half[0].weight]

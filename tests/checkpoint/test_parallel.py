@@ -72,8 +72,8 @@ def test_after_an_error_no_part_is_begun() -> None:
 
 
 def test_what_is_copied_in_pieces_and_turns_is_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_LEAST", MIB)
-    monkeypatch.setattr(staging, "_TURN", 2 * MIB)
+    monkeypatch.setattr(staging, "_MIN_PER_THREAD", MIB)
+    monkeypatch.setattr(staging, "_BYTES_PER_TURN", 2 * MIB)
     monkeypatch.setattr(staging, "_PIECE", 1000)
     state = {str(n): torch.randint(0, 256, (n * 700_001,), dtype=torch.uint8) for n in range(1, 6)}
     checkpoint.async_save(state, tmp_path, threads=3).wait()

@@ -81,14 +81,14 @@ def test_threads_are_counted_together() -> None:
 def test_nothing_is_printed_where_there_is_no_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "_PATIENCE", 0)
+    monkeypatch.setattr(progress, "_BAR_DELAY", 0)
     checkpoint.save({"w": torch.ones(MIB)}, tmp_path)
     checkpoint.async_save({"w": torch.ones(MIB)}, tmp_path).wait()
     assert capfd.readouterr() == ("", "")
 
 
 def test_long_work_is_shown_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_PATIENCE", 0)
+    monkeypatch.setattr(progress, "_BAR_DELAY", 0)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     checkpoint.save({"w": torch.ones(3 * MIB)}, tmp_path)
     assert "saving" in terminal.getvalue()
@@ -96,17 +96,17 @@ def test_long_work_is_shown_on_a_terminal(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_short_work_and_work_with_a_callback_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_PATIENCE", 60)
+    monkeypatch.setattr(progress, "_BAR_DELAY", 60)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     checkpoint.save({"w": torch.ones(MIB)}, tmp_path)
-    monkeypatch.setattr(progress, "_PATIENCE", 0)
+    monkeypatch.setattr(progress, "_BAR_DELAY", 0)
     checkpoint.save({"w": torch.ones(MIB)}, tmp_path, progress=lambda done, total: None)
     checkpoint.async_save({"w": torch.ones(MIB)}, tmp_path).wait()  # a bar would cut through what the program prints
     assert terminal.getvalue() == ""
 
 
 def test_only_the_first_rank_shows_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_PATIENCE", 0)
+    monkeypatch.setattr(progress, "_BAR_DELAY", 0)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     with reporting("saving", 10, None, comm.Group((0, 1), 1, None)) as meter:
         meter(10)

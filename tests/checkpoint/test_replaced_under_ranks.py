@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def _load_while_it_is_replaced(folder: str) -> list[float]:
         return match_state(*args, **options)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("shardwright.checkpoint.load.match_state", late)
+        patched.setattr(sys.modules["shardwright.checkpoint.load"], "match_state", late)
         found = checkpoint.load(state(0.0), folder)["w"].full_tensor()
     assert matched == 2
     values: list[float] = found.tolist()

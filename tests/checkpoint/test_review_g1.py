@@ -68,7 +68,7 @@ def test_objects_of_which_nothing_is_chosen_are_left_alone(tmp_path: Path) -> No
     assert (other.given, other.state) == (0, {"v": 5})
     checkpoint.load({"k": other, "w": torch.zeros(1)}, tmp_path)
     assert (other.given, other.state) == (1, {"v": 1})
-    with pytest.raises(ArgumentTypeError, match="only=5"):
+    with pytest.raises(ArgumentTypeError, match="only must be a pattern or a list of patterns, got int"):
         checkpoint.load({"w": torch.zeros(1)}, tmp_path, only=5)  # type: ignore[arg-type]  # wrong on purpose
 
 
@@ -251,7 +251,7 @@ def test_optimizers_of_scalar_dtensors_and_growing_stages_resume(tmp_path: Path)
 def test_targets_that_overlap_are_refused_and_others_that_interleave_are_not(tmp_path: Path) -> None:
     checkpoint.save({"a": torch.ones(3), "b": torch.full((3,), 2.0)}, tmp_path)
     memory = torch.zeros(4)
-    with pytest.raises(LoadMismatchError, match="memory: 'a' and 'b' overlap in memory and are not the same"):
+    with pytest.raises(LoadMismatchError, match="memory: 'a' and 'b' overlap in memory but are not the same"):
         checkpoint.load({"a": memory[:3], "b": memory[1:]}, tmp_path)
     assert not memory.any()
     pairs = torch.zeros(3, 2)
@@ -260,7 +260,7 @@ def test_targets_that_overlap_are_refused_and_others_that_interleave_are_not(tmp
     with pytest.raises(LoadMismatchError, match="'a' and 'b' overlap"):
         checkpoint.load({"a": pairs[:, 0], "b": pairs.view(-1)[2:5]}, tmp_path)
     checkpoint.save({"x": torch.arange(6.0).reshape(3, 2), "y": torch.zeros(2)}, tmp_path)
-    with pytest.raises(LoadMismatchError, match=r"'x' has strides \[1, 1\], so several of its elements are one"):
+    with pytest.raises(LoadMismatchError, match=r"'x' has strides \[1, 1\], so several of its elements share memory"):
         checkpoint.load({"x": torch.zeros(4).as_strided((3, 2), (1, 1)), "y": torch.zeros(2)}, tmp_path)
     tied = torch.ones(2)
     checkpoint.save({"a": tied, "b": tied, "p": PerRank(tied)}, tmp_path)
@@ -284,7 +284,7 @@ def test_one_stored_entry_fills_one_place(tmp_path: Path) -> None:
         checkpoint.load({"a": {"b": torch.zeros(1)}, False: 0}, tmp_path)
     checkpoint.save({"a.b": {"c": 1}}, tmp_path)
     assert checkpoint.load({"a": {"b.c": 0}}, tmp_path) == {"a": {"b.c": 1}}
-    with pytest.raises(LoadMismatchError, match=r"twice: two places of the state have the name 'a.b.c'"):
+    with pytest.raises(LoadMismatchError, match=r"twice: two leaves of the state have the name 'a.b.c'"):
         checkpoint.load({"a": {"b.c": 0, "b": {"c": 0}}}, tmp_path)
 
 
@@ -298,7 +298,9 @@ def test_a_codec_reads_what_it_stored(tmp_path: Path) -> None:
         return {Version: Codec(name, lambda v: {"parts": list(v.parts)}, lambda s: Version(*s["parts"]))}
 
     checkpoint.save({"v": Version(1)}, tmp_path, codecs=codec("one"))
-    with pytest.raises(LoadMismatchError, match=r"'v.parts.0' is read by codec 'two' here, and was stored by 'one'"):
+    with pytest.raises(
+        LoadMismatchError, match=r"'v.parts.0' is read by codec 'two' in the state, but was stored by 'one'"
+    ):
         checkpoint.load({"v": Version(0)}, tmp_path, codecs=codec("two"))
     assert checkpoint.load({"v": Version(0)}, tmp_path, codecs=codec("one"))["v"].parts == (1,)
     assert checkpoint.load({"v": {"parts": [0]}}, tmp_path) == {"v": {"parts": [1]}}

@@ -299,7 +299,7 @@ def test_a_load_that_takes_long_shows_a_bar_on_a_terminal(tmp_path: Path, monkey
     checkpoint.save({"w": torch.ones(MIB)}, tmp_path)
     for patience, shows in ((60, False), (0, True)):
         terminal = Terminal()
-        monkeypatch.setattr(progress, "_PATIENCE", patience)
+        monkeypatch.setattr(progress, "_BAR_DELAY", patience)
         monkeypatch.setattr(sys, "stderr", terminal)
         checkpoint.load({"w": torch.zeros(MIB)}, tmp_path)
         checkpoint.read(tmp_path)
@@ -407,7 +407,7 @@ def test_a_slice_with_a_wide_step_reads_and_holds_only_what_it_wants(
 def test_a_slice_that_makes_no_sense_is_refused_with_its_dimension(tmp_path: Path) -> None:
     checkpoint.save({"w": torch.ones(4, 4)}, tmp_path)
     with checkpoint.open(tmp_path) as saved:
-        with pytest.raises(RegionError, match=r"slice\(None, None, 0\) of dimension 1: its step is 0"):
+        with pytest.raises(RegionError, match=r"slice\(None, None, 0\) of dimension 1: the step must not be 0"):
             saved["w"][:, ::0]
         with pytest.raises(ArgumentTypeError, match=r"slice\('a', None, None\) of dimension 0"):
             saved["w"]["a":]

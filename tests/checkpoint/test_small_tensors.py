@@ -42,9 +42,9 @@ def test_memory_is_looked_at_exactly_only_where_two_tensors_may_share_it(
 
 def test_a_header_describes_tensors_alike_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     described: list[int] = []
-    describe = DataFile._described
+    describe = DataFile._describe
     monkeypatch.setattr(
-        DataFile, "_described", lambda self, chunk, tensor: described.append(chunk) or describe(self, chunk, tensor)
+        DataFile, "_describe", lambda self, chunk, tensor: described.append(chunk) or describe(self, chunk, tensor)
     )
     state = {f"t{n}": torch.zeros(3, dtype=(torch.float32, torch.complex128)[n % 2]) for n in range(100)}
     checkpoint.save(state, tmp_path)

@@ -95,7 +95,7 @@ class LazyTensor(Generic[Out]):
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Out:
-        wanted, dim, layers = slicing_of(index, self.shape).thinned(self.shape, self.dtype.itemsize, BLOCK)
+        wanted, dim, layers = slicing_of(index, self.shape).by_layers(self.shape, self.dtype.itemsize, BLOCK)
         return self._given(wanted.take(self._checkpoint._read(self._number, layers, dim)))
 
     def tensor(self) -> Tensor:

@@ -1,7 +1,8 @@
-"""A data file's header: that of safetensors, predicted before any data is written, with a checksum for every block.
+"""The header of a data file: a safetensors header, known before any data is written, with a checksum for every block.
 
-The checksums come first, at a place that is known, as eight hexadecimal digits each, so the header's length does not
-depend on them and they can be read without parsing it. Spaces fill it up, so that the data begins on a page.
+The checksums come first, at a fixed offset, as eight hexadecimal digits each, so the length of the header does not
+depend on them, and they can be read without parsing it. The header is padded with spaces, so that the data begins on a
+page boundary.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ BLOCK = 1 << 20
 """Bytes under one checksum; the last block of a chunk may be shorter."""
 PAGE = 4096
 MAX_HEADER = 100_000_000
-"""Bytes of a header behind its length: safetensors reads no longer ones."""
+"""Maximum size of a header, without the eight bytes of its length: safetensors does not read longer ones."""
 START = b'{"__metadata__":{"crc32c":"'
-"""How the text of every header begins, behind its length."""
-_SPECIAL = re.compile(r'["\\\x00-\x1f\]]|__metadata__')  # in names that may be escaped or reserved
+"""The first bytes of every header, after its length."""
+_SPECIAL = re.compile(r'["\\\x00-\x1f\]]|__metadata__')  # characters and names that need escaping or are reserved
 _DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -56,7 +57,7 @@ _DTYPES = {
 
 
 class FileEntry(NamedTuple):
-    """What the manifest says of a data file: its size, its header's size and digest.
+    """The manifest's entry for a data file: its size, and the size and digest of its header.
 
     >>> FileEntry(8192, 4096, "0" * 32).size
     8192
@@ -70,93 +71,93 @@ class FileEntry(NamedTuple):
 @final
 @dataclass(frozen=True)
 class DataFile:
-    """The file of one rank in one save: its name, its header but for the checksums, and where everything lies."""
+    """The data file of one rank in one save: its name, its header without the checksums, and its offsets."""
 
     plan: FilePlan
     save_id: str
 
     @property
     def name(self) -> str:
-        """The name of the file, which no other save uses."""
+        """The name of the file, unique to the save."""
         return file_name(self.save_id, self.plan.rank)
 
     @cached_property
     def blocks(self) -> Integers:
-        """How many blocks each chunk has."""
+        """The number of blocks of each chunk."""
         return -(-self.plan.nbytes // BLOCK)
 
     @cached_property
     def first_blocks(self) -> Integers:
-        """The number of each chunk's first block among the blocks of the file."""
+        """The index of each chunk's first block among the blocks of the file."""
         return np.cumsum(self.blocks) - self.blocks
 
     def in_save(self, save_id: str) -> DataFile:
-        """The file that the same plan gives in another save; what the two have in common is not worked out again."""
+        """Return the file of the same plan in another save, reusing what does not depend on the save."""
         other = DataFile(self.plan, save_id)
         other.__dict__.update(blocks=self.blocks, first_blocks=self.first_blocks, _entries=self._entries)
         return other
 
     @cached_property
     def _rest(self) -> bytes:
-        """The header behind the checksums, without padding."""
+        """The header after the checksums, without padding."""
         return f'","format":"pt","shardwright":"1","save":"{self.save_id}"}}'.encode() + self._entries
 
     @cached_property
     def _entries(self) -> bytes:
-        """What the header says of the chunks."""
+        """The entries of the chunks in the header."""
         plan, table = self.plan, self.plan.table
         names, dtypes, kinds = table.names, table.dtypes, table.kinds.tolist()
         is_plain = not _SPECIAL.search("".join(names))
-        known: dict[tuple[int, str, int], tuple[str, str]] = {}  # chunks that are all of a region are said alike
+        known: dict[tuple[int, str, int], tuple[str, str]] = {}  # by kind; of split chunks, by chunk
         entries = [""]
         for chunk, (tensor, start, nbytes) in enumerate(
             zip(plan.tensors.tolist(), plan.starts.tolist(), plan.nbytes.tolist(), strict=True)
         ):
             name, kind = names[tensor], (kinds[tensor], dtypes[tensor], chunk if chunk in plan.boxes else -1)
-            said = known.get(kind)
-            if said is None:
-                said = known[kind] = self._described(chunk, tensor)
-            ranges, what = said
+            description = known.get(kind)
+            if description is None:
+                description = known[kind] = self._describe(chunk, tensor)
+            ranges, entry = description
             if is_plain:
                 key = f'"{name}{ranges}"'
             else:
                 key = _quoted(name + (ranges or (_ranges(plan.region(chunk)) if _is_reserved(name) else "")))
-            entries.append(f"{key}:{what}{start},{start + nbytes}]}}")
+            entries.append(f"{key}:{entry}{start},{start + nbytes}]}}")
         return (",".join(entries) + "}").encode()
 
-    def _described(self, chunk: int, tensor: int) -> tuple[str, str]:
-        """What a chunk's key has behind the tensor's name, and its entry up to its offsets."""
+    def _describe(self, chunk: int, tensor: int) -> tuple[str, str]:
+        """Return the suffix of a chunk's key after the tensor's name, and its entry up to the offsets."""
         table, region = self.plan.table, self.plan.region(chunk)
         dtype, size = _DTYPES.get(table.dtypes[tensor]), region.size
-        if dtype is None:  # stored as bytes, with a dimension of them; the manifest has the dtype
+        if dtype is None:  # stored as bytes, with an extra dimension for them; the manifest has the dtype
             dtype, size = "U8", (*size, int(table.itemsizes[tensor]))
         ranges = "" if region.size == table.shape(tensor) else _ranges(region)
         return ranges, f'{{"dtype":"{dtype}","shape":[{",".join(map(str, size))}],"data_offsets":['
 
     @cached_property
     def header_size(self) -> int:
-        """Bytes before the data: the eight of the length, the header, and its padding."""
+        """The number of bytes before the data: eight for the length, the header, and its padding."""
         used = 8 + len(START) + 8 * int(self.blocks.sum()) + len(self._rest)
         padded = -(-used // PAGE) * PAGE
         if padded - 8 > MAX_HEADER:
             raise FormatError(
-                f"{self.name}: a header of {padded - 8} bytes for {len(self.plan.tensors)} chunks in "
-                f"{self.blocks.sum()} blocks: a safetensors file has at most {MAX_HEADER}; use more ranks"
+                f"{self.name}: {len(self.plan.tensors)} chunks in {self.blocks.sum()} blocks need a header of "
+                f"{padded - 8} bytes, but safetensors allows at most {MAX_HEADER}; save with more ranks"
             )
         return padded
 
     @property
     def size(self) -> int:
-        """All bytes of the file."""
+        """The size of the file in bytes."""
         return self.header_size + self.plan.size
 
     def header(self, checksums: npt.NDArray[np.uint32]) -> bytes:
-        """The bytes before the data, with these checksums of all blocks in order."""
+        """Return the bytes before the data, given the checksums of all blocks in order."""
         text = START + checksums.astype(">u4").tobytes().hex().encode() + self._rest
         return struct.pack("<Q", self.header_size - 8) + text.ljust(self.header_size - 8)
 
     def checksums(self, header: bytes) -> npt.NDArray[np.uint32]:
-        """The checksums in a header whose digest is right.
+        """Return the checksums in a header whose digest was verified.
 
         Everything else in a header follows from the manifest, so it is compared, not parsed.
         """
@@ -167,12 +168,12 @@ class DataFile:
         except ValueError:
             found = np.empty(0, np.uint32)
         if len(found) != self.blocks.sum() or self.header(found) != header:
-            raise FormatError(f"{self.name}: its header is not the one that follows from the manifest")
+            raise FormatError(f"{self.name}: its header does not match the manifest")
         return found
 
 
 def file_name(save_id: str, rank: int) -> str:
-    """The name of the file of a rank in a save.
+    """Return the name of a rank's file in a save.
 
     >>> file_name("5f3a9c", 12)
     '5f3a9c-00012-0.safetensors'
@@ -181,7 +182,7 @@ def file_name(save_id: str, rank: int) -> str:
 
 
 def digest(data: bytes) -> str:
-    """The 128-bit BLAKE2b digest of some bytes, in hexadecimal digits.
+    """Return the 128-bit BLAKE2b digest of some bytes, as hexadecimal digits.
 
     >>> digest(b"")
     'cae66941d9efbd404e4d88758ea67670'
@@ -194,7 +195,7 @@ def _ranges(region: Region) -> str:
 
 
 def _is_reserved(name: str) -> bool:
-    """Whether a name ends like the key of a chunk, or means something else: its tensor is stored like a chunk."""
+    """Return True if a name is reserved or looks like the key of a chunk: its tensor is stored like a chunk."""
     if name == "__metadata__":
         return True
     if not name.endswith("]"):

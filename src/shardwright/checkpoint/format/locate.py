@@ -1,6 +1,6 @@
-"""Where the stored bytes of a wanted region lie: which chunks of which files. Pure.
+"""Locate the stored bytes of a region: which chunks of which files. Pure.
 
-It computes the plans of those files only that hold something wanted, each once.
+Only files that hold part of the region are planned, each once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["ChunkLocator", "Part"]
 
 
 class Part(NamedTuple):
-    """What a chunk of the file of `rank` holds of a wanted region: `region`, out of `chunk_region`."""
+    """The part of a wanted region that a chunk in the file of `rank` holds: `region`, out of `chunk_region`."""
 
     rank: int
     chunk: int
@@ -31,17 +31,17 @@ class Part(NamedTuple):
 
 
 class _Spot(NamedTuple):
-    """A part of a wanted region, for all tensors of a kind: who holds it, out of what, and the chunks of its file."""
+    """A part of a wanted region, for all tensors of a kind: its ranks, the region they hold, and the chunks."""
 
     region: Region
     ranks: tuple[int, ...]
     held: Region
-    chunks: list[int] | None  # None where replicas share the writing
+    chunks: list[int] | None  # None if replicas split the writing
 
 
 @final
 class ChunkLocator:
-    """The stored table, and what has been worked out of it.
+    """Locate regions of stored tensors in the data files.
 
     >>> from shardwright.layout import Layout, Mesh, Shard
     >>> table = TensorTable.of(["w"], ["float32"], [4], [Layout(Mesh((2,)), [Shard(0)], (4, 2))])
@@ -51,48 +51,49 @@ class ChunkLocator:
 
     def __init__(self, table: TensorTable, writers: Mapping[int, FileEntry] | None = None) -> None:
         self.table = table
-        self._writers = writers  # the ranks that wrote a file, and its size, where that is known
+        self._entries = writers  # the files that were written, if known, by rank
         self._files: dict[int, FilePlan] = {}
         self._shares: dict[tuple[int, ...], ReplicaSplit] = {}
         self._kinds: list[int] = table.kinds.tolist()
         self._spots: dict[tuple[int, Region], list[_Spot]] = {}
-        self._last: dict[int, tuple[Region, list[_Spot]]] = {}  # of each kind: most are asked for the same region
+        # By kind: most tensors are requested with the same region.
+        self._last: dict[int, tuple[Region, list[_Spot]]] = {}
 
     def file(self, rank: int) -> FilePlan:
-        """The plan of a rank's file."""
+        """Return the plan of a rank's file."""
         plan = self._files.get(rank)
         if plan is None:
-            if self._writers is not None and rank not in self._writers:
-                raise FormatError(f"the manifest lists no file of rank {rank}, and tensors lie in it")
+            if self._entries is not None and rank not in self._entries:
+                raise FormatError(f"the manifest lists no file of rank {rank}, but tensors are stored in it")
             plan = self._files[rank] = file_plan(self.table, rank)
         return plan
 
-    def passing(self, rank: int) -> FilePlan:
-        """The plan of a rank's file, for one who goes through thousands of them: it is not kept."""
+    def plan_once(self, rank: int) -> FilePlan:
+        """Return the plan of a rank's file without keeping it, for callers that iterate over thousands of files."""
         plan = self._files.get(rank)
         if plan is None:
             plan = file_plan(self.table, rank)
         if plan.size != self.data_size(rank):
             raise FormatError(
-                f"the file of rank {rank} has {plan.size} bytes of data, and the manifest says {self.data_size(rank)}"
+                f"the file of rank {rank} has {plan.size} bytes of data, but the manifest says {self.data_size(rank)}"
             )
         return plan
 
     def data_size(self, rank: int) -> int:
-        """The bytes of data in a rank's file, as the manifest says, if there is one: then no file is planned."""
-        if self._writers is None:
+        """Return the bytes of data in a rank's file, without planning the file if the manifest lists it."""
+        if self._entries is None:
             return self.file(rank).size
-        known = self._writers.get(rank)
-        said = 0 if known is None else known.size - known.header_size
-        if said > 0:
-            return said
-        if file_plan(self.table, rank).size:  # what is said to hold nothing is not opened, so nobody else would see it
+        known = self._entries.get(rank)
+        listed = 0 if known is None else known.size - known.header_size
+        if listed > 0:
+            return listed
+        if file_plan(self.table, rank).size:  # a file listed as empty is not opened, so only this check finds the error
             what = "no file" if known is None else "no data in the file"
-            raise FormatError(f"the manifest lists {what} of rank {rank}, and tensors lie in it")
+            raise FormatError(f"the manifest lists {what} of rank {rank}, but tensors are stored in it")
         return 0
 
     def parts(self, tensor: int, wanted: Region) -> list[Part]:
-        """The chunks that hold a wanted region of a tensor, each with what it holds of it."""
+        """Return the chunks that hold a region of a tensor, each with the part it holds."""
         if wanted.is_empty:
             return []
         kind = self._kinds[tensor]
@@ -102,18 +103,18 @@ class ChunkLocator:
         else:
             sharding = self.table.shardings[kind]
             if isinstance(sharding, Pieces):
-                return self._listed(tensor, sharding, wanted)
-            spots = self._spots_of(kind, sharding, wanted)
+                return self._pieces_parts(tensor, sharding, wanted)
+            spots = self._locate_kind(kind, sharding, wanted)
             self._last[kind] = wanted, spots
         found: list[Part] = []
         for region, ranks, held, chunks in spots:
             if chunks is not None:
                 found.append(Part(ranks[0], chunks[tensor], region, held))
             else:
-                found += self._shared(tensor, held, ranks, region)
+                found += self._split_parts(tensor, held, ranks, region)
         return found
 
-    def _spots_of(self, kind: int, sharding: Layout, wanted: Region) -> list[_Spot]:
+    def _locate_kind(self, kind: int, sharding: Layout, wanted: Region) -> list[_Spot]:
         found = self._spots.get((kind, wanted))
         if found is None:
             found = self._spots[kind, wanted] = [
@@ -125,10 +126,10 @@ class ChunkLocator:
         region, ranks = holding
         held = sharding.region(ranks[0])
         chunks = self.file(ranks[0]).first_chunks if len(ranks) == 1 else None
-        # One object for what is equal: it is compared for every tensor.
+        # Use one object for equal regions: they are compared by identity for every tensor.
         return _Spot(wanted if region == wanted else region, ranks, wanted if held == wanted else held, chunks)
 
-    def _shared(self, tensor: int, held: Region, ranks: tuple[int, ...], wanted: Region) -> list[Part]:
+    def _split_parts(self, tensor: int, held: Region, ranks: tuple[int, ...], wanted: Region) -> list[Part]:
         share = self._shares.get(ranks)
         if share is None:
             share = self._shares[ranks] = replica_split(self.table, ranks)
@@ -141,12 +142,12 @@ class ChunkLocator:
                     found.append(Part(rank, chunk, common, box))
         return found
 
-    def _listed(self, tensor: int, sharding: Pieces, wanted: Region) -> list[Part]:
+    def _pieces_parts(self, tensor: int, sharding: Pieces, wanted: Region) -> list[Part]:
         found = []
         for number, (region, rank) in enumerate(zip(sharding.regions, sharding.ranks, strict=True)):
             common = region.intersect(wanted)
             if common is not None:
                 plan = self.file(rank)
-                place = sharding.of_rank(rank).index(number)
-                found.append(Part(rank, plan.chunks_of(tensor)[place], common, region))
+                index = sharding.of_rank(rank).index(number)
+                found.append(Part(rank, plan.chunks_of(tensor)[index], common, region))
         return found

@@ -1,7 +1,7 @@
-"""The manifest: what a checkpoint holds, as JSON. docs/format.md is its specification; this is its only reader.
+"""The manifest: the contents of a checkpoint as JSON. docs/format.md specifies it; this is its only reader.
 
-One object of known fields, without whitespace; everything within is arrays, so no key can come twice. What the bytes
-say is checked before anything is built from it: counts, bounds, names, that regions tile their tensors.
+One object with known fields and no whitespace; everything inside it is arrays, so no key can be repeated. Everything is
+checked before anything is built from it: counts, bounds, names, and that regions tile their tensors.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ KEY = "manifest.json"
 FIELDS = frozenset({"shardwright", "save", "tree", "tensors", "files", "digest"})
 VERSION = 1
 MAX_BYTES = 1 << 28
-"""Bytes of a manifest: what it says takes many times as many when it is read."""
+"""Maximum size of a manifest in bytes: decoding takes many times as much memory."""
 _MAX_DIMENSIONS = 64
 _MAX_MESH_DIMENSIONS = 16
 _MAX_RANKS = 1 << 18
-_MAX_PLACES = 1 << 25  # ranks of the meshes of all placings together, and
-_PLACES_PER_BYTE = 64  # so many more for each byte of a manifest
-_MAX_CORNERS = 1 << 12  # that are looked at to say where boxes do not tile
+_MAX_PLACES = 1 << 25  # limit on the total size of the meshes of all shardings, plus
+_PLACES_PER_BYTE = 64  # this many for each byte of the manifest
+_MAX_CORNERS = 1 << 12  # limit up to which an error says where boxes do not tile
 _MAX_DATA = 1 << 62
-_LEAST_ENTRY = 40  # bytes of a chunk's entry in a header
+_MIN_ENTRY = 40  # minimum size of a chunk's entry in a header, in bytes
 _ZEROS = b"0" * 32
 _END = b'"digest":"%s"}'
 _BEGIN = re.compile(rb'\{"shardwright":([0-9]{1,9}),')
@@ -51,9 +51,9 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 @final
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """A checkpoint's tree of values, its tensors, and the files of each rank that wrote any.
+    """A checkpoint's tree of values, its tensor table, and the data file of each rank that wrote one.
 
-    `extra` has the fields that this version does not know: values, or their JSON as it was read.
+    `extra` has the fields that this version does not know: values, or their JSON as read.
     """
 
     save_id: str
@@ -64,11 +64,11 @@ class Manifest:
 
     @cached_property
     def locator(self) -> ChunkLocator:
-        """Where the stored bytes of a region lie."""
+        """Locates regions of tensors in the data files."""
         return ChunkLocator(self.tensors, self.files)
 
     def file(self, rank: int) -> DataFile:
-        """The data file that a rank wrote."""
+        """Return the data file that a rank wrote."""
         return DataFile(self.locator.file(rank), self.save_id)
 
     @cached_property
@@ -77,11 +77,11 @@ class Manifest:
         return frozenset(map(self.file_name, self.files))
 
     def file_name(self, rank: int) -> str:
-        """The name of the data file that a rank wrote."""
+        """Return the name of the data file that a rank wrote."""
         return file_name(self.save_id, rank)
 
     def encode(self) -> bytes:
-        """The bytes of the manifest, its own digest at the end."""
+        """Return the bytes of the manifest, with its own digest at the end."""
         ranks = sorted(self.files)
         tensors = msgspec.json.encode(_tensors_to_json(self.tensors))
         fields: dict[str, Any] = {
@@ -100,31 +100,31 @@ class Manifest:
         body = msgspec.json.encode(fields)[:-1] + b","
         if len(body) + len(_END) + 32 > MAX_BYTES:
             raise StateError(
-                f"the manifest would have {len(body)} bytes, and at most {MAX_BYTES} are read: store large values as "
-                "tensors or arrays"
+                f"the manifest would have {len(body)} bytes, but at most {MAX_BYTES} can be read; store large values "
+                "as tensors or arrays"
             )
         places = sum(sharding.mesh.size for sharding in self.tensors.shardings if isinstance(sharding, Layout))
-        if places > _places_of(len(tensors)):
+        if places > _max_places(len(tensors)):
             raise StateError(
                 f"the state has {len(self.tensors.shardings)} different shapes and layouts on meshes of {places} ranks "
-                f"together, and at most {_places_of(len(tensors))} are read: use fewer"
+                f"in total, but at most {_max_places(len(tensors))} can be read; use fewer"
             )
         return body + _END % digest(body + _END % _ZEROS).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """The manifest in these bytes; it raises where they are damaged, unknown, or make no sense."""
+        """Decode and check a manifest; raise if it is corrupted, of an unknown version, or inconsistent."""
         fields = _fields(data)
         try:
             save_id = msgspec.json.decode(fields["save"], type=str)
             if not _NAME.fullmatch(save_id):
-                raise FormatError(f"save id {save_id!r}: six to thirty-two small letters and digits are expected")
+                raise FormatError(f"save id must be 6 to 32 lowercase letters and digits, got {save_id!r}")
             tree = msgspec.json.decode(fields["tree"])
             tensors = _tensors_from_json(fields["tensors"])
             files = _files_from_json(fields["files"])
             extra = {name: raw.copy() for name, raw in fields.items() if name not in FIELDS}
             for raw in extra.values():
-                bytes(raw).decode()  # nothing else looks whether it is text
+                bytes(raw).decode()  # the only check that it is valid UTF-8
             check_tree(tree, tensors.dtypes)
             _check_claims(tensors, files)
         except FormatError:
@@ -137,31 +137,29 @@ class Manifest:
 
 
 def _fields(data: bytes) -> dict[str, msgspec.Raw]:
-    """The fields of the object, once the digest is right: none of them twice."""
+    """Verify the digest and return the fields of the object, each of which occurs once."""
     length = len(_END % _ZEROS)
-    begins = _BEGIN.match(data)
-    if len(data) < length or begins is None:
-        raise FormatError("this is no manifest of shardwright")
-    said = data[-34:-2]
-    if digest(data[:-length] + _END % _ZEROS).encode() != said or data[-length:] != _END % said:
-        raise CorruptionError("the manifest is damaged: its digest is not that of its bytes")
-    # Only now: every version ends with its digest, so that a damaged digit is not taken for another version.
-    if int(begins[1]) != VERSION:
-        raise UnknownVersionError(
-            f"the manifest has version {int(begins[1])}, and this library reads version {VERSION}"
-        )
+    match = _BEGIN.match(data)
+    if len(data) < length or match is None:
+        raise FormatError("not a shardwright manifest")
+    stored_digest = data[-34:-2]
+    if digest(data[:-length] + _END % _ZEROS).encode() != stored_digest or data[-length:] != _END % stored_digest:
+        raise CorruptionError("the manifest is corrupted: its digest does not match its contents")
+    # After the digest: every version ends with one, so a corrupted digit is not mistaken for another version.
+    if int(match[1]) != VERSION:
+        raise UnknownVersionError(f"the manifest has version {int(match[1])}, but this library reads version {VERSION}")
     try:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise FormatError(f"the manifest cannot be read: {error}") from None
     plain = 1 + sum(len(msgspec.json.encode(name)) + 2 + len(bytes(raw)) for name, raw in fields.items())
     if plain != len(data):
-        raise FormatError("the manifest has a field twice, or space between its fields")
+        raise FormatError("the manifest repeats a field, or has whitespace between fields")
     return fields
 
 
 def _tensors_to_json(table: TensorTable) -> list[Any]:
-    """[names, dtypes, dtype of each, placings, placing of each]."""
+    """Return [names, dtypes, dtype of each tensor, spreads, shardings, sharding of each tensor]."""
     dtypes = list(dict.fromkeys(table.dtypes))
     number = {name: index for index, name in enumerate(dtypes)}
     itemsize = {name: int(size) for name, size in zip(table.dtypes, table.itemsizes.tolist(), strict=True)}
@@ -174,7 +172,7 @@ def _tensors_to_json(table: TensorTable) -> list[Any]:
 
 
 def _shardings_to_json(table: TensorTable) -> tuple[list[Any], list[Any], list[int]]:
-    """Spreads (a mesh with placements), each once; placings, with their spread's number; the placing of each tensor."""
+    """Return the distinct spreads (mesh and placements), the shardings by spread, and each tensor's sharding."""
     spreads: dict[str, int] = {}
     listed: list[Any] = []
     shardings: list[Any] = []
@@ -191,7 +189,7 @@ def _shardings_to_json(table: TensorTable) -> tuple[list[Any], list[Any], list[i
 
 
 def sharding_to_json(sharding: Sharding) -> list[Any]:
-    """A layout as [spread, shape]; pieces as [-1, shape, offsets, sizes, ranks], all regions' numbers in a row."""
+    """Encode a layout as [spread, shape], and pieces as [-1, shape, offsets, sizes, ranks] with flat lists."""
     if isinstance(sharding, Layout):
         return [_spread_to_json(sharding), list(sharding.shape)]
     offsets = [n for region in sharding.regions for n in region.offset]
@@ -200,7 +198,7 @@ def sharding_to_json(sharding: Sharding) -> list[Any]:
 
 
 def _spread_to_json(layout: Layout) -> list[Any]:
-    """[mesh shape, its names, its ranks, placements, order]: names, ranks and order are null where they are usual."""
+    """Encode as [mesh shape, names, ranks, placements, order]; names, ranks and order are null by default."""
     mesh = layout.mesh
     ranks = list(mesh.ranks)
     placements: list[Any] = []
@@ -237,16 +235,16 @@ def _tensors_from_json(raw: msgspec.Raw) -> TensorTable:
         ],
     )
     if not len(names) == len(kinds_of_dtype) == len(kinds):
-        raise FormatError(f"{len(names)} names, {len(kinds_of_dtype)} dtypes and {len(kinds)} placings: one each")
+        raise FormatError(f"{len(names)} names, {len(kinds_of_dtype)} dtypes and {len(kinds)} shardings do not match")
     if len(set(names)) != len(names):
-        raise FormatError("two tensors have one name")
+        raise FormatError("two tensors have the same name")
     _check_numbers(kinds_of_dtype, len(dtypes), "dtype")
     _check_numbers(kinds, len(shardings), "placing")
     for name, itemsize in dtypes:
         if name not in DTYPES or DTYPES[name].itemsize != itemsize:
-            raise FormatError(f"dtype {name[:60]!r} of {itemsize} bytes is unknown to this PyTorch")
-    _check_places(shardings, spreads, len(bytes(raw)))
-    built = [sharding_from_json(_numbered(sharding, spreads)) for sharding in shardings]
+            raise FormatError(f"dtype {name[:60]!r} of {itemsize} bytes is not known to this version of PyTorch")
+    _check_mesh_sizes(shardings, spreads, len(bytes(raw)))
+    built = [sharding_from_json(_with_spread(sharding, spreads)) for sharding in shardings]
     return TensorTable(
         tuple(names),
         tuple(dtypes[number][0] for number in kinds_of_dtype),
@@ -256,26 +254,26 @@ def _tensors_from_json(raw: msgspec.Raw) -> TensorTable:
     )
 
 
-def _check_places(shardings: list[list[Any]], spreads: list[Any], nbytes: int) -> None:
-    """Refuse more than a manifest of this size can be about, before anything is made for it."""
+def _check_mesh_sizes(shardings: list[list[Any]], spreads: list[Any], nbytes: int) -> None:
+    """Reject shardings that are too large for a manifest of this size, before anything is allocated for them."""
     sizes = [prod(max(1, size) for size in mesh_shape) for mesh_shape, *_ in spreads]
     if any(size > _MAX_RANKS for size in sizes):
-        raise FormatError(f"a mesh of {max(sizes)} ranks is larger than any: {_MAX_RANKS} are the most")
+        raise FormatError(f"a mesh has {max(sizes)} ranks, but at most {_MAX_RANKS} are supported")
     numbers = (sharding[0] for sharding in shardings if sharding and type(sharding[0]) is int)
     places = sum(sizes[number] for number in numbers if 0 <= number < len(sizes))
-    if places > _places_of(nbytes):
-        raise FormatError(f"{len(shardings)} placings on meshes of {places} ranks together are more than any")
+    if places > _max_places(nbytes):
+        raise FormatError(f"{len(shardings)} shardings on meshes of {places} ranks in total exceed the limit")
 
 
-def _places_of(nbytes: int) -> int:
-    """Return how many ranks the meshes of all placings have together, at most, in a manifest of so many bytes."""
+def _max_places(nbytes: int) -> int:
+    """Return the limit on the total size of the meshes of all shardings in a manifest of this many bytes."""
     return _MAX_PLACES + _PLACES_PER_BYTE * nbytes
 
 
-def _numbered(value: list[Any], spreads: list[Any]) -> list[Any]:
-    """A placing with its spread in place of the number of it."""
+def _with_spread(value: list[Any], spreads: list[Any]) -> list[Any]:
+    """Replace the index of a sharding's spread by the spread itself."""
     if not value or not isinstance(value[0], int):
-        raise FormatError(f"placing {str(value)[:60]} does not begin with the number of a spread")
+        raise FormatError(f"sharding {str(value)[:60]} does not begin with the index of a spread")
     if value[0] == -1:
         return value
     _check_numbers(value[:1], len(spreads), "spread")
@@ -283,7 +281,7 @@ def _numbered(value: list[Any], spreads: list[Any]) -> list[Any]:
 
 
 def sharding_from_json(value: list[Any]) -> Sharding:
-    """What `sharding_to_json` wrote, checked."""
+    """Decode and check what `sharding_to_json` encoded."""
     spread, *rest = value
     if spread == -1:
         shape, offsets, sizes, ranks = (msgspec.convert(column, list[int]) for column in rest)
@@ -293,7 +291,7 @@ def sharding_from_json(value: list[Any]) -> Sharding:
     _check_shape(shape)
     mesh_shape, names, ranks, placements, order = spread
     if len(mesh_shape) > _MAX_MESH_DIMENSIONS or prod(max(1, size) for size in mesh_shape) > _MAX_RANKS:
-        raise FormatError(f"a mesh of shape {str(mesh_shape)[:80]} is larger than any")
+        raise FormatError(f"a mesh of shape {str(mesh_shape)[:80]} exceeds the limit")
     if ranks is not None:
         _check_ranks(ranks, distinct=True)
     return Layout(Mesh(mesh_shape, names, ranks), [_placement(entry) for entry in placements], shape, order)
@@ -307,7 +305,7 @@ def _placement(entry: list[Any]) -> Placement:
             return Ragged(dim, sizes)
         case ["r"]:
             return Replicate()
-    raise FormatError(f"placement {entry!r} is unknown")
+    raise FormatError(f"unknown placement {entry!r}")
 
 
 def _pieces(shape: tuple[int, ...], offsets: list[int], sizes: list[int], ranks: list[int]) -> Pieces:
@@ -318,67 +316,69 @@ def _pieces(shape: tuple[int, ...], offsets: list[int], sizes: list[int], ranks:
     _check_shape(sizes, every=False)
     _check_ranks(ranks)
     if not ndim and len(ranks) != 1:
-        raise FormatError(f"{len(ranks)} pieces of a tensor without dimensions: it is held once")
+        raise FormatError(f"a tensor without dimensions has {len(ranks)} pieces; it must have one")
     grid = (len(ranks), ndim)
     is_tiled = tiles(shape, np.array(offsets, np.int64).reshape(grid), np.array(sizes, np.int64).reshape(grid))
     regions = tuple(
         Region(offsets[ndim * n : ndim * (n + 1)], sizes[ndim * n : ndim * (n + 1)]) for n in range(len(ranks))
     )
     if not is_tiled:
-        few = len(ranks) << ndim <= _MAX_CORNERS
-        where = f": {Region.whole(shape).covers(regions)}" if few else ""
-        raise FormatError(f"pieces of a tensor of shape {shape} do not tile it{where}")
+        is_small = len(ranks) << ndim <= _MAX_CORNERS
+        where = f": {Region.whole(shape).covers(regions)}" if is_small else ""
+        raise FormatError(f"the pieces of a tensor of shape {shape} do not tile it{where}")
     return Pieces(shape, regions, tuple(ranks))
 
 
 def _files_from_json(raw: msgspec.Raw) -> dict[int, FileEntry]:
     ranks, sizes, headers, digests = msgspec.json.decode(raw, type=tuple[list[int], list[int], list[int], list[str]])
     if not len(ranks) == len(sizes) == len(headers) == len(digests) == len(set(ranks)):
-        raise FormatError("the files' columns have different lengths, or a rank comes twice")
+        raise FormatError("the columns of the files have different lengths, or a rank is repeated")
     _check_ranks(ranks)
-    for rank, size, header, said in zip(ranks, sizes, headers, digests, strict=True):
-        if not (8 < header <= min(size, MAX_HEADER + 8) and size < _MAX_DATA and _DIGEST.fullmatch(said)):
-            raise FormatError(f"the file of rank {rank}: size {size}, header {header}, digest {said[:40]!r} cannot be")
+    for rank, size, header, stored_digest in zip(ranks, sizes, headers, digests, strict=True):
+        if not (8 < header <= min(size, MAX_HEADER + 8) and size < _MAX_DATA and _DIGEST.fullmatch(stored_digest)):
+            raise FormatError(
+                f"the file of rank {rank} has an invalid size {size}, header {header} or digest {stored_digest[:40]!r}"
+            )
     return {
-        rank: FileEntry(size, header, said)
-        for rank, size, header, said in zip(ranks, sizes, headers, digests, strict=True)
+        rank: FileEntry(size, header, stored_digest)
+        for rank, size, header, stored_digest in zip(ranks, sizes, headers, digests, strict=True)
     }
 
 
 def _check_claims(table: TensorTable, files: Mapping[int, FileEntry]) -> None:
-    """Sees that the files can hold the tensors, so that nothing is planned or made for tensors that cannot be there.
+    """Check that the files can hold the tensors, before anything is planned or allocated for them.
 
-    Every element is stored once, so the bytes are exactly as many; every chunk has an entry in a header.
+    Every element is stored once, so the byte counts must be equal; every chunk has an entry in a header.
     """
     counts = np.bincount(table.kinds, minlength=len(table.shardings)).tolist()
     volumes = [prod(sharding.shape) for sharding in table.shardings]
     claimed = sum(
         volumes[kind] * itemsize for kind, itemsize in zip(table.kinds.tolist(), table.itemsizes.tolist(), strict=True)
     )
-    there = sum(file.size - file.header_size for file in files.values())
-    if claimed != there or there >= _MAX_DATA:
-        raise FormatError(f"the tensors have {claimed} bytes, and the files hold {there}")
+    available = sum(file.size - file.header_size for file in files.values())
+    if claimed != available or available >= _MAX_DATA:
+        raise FormatError(f"the tensors have {claimed} bytes, but the files hold {available}")
     chunks = sum(
         count * (max(1, len(sharding.regions)) if isinstance(sharding, Pieces) else 1)
         for count, sharding in zip(counts, table.shardings, strict=True)
     )
-    if chunks * _LEAST_ENTRY > sum(file.header_size for file in files.values()):
-        raise FormatError(f"the headers of {len(files)} files have no room for {chunks} chunks")
+    if chunks * _MIN_ENTRY > sum(file.header_size for file in files.values()):
+        raise FormatError(f"the headers of {len(files)} files are too small for {chunks} chunks")
     for sharding in table.shardings:
         if isinstance(sharding, Layout) and sharding.mesh.size > len(files) and 0 not in sharding.shape:
             pieces = prod(_pieces_along(sharding, dim) for dim in range(sharding.ndim))
             if pieces > len(files):
                 raise FormatError(
-                    f"a tensor lies in {pieces} pieces on as many ranks, and there are {len(files)} files"
+                    f"a tensor is stored in {pieces} pieces on as many ranks, but there are {len(files)} files"
                 )
 
 
 def _pieces_along(layout: Layout, dim: int) -> int:
-    """Return into how many pieces that are not empty a dimension is cut: counted, not listed."""
-    lengths = {layout.shape[dim]: 1}  # of the pieces, and how many have each
+    """Return the number of non-empty pieces along a dimension, counted without listing them."""
+    lengths = {layout.shape[dim]: 1}  # lengths of the pieces, with their counts
     for mesh_dim in layout.cut_by(dim):
         placement, ranks = layout.placements[mesh_dim], layout.mesh.shape[mesh_dim]
-        if isinstance(placement, Ragged):  # it cuts first
+        if isinstance(placement, Ragged):  # Ragged splits first
             lengths = dict(Counter(placement.sizes))
             continue
         shorter: Counter[int] = Counter()
@@ -393,24 +393,24 @@ def _pieces_along(layout: Layout, dim: int) -> int:
 
 def _check_ranks(ranks: list[int], *, distinct: bool = False) -> None:
     if ranks and not (min(ranks) >= 0 and max(ranks) < _MAX_RANKS):
-        raise FormatError(f"ranks {min(ranks)} to {max(ranks)} cannot be: they are 0 to {_MAX_RANKS - 1}")
+        raise FormatError(f"ranks must be 0 to {_MAX_RANKS - 1}, got {min(ranks)} to {max(ranks)}")
     if distinct and len(set(ranks)) != len(ranks):
-        raise FormatError("a mesh has a rank twice")
+        raise FormatError("a mesh repeats a rank")
 
 
 def _check_numbers(numbers: list[int], count: int, what: str) -> None:
     if numbers and not (min(numbers) >= 0 and max(numbers) < count):
-        raise FormatError(f"a {what} has number {min(numbers)} to {max(numbers)}, and there are {count}")
+        raise FormatError(f"{what} indices must be below {count}, got {min(numbers)} to {max(numbers)}")
 
 
 def _check_shape(shape: list[int], *, every: bool = True) -> None:
     volume = 1
     for size in shape:
         if not 0 <= size < _MAX_DATA:
-            raise FormatError(f"size {size} cannot be")
+            raise FormatError(f"invalid size {size}")
         if every:
             volume *= max(1, size)
     if len(shape) > _MAX_DIMENSIONS and every:
-        raise FormatError(f"a shape of {len(shape)} dimensions: {_MAX_DIMENSIONS} are the most")
+        raise FormatError(f"a shape has {len(shape)} dimensions, but at most {_MAX_DIMENSIONS} are supported")
     if volume >= _MAX_DATA:
-        raise FormatError(f"shape {shape} is larger than any")
+        raise FormatError(f"shape {shape} exceeds the limit")

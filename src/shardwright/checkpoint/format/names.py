@@ -1,4 +1,4 @@
-"""Names: the keys on the way to a value, joined by dots, as model files have them."""
+"""Names: the keys that lead to a value, joined by dots, as in a PyTorch state dict."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["joined", "prefix"]
 
 
 def joined(name: str, key: Any) -> str:
-    """The name of what lies under a key.
+    """Return the name of the value under a key.
 
     >>> joined("layers", 0), joined("", "weight")
     ('layers.0', 'weight')
@@ -17,7 +17,7 @@ def joined(name: str, key: Any) -> str:
 
 
 def prefix(name: str) -> str:
-    """What the names of all that lies under a name begin with.
+    """Return the prefix of all names under a name.
 
     >>> prefix("layers"), prefix("")
     ('layers.', '')

@@ -1,8 +1,8 @@
-"""How replicas share their work: the ranks that hold the same regions write them once, an equal part each. Pure.
+"""Split the writing of replicas: ranks that hold the same regions each write an equal part of them. Pure.
 
-The bytes of all tensors that a set of ranks holds alike are laid end to end, in the order of the state; rank q of R
-takes the q-th R-th, and a tensor that lies across the boundary is cut there. Who writes a given tensor follows from
-one array of sums, so nobody needs to ask.
+The bytes of all tensors that a set of ranks holds as replicas are concatenated, in the order of the state; rank q of R
+writes the q-th of R equal parts, and a tensor that crosses a boundary is split there. The writers of a tensor follow
+from one array of cumulative sums, without communication.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Range", "ReplicaSplit", "replica_split", "replica_splits"]
 
 
 class Range(NamedTuple):
-    """Elements `first` to `last` (exclusive) of what the ranks of a share hold of a tensor, written by one of them."""
+    """Elements `first` to `last` (exclusive) of what the ranks hold of a tensor, written by `rank`."""
 
     rank: int
     first: int
@@ -30,40 +30,40 @@ class Range(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class ReplicaSplit:
-    """The tensors that these ranks hold alike, and where each begins in all their bytes laid end to end."""
+    """The tensors that exactly these ranks hold as replicas, and where each ends in their concatenated bytes."""
 
     ranks: tuple[int, ...]
     tensors: Integers
     volumes: Integers
     itemsizes: Integers
-    sizes: list[tuple[int, ...]]  # of each kind of placing
+    sizes: list[tuple[int, ...]]  # by kind of sharding
     kinds: Integers
     ends: Integers
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """The total number of bytes."""
         return int(self.ends[-1]) if self.ends.size else 0
 
-    def bound(self, place: int) -> int:
-        """Where the part of the rank at this place begins."""
-        return place * self.total // len(self.ranks)
+    def bound(self, index: int) -> int:
+        """Return the byte at which the part of the rank with this index begins."""
+        return index * self.total // len(self.ranks)
 
     def point(self, number: int, byte: int) -> int:
-        """The element of a tensor at which a boundary at this byte cuts it: 0 or its volume where it does not."""
+        """Return the element at which a boundary at this byte splits a tensor: 0 or its volume if it does not."""
         itemsize, volume = int(self.itemsizes[number]), int(self.volumes[number])
         start = int(self.ends[number]) - volume * itemsize
         if byte <= start:
             return 0
         if byte >= int(self.ends[number]):
             return volume
-        step = granularity(self.sizes[self.kinds[number]], itemsize, self.total // len(self.ranks))
-        unit = itemsize * step
-        cut = (2 * (byte - start) + unit) // (2 * unit) * step  # the nearest; of two, the later
+        granule = granularity(self.sizes[self.kinds[number]], itemsize, self.total // len(self.ranks))
+        unit = itemsize * granule
+        cut = (2 * (byte - start) + unit) // (2 * unit) * granule  # the nearest; the later one of two
         return min(cut, volume)
 
     def writers(self, number: int) -> list[Range]:
-        """Who writes which stretch of a tensor, by its number here."""
+        """Return the writers of a tensor (by its index here), each with its range."""
         volume, count = int(self.volumes[number]), len(self.ranks)
         if count == 1:
             return [Range(self.ranks[0], 0, volume)] if volume else []
@@ -71,17 +71,17 @@ class ReplicaSplit:
         start = end - volume * int(self.itemsizes[number])
         first = max(0, start * count // max(1, self.total) - 1)
         found = []
-        for place in range(first, count):
-            if self.bound(place) >= end:
+        for index in range(first, count):
+            if self.bound(index) >= end:
                 break
-            low, high = self.point(number, self.bound(place)), self.point(number, self.bound(place + 1))
+            low, high = self.point(number, self.bound(index)), self.point(number, self.bound(index + 1))
             if low < high:
-                found.append(Range(self.ranks[place], low, high))
+                found.append(Range(self.ranks[index], low, high))
         return found
 
 
 def replica_splits(table: TensorTable, rank: int) -> list[ReplicaSplit]:
-    """The shares that a rank has part in: one for each set of ranks with which it holds tensors alike."""
+    """Return the splits that a rank takes part in: one for each set of ranks with which it holds replicas."""
     sets = dict.fromkeys(
         sharding.replicas(rank)
         for sharding in table.shardings
@@ -91,7 +91,7 @@ def replica_splits(table: TensorTable, rank: int) -> list[ReplicaSplit]:
 
 
 def replica_split(table: TensorTable, ranks: tuple[int, ...]) -> ReplicaSplit:
-    """What exactly these ranks hold alike."""
+    """Return the split of the tensors that exactly these ranks hold."""
     rank = ranks[0]
     member = np.zeros(len(table.shardings), bool)
     volumes = np.zeros(len(table.shardings), np.int64)

@@ -1,4 +1,4 @@
-"""Cutting a region into flat stretches, and stretches into boxes. Pure."""
+"""Split a region into flat ranges of elements, and ranges into boxes. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["boxes_of_range", "granularity"]
 
 
 def boxes_of_range(region: Region, first: int, last: int) -> list[Region]:
-    """The boxes that hold elements number `first` to `last` (exclusive) of a region, in row-major order.
+    """Return the boxes that hold elements `first` to `last` (exclusive) of a region, in row-major order.
 
-    There are at most two per dimension, less one.
+    There are at most 2 * ndim - 1 of them.
 
     >>> boxes_of_range(Region((0, 0), (3, 4)), 2, 9)
     [Region[0:1, 2:4], Region[1:2, 0:4], Region[2:3, 0:1]]
@@ -50,9 +50,9 @@ def _within(offset: tuple[int, ...], size: tuple[int, ...], row: int, first: int
 
 
 def granularity(size: tuple[int, ...], itemsize: int, share: int) -> int:
-    """At multiples of how many elements a region may be cut, where each holder's share is `share` bytes.
+    """Return the number of elements at whose multiples a region may be split, given a target of `share` bytes per rank.
 
-    Whole rows, of as many dimensions as keep a cut within a sixty-fourth of the share (or 4 KiB).
+    Whole rows, of as many dimensions as keep the rounding within 1/64 of the share (or 4 KiB).
 
     >>> granularity((100, 8, 16), itemsize=4, share=1 << 20)
     128

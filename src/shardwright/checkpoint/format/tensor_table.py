@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as columns: ten thousand of them cost a few arrays, however many ranks hold them."""
+"""The tensors of a checkpoint as columns: ten thousand of them are a few arrays, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 @final
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """A tensor held as explicit regions, each by one rank: what a ShardedTensor is. They tile it.
+    """A tensor stored as explicit regions, each held by one rank, that tile it, like a ShardedTensor.
 
     >>> pieces = Pieces((4,), (Region((0,), (3,)), Region((3,), (1,))), (0, 2))
     >>> pieces.of_rank(2)
@@ -32,7 +32,7 @@ class Pieces:
     ranks: tuple[int, ...]
 
     def of_rank(self, rank: int) -> list[int]:
-        """The numbers of the regions that a rank holds."""
+        """Return the indices of the regions that a rank holds."""
         return self._by_rank.get(rank, [])
 
     @cached_property
@@ -49,9 +49,9 @@ Sharding: TypeAlias = Layout | Pieces
 @final
 @dataclass(frozen=True, eq=False)
 class TensorTable:
-    """Every tensor's name, dtype and placing; `kinds` says which of `shardings` a tensor has, and of `dtypes`.
+    """The name, dtype and sharding of every tensor; `kinds` has the index of each tensor's sharding in `shardings`.
 
-    A placing is a `Layout` or `Pieces`, its shape included. Tensors come in the order of the state.
+    A sharding is a `Layout` or `Pieces`, and includes the shape. Tensors are in the order of the state.
 
     >>> from shardwright.layout import Mesh, Shard
     >>> rows = Layout(Mesh((2,)), [Shard(0)], (4, 2))
@@ -70,11 +70,11 @@ class TensorTable:
     def of(
         cls, names: Sequence[str], dtypes: Sequence[str], itemsizes: Sequence[int], shardings: Sequence[Sharding]
     ) -> TensorTable:
-        """The table of these tensors; equal layouts are kept once."""
+        """Return the table of these tensors, with equal shardings stored once."""
         known: dict[int, int] = {}
         unique: list[Sharding] = []
         kinds = []
-        for sharding in shardings:  # Layouts are interned: equal ones are one object
+        for sharding in shardings:  # Layouts are interned: equal ones are the same object
             number = known.get(id(sharding))
             if number is None:
                 number = known[id(sharding)] = len(unique)
@@ -86,14 +86,14 @@ class TensorTable:
         return len(self.names)
 
     def sharding(self, tensor: int) -> Sharding:
-        """Who holds which region of a tensor."""
+        """Return the sharding of a tensor: which rank holds which region."""
         return self.shardings[int(self.kinds[tensor])]
 
     def shape(self, tensor: int) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """Return the shape of a tensor."""
         return self.sharding(tensor).shape
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """The number of each name."""
+        """The index of each name."""
         return {name: number for number, name in enumerate(self.names)}

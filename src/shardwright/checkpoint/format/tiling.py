@@ -1,11 +1,12 @@
-"""Whether boxes tile a tensor, in time and memory that the list of the boxes bounds, however many dimensions are cut.
+"""Check whether boxes tile a tensor, in time and memory linear in the number of boxes, for any number of dimensions.
 
-In each dimension, give every point at which a box begins or ends a random number. Let a box weigh the product, over the
-dimensions, of the number at its end less the number at its beginning. The weights of boxes that tile the tensor add up
-to the weight of the tensor. If an element is held twice or not at all, the difference of the two is a polynomial that
-is not zero, of the degree of the number of dimensions, at a random point: it vanishes by chance at most once in 2^25
-times (Schwartz and Zippel), and four times in a row once in 2^100. The numbers are new each time, so nobody can write a
-list of boxes for which they fail. `Region.covers` sorts corners instead: a box that is cut in k dimensions has 2^k.
+In each dimension, assign a random number to every coordinate at which a box begins or ends. Let the weight of a box be
+the product, over the dimensions, of the number at its end minus the number at its beginning. The weights of boxes that
+tile the tensor add up to the weight of the tensor. If an element is covered twice or not at all, the difference is a
+non-zero polynomial, whose degree is the number of dimensions, evaluated at a random point: it vanishes by chance with a
+probability of at most 2^-25 (Schwartz-Zippel), and four times in a row with 2^-100. The numbers are drawn anew each
+time, so no list of boxes can be crafted to pass. `Region.covers` sorts corners instead, of which a box split in k
+dimensions has 2^k.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _TIMES = 4
 
 
 def tiles(shape: tuple[int, ...], offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> bool:
-    """Return whether boxes, a row of offsets and of sizes for each, hold every element of a tensor exactly once.
+    """Return True if boxes, given by a row of offsets and a row of sizes each, cover every element exactly once.
 
     >>> tiles((4, 6), np.array([[0, 0], [3, 0]]), np.array([[3, 6], [1, 6]]))
     True
@@ -32,13 +33,13 @@ def tiles(shape: tuple[int, ...], offsets: npt.NDArray[np.int64], sizes: npt.NDA
         return False
     random = np.random.default_rng()
     boxes = np.ones((_TIMES, len(offsets)), np.int64)
-    whole = np.ones(_TIMES, np.int64)
+    tensor = np.ones(_TIMES, np.int64)
     for dim, extent in enumerate(shape):
         points, where = np.unique(
             np.concatenate([offsets[:, dim], ends[:, dim], np.array([0, extent], np.int64)]), return_inverse=True
         )
-        numbers = random.integers(0, _PRIME, (_TIMES, len(points)), np.int64)[:, where.reshape(-1)]
-        begins, finishes = numbers[:, : len(offsets)], numbers[:, len(offsets) : -2]
-        boxes = boxes * ((finishes - begins) % _PRIME) % _PRIME
-        whole = whole * ((numbers[:, -1] - numbers[:, -2]) % _PRIME) % _PRIME
-    return bool((boxes.sum(axis=1) % _PRIME == whole).all())
+        weights = random.integers(0, _PRIME, (_TIMES, len(points)), np.int64)[:, where.reshape(-1)]
+        begins, ends_at = weights[:, : len(offsets)], weights[:, len(offsets) : -2]
+        boxes = boxes * ((ends_at - begins) % _PRIME) % _PRIME
+        tensor = tensor * ((weights[:, -1] - weights[:, -2]) % _PRIME) % _PRIME
+    return bool((boxes.sum(axis=1) % _PRIME == tensor).all())

@@ -1,6 +1,6 @@
-"""The tree of a manifest, read: what is stored under which path.
+"""The tree of a manifest: which values and tensors are stored under which path.
 
-A tree is checked once, when the manifest is read; what comes after it relies on that.
+A tree is checked once, when the manifest is read; everything else relies on it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = [
 ]
 
 _KEYS = frozenset({str, int, float, bool, type(None)})
-_MAX_DEPTH = 64  # a little more than `flatten` writes: what wraps a value counts here, too
+_MAX_DEPTH = 64  # a little more than `flatten` writes: codecs count here, too
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of the checkpoint, by its number."""
+    """A stored tensor, by its index in the tensor table."""
 
     number: int
     is_array: bool
@@ -43,11 +43,11 @@ class StoredValue(NamedTuple):
 
 
 class StoredEntry(NamedTuple):
-    """A leaf of the tree: its dotted name, the keys that lead to it (None once it was renamed), and what it is.
+    """A leaf of the tree: its dotted name, its keys (None once it was renamed), and the tensor or value.
 
-    `of_rank` if it is one rank's own. `path` are its keys whether it was renamed or not, `within` the kind of container
-    that each of them is a key of ("d", "l" or "t"), and `codecs` the names of those that made what is above it, each
-    with the number of keys that lead there.
+    `of_rank` is True for a `PerRank` value. `path` has its keys even if it was renamed, `within` the kind of container
+    ("d", "l" or "t") of each key, and `codecs` the codecs of the containers above it, each with the number of keys that
+    lead there.
     """
 
     name: str
@@ -60,15 +60,15 @@ class StoredEntry(NamedTuple):
 
 
 def check_tree(tree: Any, dtypes: Sequence[str]) -> None:
-    """Sees that every node is of a known kind, none is too deep, and the tensors it names are there.
+    """Check that every node is of a known kind and not nested too deeply, and that its tensors exist.
 
-    `dtypes` are those of the tensors: what is to be an array is of a dtype that numpy has.
+    `dtypes` are those of the tensors: an array must have a dtype that numpy supports.
     """
     numbers: list[int] = []
     arrays: list[int] = []
-    waiting = [(tree, 0)]
-    while waiting:
-        node, depth = waiting.pop()
+    pending = [(tree, 0)]
+    while pending:
+        node, depth = pending.pop()
         _check_depth(depth)
         match node:
             case int() if not isinstance(node, bool):
@@ -78,7 +78,7 @@ def check_tree(tree: Any, dtypes: Sequence[str]) -> None:
                 arrays.append(number)
                 continue
             case ["d", *pairs]:
-                children = _checked(pairs)
+                children = _check_keys(pairs)
             case ["l" | "t", *items]:
                 children = items
             case ["x", str(), inner]:
@@ -89,75 +89,75 @@ def check_tree(tree: Any, dtypes: Sequence[str]) -> None:
                 decode_value(node)
                 continue
             case _:
-                raise _unreadable(node)
-        # Most nodes are tensors of a large dict: they need not wait for their turn.
+                raise _unknown_node(node)
+        # Most nodes are tensors in a large dict: handle them directly.
         tensors = [child for child in children if type(child) is int]
         numbers += tensors
         if tensors:
             _check_depth(depth + 1)
         if len(tensors) < len(children):
-            waiting += [(child, depth + 1) for child in children if type(child) is not int]
+            pending += [(child, depth + 1) for child in children if type(child) is not int]
     numbers += arrays
     if numbers and not (min(numbers) >= 0 and max(numbers) < len(dtypes)):
-        stranger = next(number for number in numbers if not 0 <= number < len(dtypes))
-        raise FormatError(f"the tree names tensor {stranger}, and there are {len(dtypes)}")
+        invalid = next(number for number in numbers if not 0 <= number < len(dtypes))
+        raise FormatError(f"the tree refers to tensor {invalid}, but there are {len(dtypes)}")
     for number in arrays:
         if dtypes[number] not in NUMPY:
-            raise FormatError(f"the tree has tensor {number} as an array, and numpy has no {dtypes[number]}")
+            raise FormatError(f"tensor {number} is stored as an array, but numpy has no {dtypes[number]}")
 
 
 def stored_entries(tree: Any, rank: int | None) -> list[StoredEntry]:
-    """What is stored: first what is common to all ranks, in one order on all, then what `rank` has for itself."""
+    """Return the stored entries: first those common to all ranks, in the same order on all, then those of `rank`."""
     found: list[StoredEntry] = []
-    _find(tree, "", _Above((), "", (), False), rank, found)
+    _find(tree, "", _Context((), "", (), False), rank, found)
     own = [entry for entry in found if entry.of_rank]
     return [entry for entry in found if not entry.of_rank] + own if own else found
 
 
 def values_of_other_ranks(tree: Any, ranks: Collection[int]) -> list[tuple[str, int]]:
-    """What ranks that are none of these have for themselves: the name of each value, and whose it is."""
+    """Return the `PerRank` values of ranks that are not among these: name and rank of each."""
     found: list[tuple[str, int]] = []
-    waiting = [("", tree)]
-    while waiting:
-        name, node = waiting.pop()
+    pending = [("", tree)]
+    while pending:
+        name, node = pending.pop()
         match node:
             case ["d", *pairs]:
-                waiting += [(joined(name, key), child) for key, child in pairs_of(pairs) if type(child) is list]
+                pending += [(joined(name, key), child) for key, child in pairs_of(pairs) if type(child) is list]
             case ["l" | "t", *items]:
-                waiting += [(joined(name, place), item) for place, item in enumerate(items) if type(item) is list]
+                pending += [(joined(name, index), item) for index, item in enumerate(items) if type(item) is list]
             case ["x", str(), inner]:
-                waiting.append((name, inner))
+                pending.append((name, inner))
             case ["r", *entries]:
                 found += [(name, owner) for owner, _ in values_by_rank(entries) if owner not in ranks]
     return sorted(found)
 
 
 def tensor_names(tree: Any) -> set[str]:
-    """Return the names of all tensors and arrays of a tree; of what is one rank's own, with the rank.
+    """Return the names of all tensors and arrays of a tree; those of `PerRank` values with their rank.
 
     >>> sorted(tensor_names(["d", "w", 0, "own", ["r", [0, 1], [1, 2]], "epoch", ["v", 3]]))
     ['own (rank 0)', 'own (rank 1)', 'w']
     """
     found: set[str] = set()
-    waiting = [("", "", tree)]
-    while waiting:
-        name, owner, node = waiting.pop()
+    pending = [("", "", tree)]
+    while pending:
+        name, owner, node = pending.pop()
         match node:
             case int() | ["a", int()]:
                 found.add(name + owner)
             case ["d", *pairs]:
-                waiting += [(joined(name, key), owner, child) for key, child in pairs_of(pairs)]
+                pending += [(joined(name, key), owner, child) for key, child in pairs_of(pairs)]
             case ["l" | "t", *items]:
-                waiting += [(joined(name, place), owner, item) for place, item in enumerate(items)]
+                pending += [(joined(name, index), owner, item) for index, item in enumerate(items)]
             case ["x", str(), inner]:
-                waiting.append((name, owner, inner))
+                pending.append((name, owner, inner))
             case ["r", *entries]:
-                waiting += [(name, f" (rank {rank})", inner) for rank, inner in values_by_rank(entries)]
+                pending += [(name, f" (rank {rank})", inner) for rank, inner in values_by_rank(entries)]
     return found
 
 
-class _Above(NamedTuple):
-    """What lies above a node: see `StoredEntry`."""
+class _Context(NamedTuple):
+    """The context of a node: see `StoredEntry`."""
 
     keys: tuple[Any, ...]
     within: str
@@ -165,8 +165,8 @@ class _Above(NamedTuple):
     of_rank: bool
 
 
-def _find(node: Any, name: str, above: _Above, rank: int | None, found: list[StoredEntry]) -> None:
-    keys, within, codecs, of_rank = above
+def _find(node: Any, name: str, context: _Context, rank: int | None, found: list[StoredEntry]) -> None:
+    keys, within, codecs, of_rank = context
     what: StoredTensor | StoredValue
     match node:
         case int():
@@ -180,19 +180,19 @@ def _find(node: Any, name: str, above: _Above, rank: int | None, found: list[Sto
             begin = prefix(name)
             for key, child in pairs_of(items) if kind == "d" else enumerate(items):
                 below = (*keys, key)
-                if type(child) is int:  # as most are
+                if type(child) is int:  # the usual case
                     what = StoredTensor(child, False)
                     found.append(StoredEntry(f"{begin}{key}", below, what, of_rank, below, within, codecs))
                 else:
-                    _find(child, f"{begin}{key}", _Above(below, within, codecs, of_rank), rank, found)
+                    _find(child, f"{begin}{key}", _Context(below, within, codecs, of_rank), rank, found)
             return
         case ["x", str(codec), inner]:
-            _find(inner, name, above._replace(codecs=(*codecs, (len(keys), codec))), rank, found)
+            _find(inner, name, context._replace(codecs=(*codecs, (len(keys), codec))), rank, found)
             return
         case ["r", *entries]:
             for owner, inner in values_by_rank(entries):
                 if owner == rank:
-                    _find(inner, name, above._replace(of_rank=True), rank, found)
+                    _find(inner, name, context._replace(of_rank=True), rank, found)
             return
         case _:
             what = StoredValue(decode_value(node))
@@ -200,31 +200,31 @@ def _find(node: Any, name: str, above: _Above, rank: int | None, found: list[Sto
 
 
 def pairs_of(items: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """The keys and children of a dict of a tree that was checked."""
+    """Yield the keys and children of a dict node that was checked."""
     return zip(items[::2], items[1::2], strict=True)
 
 
-def _checked(items: list[Any]) -> list[Any]:
-    """The children of a dict, once its keys are known to be such."""
+def _check_keys(items: list[Any]) -> list[Any]:
+    """Check the keys of a dict node and return its children."""
     if len(items) % 2:
         raise FormatError("a dict of the tree has a key without a value")
     keys = items[::2]
     if not all(map(_KEYS.__contains__, map(type, keys))):
-        raise FormatError("a dict of the tree has a key that is no text, number, truth or None")
-    if len(set(zip(map(type, keys), keys, strict=True))) != len(keys):  # True is no 1
-        raise FormatError("a dict of the tree has a key twice")
+        raise FormatError("a dict of the tree has a key that is not a str, number, bool or None")
+    if len(set(zip(map(type, keys), keys, strict=True))) != len(keys):  # True is not 1
+        raise FormatError("a dict of the tree repeats a key")
     return items[1::2]
 
 
 def values_by_rank(entries: list[Any]) -> list[tuple[int, Any]]:
-    """Of each rank its own node: each of another rank."""
+    """Return the node of each rank, of which none is repeated."""
     found: dict[int, Any] = {}
     for entry in entries:
         match entry:
             case [int(rank), inner] if not isinstance(rank, bool) and rank not in found:
                 found[rank] = inner
             case _:
-                raise _unreadable(entry)
+                raise _unknown_node(entry)
     return list(found.items())
 
 
@@ -233,5 +233,5 @@ def _check_depth(depth: int) -> None:
         raise FormatError(f"the tree is nested more than {_MAX_DEPTH} deep")
 
 
-def _unreadable(node: Any) -> FormatError:
-    return FormatError(f"node {reprlib.repr(node)} of the tree is of no known kind")
+def _unknown_node(node: Any) -> FormatError:
+    return FormatError(f"unknown kind of node {reprlib.repr(node)} in the tree")

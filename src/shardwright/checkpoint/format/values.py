@@ -1,6 +1,6 @@
-"""Plain values as JSON, and back: nothing is imported, nothing is run.
+"""Encode plain values as JSON, and decode them: nothing is imported or executed.
 
-A node is a list whose first entry says what it is; see docs/format.md. Text, numbers, truth and None are ["v", x].
+A node is a list whose first item says what it is; see docs/format.md. Strings, numbers, bools and None are ["v", x].
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from shardwright.errors import FormatError, StateError
 
 __all__ = ["DTYPES", "NUMPY", "Codec", "EnumValue", "decode_value", "encode_value"]
 
-# A name is looked up here and never with getattr, which would have torch import modules that a name happens to have.
+# Names are looked up here, never with getattr: torch would import modules whose name matches.
 DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")  # quantised ones are not stored
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")  # quantized dtypes are not supported
 }
-"""The dtypes of this PyTorch that a tensor can be stored in, by name."""
+"""The dtypes of this version of PyTorch in which a tensor can be stored, by name."""
 
 NUMPY = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 float128 "
     "complex64 complex128 complex256".split()
 )
-"""The names of the dtypes that numpy scalars and arrays are stored in."""
+"""The names of the dtypes in which numpy scalars and arrays can be stored."""
 
 
 @final
 @dataclass(frozen=True)
 class Codec:
-    """How values of a type of your own are stored: as any state that can be, under a name.
+    """How to store values of a type of your own: converted to a state that can be stored, under a name.
 
     >>> Codec("version", tuple, lambda state: state).name
     'version'
@@ -51,13 +51,13 @@ class Codec:
 
 
 def encode_value(value: Any, path: str) -> list[Any] | None:
-    """The node of a plain value; None where it is no plain value."""
+    """Encode a plain value as a node; return None if it is not a plain value."""
     match value:
         case enum.Enum():
             inner = encode_value(value.value, path)
             if inner is None:
                 raise StateError(
-                    f"{path}: the value of {value!r} is a {type(value.value).__name__}, which is not stored"
+                    f"{path}: the value of {value!r} has type {type(value.value).__name__}, which cannot be stored"
                 )
             return ["e", type(value).__name__, value.name, inner]
         case np.generic():
@@ -92,28 +92,28 @@ def _text(value: str, path: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise StateError(f"{path}: text that is no valid Unicode cannot be stored: {error}") from None
-    return str.__str__(value)  # of a subclass, too, whatever it says of itself
+        raise StateError(f"{path}: a string that is not valid Unicode cannot be stored: {error}") from None
+    return str.__str__(value)  # also for subclasses that override __str__
 
 
 def _digits(value: int, path: str) -> str:
-    if value.bit_length() > 13000:  # Python reads at most 4300 digits
-        raise StateError(f"{path}: an integer of {value.bit_length()} bits is not stored: 13000 are the most")
+    if value.bit_length() > 13000:  # Python parses at most 4300 digits
+        raise StateError(f"{path}: an integer of {value.bit_length()} bits cannot be stored; the limit is 13000")
     return str(value)
 
 
 def _numpy_scalar(value: np.generic, path: str) -> list[Any]:
     if value.dtype.name not in NUMPY:
-        raise StateError(f"{path}: a numpy scalar of {value.dtype} is not stored")
+        raise StateError(f"{path}: a numpy scalar of dtype {value.dtype} cannot be stored")
     return ["n", value.dtype.name, base64.b64encode(value.tobytes()).decode()]
 
 
 @final
 @dataclass(frozen=True)
 class EnumValue:
-    """An enum as it was stored, by name: a manifest imports nothing, so only a target that has the type gives it back.
+    """A stored enum member, by name: nothing is imported, so only a target of the same type can restore it.
 
-    `load` without a target gives the value. A combination of flags that has no name is one by its value.
+    `read` gives the value instead. A combination of flags without a name is identified by its value.
     """
 
     type_name: str
@@ -121,7 +121,7 @@ class EnumValue:
     value: Any
 
     def of_type(self, kind: type[enum.Enum]) -> enum.Enum | None:
-        """The member of this type that it is; None if that has none."""
+        """Return the member of this type; None if there is none."""
         if self.name is not None and self.name in kind.__members__:
             return kind.__members__[self.name]
         if not issubclass(kind, enum.Flag):
@@ -134,7 +134,7 @@ class EnumValue:
 
 
 def decode_value(node: list[Any]) -> Any:
-    """The value of a node that `encode_value` made."""
+    """Decode a node that `encode_value` returned."""
     try:
         return _DECODERS[node[0]](*node[1:])
     except FormatError:
@@ -147,21 +147,21 @@ def _device(text: str) -> torch.device:
     try:
         return torch.device(text)
     except RuntimeError:
-        raise ValueError(f"{text!r} is no device") from None
+        raise ValueError(f"{text!r} is not a device") from None
 
 
 def _numpy(name: str, data: str) -> Any:
     if name not in NUMPY:
-        raise ValueError(f"{name!r} is no number")
+        raise ValueError(f"{name!r} is not a numeric dtype")
     dtype, stored = np.dtype(name), base64.b64decode(data, validate=True)
     if len(stored) != dtype.itemsize or (name == "bool" and stored not in (b"\0", b"\1")):
-        raise ValueError(f"{len(stored)} bytes are no {name}")
+        raise ValueError(f"{len(stored)} bytes do not encode a {name}")
     return np.frombuffer(stored, dtype)[0]
 
 
 def _plain(value: Any) -> Any:
     if not isinstance(value, str | int | float | bool | None):
-        raise ValueError("a plain value is expected")
+        raise ValueError("expected a plain value")
     return value
 
 

@@ -1,6 +1,6 @@
-"""What a rank writes, and where each chunk lies in its file: a function of the table alone. Pure.
+"""What a rank writes, and the offset of each chunk in its file: a function of the tensor table alone. Pure.
 
-Chunks come by itemsize, the widest first, then in the order of the state: a file without holes in which every chunk
+Chunks are ordered by itemsize, the largest first, then in the order of the state: the file has no gaps, and every chunk
 is aligned to its elements.
 """
 
@@ -23,9 +23,9 @@ __all__ = ["FilePlan", "file_plan"]
 @final
 @dataclass(frozen=True, eq=False)
 class FilePlan:
-    """The chunks of one rank's file in order: of which tensor, how many bytes, from where in the file's data.
+    """The chunks of one rank's file, in order: their tensor, size in bytes, and offset in the data.
 
-    `boxes` has the region of a chunk that is not all that the rank holds of its tensor.
+    `boxes` has the regions of chunks that are not all that the rank holds of their tensor.
     """
 
     rank: int
@@ -37,11 +37,11 @@ class FilePlan:
 
     @property
     def size(self) -> int:
-        """All bytes of data."""
+        """The total number of bytes of data."""
         return int(self.starts[-1] + self.nbytes[-1]) if self.starts.size else 0
 
     def region(self, chunk: int) -> Region:
-        """The region of its tensor that a chunk holds."""
+        """Return the region of its tensor that a chunk holds."""
         box = self.boxes.get(chunk)
         if box is not None:
             return box
@@ -54,7 +54,7 @@ class FilePlan:
         return region
 
     def chunks_of(self, tensor: int) -> list[int]:
-        """The chunks of a tensor, in order."""
+        """Return the chunks of a tensor, in order."""
         found: list[int] = self._by_tensor[
             np.searchsorted(self._sorted, tensor) : np.searchsorted(self._sorted, tensor, side="right")
         ].tolist()
@@ -62,7 +62,7 @@ class FilePlan:
 
     @cached_property
     def first_chunks(self) -> list[int]:
-        """The first chunk of every tensor of the table: -1 for those that are not in the file."""
+        """The first chunk of every tensor of the table: -1 if the tensor is not in the file."""
         found = np.full(len(self.table), -1, np.int64)
         found[self.tensors[::-1]] = np.arange(len(self.tensors))[::-1]
         chunks: list[int] = found.tolist()
@@ -83,12 +83,12 @@ class FilePlan:
 
     @cached_property
     def _regions(self) -> dict[int, Region]:
-        """What the rank holds of tensors of each kind, as it is asked for."""
+        """The regions that the rank holds, by kind of sharding; filled on demand."""
         return {}
 
 
 def file_plan(table: TensorTable, rank: int) -> FilePlan:
-    """What this rank writes.
+    """Plan the file of a rank.
 
     >>> from shardwright.layout import Mesh, Replicate
     >>> whole = Layout(Mesh((2,)), [Replicate()], (4, 1024))
@@ -98,40 +98,42 @@ def file_plan(table: TensorTable, rank: int) -> FilePlan:
     """
     tensors: list[Integers] = []
     nbytes: list[Integers] = []
-    cut: list[tuple[int, Region]] = []
+    split_chunks: list[tuple[int, Region]] = []
     for share in replica_splits(table, rank):
         whole, pieces = _part(share, rank, table)
         tensors.append(share.tensors[whole])
         nbytes.append(share.volumes[whole] * share.itemsizes[whole])
-        cut += pieces
+        split_chunks += pieces
     for kind, sharding in enumerate(table.shardings):
         if isinstance(sharding, Pieces):
             regions = [sharding.regions[number] for number in sharding.of_rank(rank)]
-            cut += [(int(tensor), region) for tensor in np.flatnonzero(table.kinds == kind) for region in regions]
-    cut += _empty(table, rank)
-    some = np.array([tensor for tensor, _ in cut], np.int64)
-    volumes = np.array([region.volume for _, region in cut], np.int64)
-    everything = np.concatenate([*tensors, some])
-    sizes = np.concatenate([*nbytes, volumes * table.itemsizes[some]])
-    order = np.lexsort((everything, -table.itemsizes[everything]))  # stable: boxes of one tensor stay in order
-    before = len(everything) - len(cut)
+            split_chunks += [
+                (int(tensor), region) for tensor in np.flatnonzero(table.kinds == kind) for region in regions
+            ]
+    split_chunks += _empty(table, rank)
+    split_tensors = np.array([tensor for tensor, _ in split_chunks], np.int64)
+    volumes = np.array([region.volume for _, region in split_chunks], np.int64)
+    tensor_of = np.concatenate([*tensors, split_tensors])
+    sizes = np.concatenate([*nbytes, volumes * table.itemsizes[split_tensors]])
+    order = np.lexsort((tensor_of, -table.itemsizes[tensor_of]))  # stable: boxes of one tensor stay in order
+    before = len(tensor_of) - len(split_chunks)
     boxes = {}
-    if cut:
+    if split_chunks:
         where = np.empty(len(order), np.int64)
         where[order] = np.arange(len(order))
-        boxes = {int(where[before + number]): region for number, (_, region) in enumerate(cut)}
+        boxes = {int(where[before + number]): region for number, (_, region) in enumerate(split_chunks)}
     sizes = sizes[order]
-    return FilePlan(rank, everything[order], sizes, np.cumsum(sizes) - sizes, boxes, table)
+    return FilePlan(rank, tensor_of[order], sizes, np.cumsum(sizes) - sizes, boxes, table)
 
 
 def _part(share: ReplicaSplit, rank: int, table: TensorTable) -> tuple[Integers, list[tuple[int, Region]]]:
-    """What of a share is this rank's: the tensors it writes whole, and the boxes of those that are cut."""
+    """Return this rank's part of a split: the tensors it writes in full, and the boxes of those that are split."""
     count = len(share.ranks)
     full = share.volumes > 0
     if count == 1:
         return np.flatnonzero(full), []
-    place = share.ranks.index(rank)
-    low, high = share.bound(place), share.bound(place + 1)
+    index = share.ranks.index(rank)
+    low, high = share.bound(index), share.bound(index + 1)
     starts = share.ends - share.volumes * share.itemsizes
     touched = np.flatnonzero(full & (share.ends > low) & (starts < high))
     inside = (starts[touched] >= low) & (share.ends[touched] <= high)
@@ -144,13 +146,13 @@ def _part(share: ReplicaSplit, rank: int, table: TensorTable) -> tuple[Integers,
             whole.append(np.array([number]))
         elif first < last:
             sharding = table.sharding(tensor)
-            assert isinstance(sharding, Layout)  # shares are of layouts
+            assert isinstance(sharding, Layout)  # only layouts have replicas
             pieces += [(tensor, box) for box in boxes_of_range(sharding.region(rank), first, last)]
     return np.concatenate(whole), pieces
 
 
 def _empty(table: TensorTable, rank: int) -> list[tuple[int, Region]]:
-    """Tensors without elements: an empty chunk, by the first rank that has them, so that a file tells of them."""
+    """Return tensors without elements: the first rank that has one writes an empty chunk, so that a file lists it."""
     found = []
     for kind, sharding in enumerate(table.shardings):
         if 0 not in sharding.shape:

@@ -1,4 +1,4 @@
-"""A state rebuilt from the tree of a manifest."""
+"""Rebuild a state from the tree of a manifest."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["build"]
 
 
 def build(tree: Any, tensor: Callable[[int, bool], Any], codecs: Mapping[str, Codec], rank: int | None) -> Any:
-    """The state that a tree describes, with what `tensor` gives for the tensors and arrays of each number.
+    """Build the state that a tree describes, with `tensor(index, is_array)` for its tensors and arrays.
 
-    Of what is PerRank it has the value of `rank`; where that rank has none and others do, a `PerRank` of theirs, by
+    For `PerRank` values, it has the value of `rank`; if that rank has none and others do, a `PerRank` of theirs by
     rank.
     """
 
@@ -33,8 +33,8 @@ def build(tree: Any, tensor: Callable[[int, bool], Any], codecs: Mapping[str, Co
                 return tuple(make(item) for item in items)
             case ["x", str(name), inner]:
                 codec = codecs.get(name)
-                made = make(inner)
-                return made if codec is None else codec.decode(made)
+                value = make(inner)
+                return value if codec is None else codec.decode(value)
             case ["r", *entries]:
                 own = dict(values_by_rank(entries))
                 if rank is None or rank in own or not own:

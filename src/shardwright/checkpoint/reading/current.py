@@ -1,4 +1,4 @@
-"""The checkpoint that is there: its manifest, read and checked, and read anew where it is replaced meanwhile."""
+"""The current checkpoint at a location: read its manifest, and read it again if it is replaced meanwhile."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ __all__ = ["Current", "check_sizes", "read_current", "read_current_on_ranks", "r
 
 T = TypeVar("T")
 
-_MAX_TRIES = 100  # for ranks to see one manifest
-_MAX_PAUSE = 0.05  # seconds between them
+_MAX_TRIES = 100  # until all ranks see the same manifest
+_MAX_PAUSE = 0.05  # seconds between tries
 _MAX_LISTED = 16
 
 
 class Current(NamedTuple):
-    """The checkpoint that is there, the same on all ranks of a group, and what tells the host of each of them."""
+    """The checkpoint that all ranks of a group read, and an identifier of each rank's host."""
 
     storage: Storage
     manifest: Manifest
     hosts: tuple[str, ...]
 
 
-class _Sight(NamedTuple):
-    """What a rank sees: which save, of which storage, in which folder, from which host."""
+class _View(NamedTuple):
+    """What a rank sees: the save, the storage, its directory, and the rank's host."""
 
     save_id: str
     where: str
@@ -43,14 +43,14 @@ class _Sight(NamedTuple):
 
 
 def read_manifest(storage: Storage) -> Manifest:
-    """The manifest of the checkpoint that is there now."""
+    """Read the manifest of the current checkpoint."""
     try:
         reader = storage.open(KEY)
     except MissingKeyError:
         raise NotACheckpointError(f"{storage!r} holds no checkpoint: there is no {KEY}") from None
     with reader:
         if reader.size > MAX_BYTES:
-            raise CorruptionError(f"the manifest has {reader.size} bytes, and none has more than {MAX_BYTES}")
+            raise CorruptionError(f"the manifest has {reader.size} bytes, but the maximum is {MAX_BYTES}")
         data = bytearray(reader.size)
         reader.read([memoryview(data)], 0)
     with gc_paused():
@@ -58,10 +58,10 @@ def read_manifest(storage: Storage) -> Manifest:
 
 
 def read_current(storage: Storage, work: Callable[[Manifest], T]) -> T:
-    """What `work` makes of the checkpoint that is there; where it is replaced meanwhile, of the one that replaced it.
+    """Return `work(manifest)` of the current checkpoint; if it is replaced meanwhile, of the one that replaced it.
 
-    A save removes the files of the one before it, so a file that is missing may only mean that there is a newer
-    manifest. Files that are open stay readable: `work` opens all it needs before it uses any.
+    A save removes the files of its predecessor, so a missing file may only mean that there is a newer manifest. Open
+    files remain readable: `work` opens all it needs before it uses any.
     """
     manifest = read_manifest(storage)
     while True:
@@ -75,27 +75,27 @@ def read_current(storage: Storage, work: Callable[[Manifest], T]) -> T:
 
 
 def check_sizes(storage: Storage, manifest: Manifest) -> None:
-    """Sees that every file is there and has its size; nothing is read."""
+    """Check that every file exists and has its size, without reading it."""
     for rank, expected in manifest.files.items():
         name = manifest.file_name(rank)
         with storage.open(name) as reader:
             if reader.size != expected.size:
-                raise CorruptionError(f"{name} has {reader.size} bytes, and the manifest says {expected.size}")
+                raise CorruptionError(f"{name} has {reader.size} bytes, but the manifest says {expected.size}")
 
 
-def read_current_on_ranks(place: Callable[[], Storage], group: comm.Group, work: Callable[[Current], T]) -> T:
-    """`read_current` on all ranks of a group, of one checkpoint, the same on all of them. `work` is collective.
+def read_current_on_ranks(locate: Callable[[], Storage], group: comm.Group, work: Callable[[Current], T]) -> T:
+    """Run `read_current` on all ranks of a group, with the same checkpoint on all of them. `work` is collective.
 
-    `place` says where it is; what it raises on any rank is raised on all.
+    `locate` returns the storage; if it raises on any rank, all raise.
     """
-    current = _same_on_ranks(place, group)
+    current = _same_on_ranks(locate, group)
     while True:
         try:
             return work(current)
         except RankFailedError as error:
             if not any(failure.kind == MissingKeyError.__name__ for failure in error.failures):
                 raise
-            newer = _same_on_ranks(place, group)
+            newer = _same_on_ranks(locate, group)
             if newer.manifest.save_id == current.manifest.save_id:
                 own = comm.common_error(error, group)
                 if own is None:
@@ -104,29 +104,29 @@ def read_current_on_ranks(place: Callable[[], Storage], group: comm.Group, work:
             current = newer
 
 
-def _same_on_ranks(place: Callable[[], Storage], group: comm.Group) -> Current:
-    """The manifest, the same one on all ranks, though the checkpoint be replaced while they read it."""
-    said: list[_Sight] = []
+def _same_on_ranks(locate: Callable[[], Storage], group: comm.Group) -> Current:
+    """Read the manifest, retrying until all ranks see the same save (it may be replaced concurrently)."""
+    views: list[_View] = []
     host = this_host()
 
-    def look() -> tuple[tuple[Storage, Manifest], bytes]:
-        storage = place()
+    def look_up() -> tuple[tuple[Storage, Manifest], bytes]:
+        storage = locate()
         folder = storage.path if isinstance(storage, LocalStorage) else ""
         manifest = read_manifest(storage)
-        return (storage, manifest), msgspec.json.encode(_Sight(manifest.save_id, repr(storage), folder, host))
+        return (storage, manifest), msgspec.json.encode(_View(manifest.save_id, repr(storage), folder, host))
 
     for attempt in range(_MAX_TRIES):
-        (storage, manifest), told = comm.agree(look, what="load", group=group, gather=True)
-        before, said = said, [msgspec.json.decode(one, type=_Sight) for one in told]
-        if len({one.save_id for one in said}) == 1:
-            return Current(storage, manifest, tuple(one.host for one in said))
-        if len({one.folder for one in said}) > 1 and said == before:
-            break  # different folders, and nobody saves to any of them
+        (storage, manifest), gathered = comm.agree(look_up, what="load", group=group, gather=True)
+        before, views = views, [msgspec.json.decode(one, type=_View) for one in gathered]
+        if len({one.save_id for one in views}) == 1:
+            return Current(storage, manifest, tuple(one.host for one in views))
+        if len({one.folder for one in views}) > 1 and views == before:
+            break  # different directories, and none of them is being replaced
         time.sleep(min(_MAX_PAUSE, 0.001 * 2 ** min(attempt, 10)))
     listed = [
-        f"rank {rank} reads save {one.save_id} of {one.where}" for rank, one in zip(group.ranks, said, strict=True)
+        f"rank {rank} reads save {one.save_id} of {one.where}" for rank, one in zip(group.ranks, views, strict=True)
     ]
     raise CheckpointError(
-        f"ranks read different checkpoints, and load takes one: {join_first(listed, _MAX_LISTED, '; ')}. Give all "
-        "ranks one folder that they share, or copies of one checkpoint"
+        f"ranks read different checkpoints, but load needs one: {join_first(listed, _MAX_LISTED, '; ')}. Give all "
+        "ranks the same shared directory, or copies of one checkpoint"
     )

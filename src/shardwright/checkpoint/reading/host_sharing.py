@@ -1,8 +1,8 @@
-"""What the ranks of a host read together, so that no block is read and verified twice. Pure.
+"""Decide which tensors the ranks of a host read together, so that no block is read and verified twice. Pure.
 
-A tensor is read by each rank alone where the blocks that the ranks touch are hardly any of them the same: a layout
-that was kept, rows cut otherwise. Where ranks touch the same blocks (replicas, columns of what was stored as rows),
-they are dealt out among the ranks: see `assignment`.
+Each rank reads a tensor alone if the ranks need mostly different blocks: the stored layout, or other rows. If they need
+the same blocks (replicas, columns of a tensor that was stored by rows), the blocks are divided among the ranks: see
+`ReadAssignment`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from shardwright.checkpoint.format.locate import ChunkLocator, Part
 from shardwright.checkpoint.format.tensor_table import Integers, Pieces, Sharding
 from shardwright.layout import Region, RegionTable
 
-__all__ = ["ReadRequest", "Run", "blocks_of", "boxes_meeting", "regions_of", "shared", "touched"]
+__all__ = ["ReadRequest", "Run", "blocks_of", "blocks_of_part", "boxes_intersecting", "regions_of", "shared"]
 
-_WASTE = 1.05  # reading alone may cost this much more than reading once
-_LOOKED_AT = 16  # stored boxes of a tensor that this is judged by: those of thousands of ranks are alike
+_MAX_OVERHEAD = 1.05  # reading alone may cost this factor more than reading once
+_SAMPLED_BOXES = 16  # stored boxes of a tensor to sample: those of thousands of ranks are similar
 
 
 class ReadRequest(NamedTuple):
-    """A stored tensor, by its number, that is loaded under a placing: what every rank knows of every other's wishes."""
+    """A request to load a stored tensor, given by its index, under this sharding."""
 
     number: int
     sharding: Sharding
 
 
 class Run(NamedTuple):
-    """Neighbouring blocks of a chunk of the file of `rank`, and where they lie in the segment."""
+    """Adjacent blocks of a chunk in the file of `rank`, and their offset in the segment."""
 
     rank: int
     chunk: int
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
 
 def regions_of(sharding: Sharding, rank: int) -> list[Region]:
-    """What a rank holds under a placing.
+    """Return the regions that a rank holds under a sharding.
 
     >>> from shardwright.layout import Layout, Mesh, Shard
     >>> regions_of(Layout(Mesh((2,)), [Shard(0)], (4,)), 1)
@@ -53,7 +53,7 @@ def regions_of(sharding: Sharding, rank: int) -> list[Region]:
 
 
 def shared(requests: Sequence[ReadRequest], locator: ChunkLocator, ranks: Sequence[int]) -> list[bool]:
-    """For each tensor, whether these ranks of one host read it together.
+    """Return for each request whether these ranks of one host should read it together.
 
     >>> from shardwright.checkpoint.format.tensor_table import TensorTable
     >>> from shardwright.layout import Layout, Mesh, Replicate, Shard
@@ -66,46 +66,46 @@ def shared(requests: Sequence[ReadRequest], locator: ChunkLocator, ranks: Sequen
         return [False] * len(requests)
     known: dict[tuple[int, int, int], bool] = {}
     found = []
-    for ask in requests:
+    for request in requests:
         table = locator.table
-        # Tensors stored alike, and asked for alike, touch blocks alike, but for where shares of replicas are cut.
-        key = (int(table.kinds[ask.number]), id(ask.sharding), int(table.itemsizes[ask.number]))
+        # Tensors with equal stored and requested shardings need the same blocks, except where replicas are split.
+        key = (int(table.kinds[request.number]), id(request.sharding), int(table.itemsizes[request.number]))
         if key not in known:
-            known[key] = _overlaps(ask, locator, ranks)
+            known[key] = _overlaps(request, locator, ranks)
         found.append(known[key])
     return found
 
 
-def _overlaps(ask: ReadRequest, locator: ChunkLocator, ranks: Sequence[int]) -> bool:
-    """Whether ranks touch blocks that others touch; where replicas share the writing, as if one had written all."""
-    itemsize = int(locator.table.itemsizes[ask.number])
-    wanted = [region for rank in ranks for region in regions_of(ask.sharding, rank)]
-    _, offsets, sizes = boxes_meeting(locator.table.sharding(ask.number), wanted)
+def _overlaps(request: ReadRequest, locator: ChunkLocator, ranks: Sequence[int]) -> bool:
+    """Return True if ranks need common blocks, counting replicas as if one rank had written all of them."""
+    itemsize = int(locator.table.itemsizes[request.number])
+    wanted = [region for rank in ranks for region in regions_of(request.sharding, rank)]
+    _, offsets, sizes = boxes_intersecting(locator.table.sharding(request.number), wanted)
     boxes = np.unique(np.concatenate([offsets, sizes], axis=1), axis=0)
     each = once = 0
-    for row in boxes[np.unique(np.linspace(0, len(boxes) - 1, _LOOKED_AT).astype(int))] if len(boxes) else ():
+    for row in boxes[np.unique(np.linspace(0, len(boxes) - 1, _SAMPLED_BOXES).astype(int))] if len(boxes) else ():
         numbers = row.tolist()
         box = Region(numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :])
         blocks = [blocks_of(part, box, itemsize) for region in wanted if (part := region.intersect(box)) is not None]
         each += sum(map(len, blocks))
         once += len(np.unique(np.concatenate(blocks)))
-    return each > _WASTE * once
+    return each > _MAX_OVERHEAD * once
 
 
-def boxes_meeting(sharding: Sharding, wanted: Iterable[Region]) -> RegionTable:
-    """The stored boxes that hold any of the wanted regions, each with a rank that has it.
+def boxes_intersecting(sharding: Sharding, wanted: Iterable[Region]) -> RegionTable:
+    """Return the stored boxes that intersect any of the regions, each with a rank that holds it.
 
     >>> from shardwright.layout import Layout, Mesh, Shard
-    >>> boxes_meeting(Layout(Mesh((4,)), [Shard(0)], (8,)), [Region((3,), (2,))]).ranks.tolist()
+    >>> boxes_intersecting(Layout(Mesh((4,)), [Shard(0)], (8,)), [Region((3,), (2,))]).ranks.tolist()
     [1, 2]
     """
     table = _boxes_of(sharding) if isinstance(sharding, Pieces) else sharding.table()
     ends = table.offsets + table.sizes
-    meets = np.zeros(len(table.ranks), bool)
+    intersects = np.zeros(len(table.ranks), bool)
     for region in dict.fromkeys(wanted):
         low, high = np.array(region.offset, np.int64), np.array(region.end, np.int64)
-        meets |= (np.maximum(table.offsets, low) < np.minimum(ends, high)).all(axis=1)
-    return RegionTable(*(column[meets] for column in table))
+        intersects |= (np.maximum(table.offsets, low) < np.minimum(ends, high)).all(axis=1)
+    return RegionTable(*(column[intersects] for column in table))
 
 
 def _boxes_of(pieces: Pieces) -> RegionTable:
@@ -117,17 +117,17 @@ def _boxes_of(pieces: Pieces) -> RegionTable:
     )
 
 
-def touched(part: Part, itemsize: int) -> Integers:
-    """The blocks of a chunk that hold any of a part, in order.
+def blocks_of_part(part: Part, itemsize: int) -> Integers:
+    """Return the blocks of a chunk that contain any of a part, in order.
 
-    >>> touched(Part(0, 0, Region((0, 0), (4, 1)), Region((0, 0), (4, 1 << 18))), itemsize=4).tolist()
+    >>> blocks_of_part(Part(0, 0, Region((0, 0), (4, 1)), Region((0, 0), (4, 1 << 18))), itemsize=4).tolist()
     [0, 1, 2, 3]
     """
     return blocks_of(part.region, part.chunk_region, itemsize)
 
 
 def blocks_of(region: Region, chunk: Region, itemsize: int) -> Integers:
-    """The blocks of a chunk that hold any of a region inside it, in order.
+    """Return the blocks of a chunk that contain any of a region inside it, in order.
 
     >>> blocks_of(Region((1, 0), (2, 1)), Region((0, 0), (4, 1 << 18)), itemsize=4).tolist()
     [1, 2]
@@ -135,7 +135,7 @@ def blocks_of(region: Region, chunk: Region, itemsize: int) -> Integers:
     if not region.is_empty and chunk.volume * itemsize <= BLOCK:
         return np.zeros(1, np.int64)
     starts, length = region.byte_runs(chunk, itemsize)
-    if len(starts) and int(np.diff(starts).max(initial=0)) <= BLOCK:  # no block lies between two runs
+    if len(starts) and int(np.diff(starts).max(initial=0)) <= BLOCK:  # no block is between two runs
         return np.arange(int(starts[0]) // BLOCK, (int(starts[-1]) + length - 1) // BLOCK + 1)
     first, last = starts // BLOCK, (starts + length - 1) // BLOCK
     counts = last - first + 1

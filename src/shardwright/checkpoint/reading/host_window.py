@@ -1,9 +1,9 @@
-"""A window of memory that the ranks of a host share: one reads a segment into it, all copy what they want.
+"""Shared memory of the ranks of a host: one rank reads a segment into it, all copy what they need.
 
-Each rank has two slots, so that it reads the next segment while the others copy from the last. Ranks tell each other
-how far they are by numbers in the window's file, through system calls, which order them with the data. The file has
-no name any more once all have opened it: nothing is left behind, however a rank ends. While a rank waits it looks
-after the processes of the others, so that one that is killed is missed at once.
+Each rank has two slots, so that it reads the next segment while the others copy from the last. Ranks publish their
+progress as counters in the window's file, through system calls, which are ordered with the data. The file is unlinked
+once all ranks have opened it, so nothing is left behind, however a rank ends. While a rank waits, it checks the
+processes of the others, so that a killed one is noticed at once.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _FOLDER = "/dev/shm"
 _NUMBER = struct.Struct("<q")
 _PAGE = 4096
 _FAILED = 1 << 62
-_LOOK = 0.2  # seconds between two looks at the processes that are waited for
+_CHECK_INTERVAL = 0.2  # seconds between checks of the processes waited for
 
 
 class Process(NamedTuple):
-    """A process of this host, in its namespace of numbers, and when it began: numbers are used again."""
+    """A process of this host: its pid, the pid's namespace, and its start time, as pids are reused."""
 
     pid: int
-    began: str
+    started: str
     namespace: str
 
     @classmethod
     def own(cls) -> Process | None:
-        """This one; None where /proc does not tell."""
+        """Return this process; None if /proc is not available."""
         try:
             pid = os.getpid()
             return cls(pid, _state_of(pid)[1], os.readlink("/proc/self/ns/pid"))
@@ -50,46 +50,46 @@ class Process(NamedTuple):
             return None
 
     def is_gone(self) -> bool:
-        """Whether it has ended: its number is free or another's, or it only waits to be collected."""
+        """Return True if it has ended: its pid is free, is reused, or belongs to a zombie."""
         try:
-            state, began = _state_of(self.pid)
+            state, started = _state_of(self.pid)
         except (FileNotFoundError, ProcessLookupError):
             return True
         except (OSError, IndexError):
             return False
-        return state in "ZX" or began != self.began
+        return state in "ZX" or started != self.started
 
 
 def _state_of(pid: int) -> tuple[str, str]:
-    """The state of a process, by its letter, and when it began."""
+    """Return the state letter of a process and its start time."""
     with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
         fields = file.read().rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
 def this_host() -> str:
-    """What tells this host, and its shared memory, from others: containers may share a name, not a mount."""
+    """Identify this host and its shared memory: containers may share a host name, but not a mount."""
     try:
         status = os.stat(_FOLDER)
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{socket.gethostname()}/{file.read().strip()}/{status.st_dev}/{status.st_ino}"
     except OSError:
-        return f"{socket.gethostname()}/{os.getpid()}"  # no shared memory to speak of: every rank by itself
+        return f"{socket.gethostname()}/{os.getpid()}"  # no shared memory: every rank is on its own
 
 
 def open_window(group: comm.Group, ranks: Sequence[int], timeout: float, slot: int = SLOT) -> HostWindow | None:
-    """A window for these ranks of one host; None where there is no room for it, on all of them alike. Collective.
+    """Open a window for these ranks of one host; return None on all of them if there is no room for it. Collective.
 
-    All ranks of the group call it, each with the ranks of its own host, and with the same `slot`: the bytes of each of
-    a rank's two slots.
+    All ranks of the group call it, each with the ranks of its own host, and with the same `slot`, the size of each of a
+    rank's two slots in bytes.
     """
-    leads = group.global_rank == ranks[0]
+    is_first = group.global_rank == ranks[0]
     size = _PAGE + 2 * slot * len(ranks)
     path = ""
-    if leads and len(ranks) > 1:
+    if is_first and len(ranks) > 1:
         path = _create(size)
-    said = comm.gather_bytes(path.encode(), group, what="load: opening the window")
-    path = said[group.ranks.index(ranks[0])].decode()
+    gathered = comm.gather_bytes(path.encode(), group, what="load: opening the window")
+    path = gathered[group.ranks.index(ranks[0])].decode()
     descriptor = -1
     if path:
         try:
@@ -97,22 +97,22 @@ def open_window(group: comm.Group, ranks: Sequence[int], timeout: float, slot: i
         except OSError:
             descriptor = -1
     own = Process.own()
-    said = comm.gather_bytes(msgspec.json.encode((descriptor >= 0, own)), group, what="load: the window is open")
-    opened = [msgspec.json.decode(one, type=tuple[bool, Process | None]) for one in said]
-    if leads and path:
+    gathered = comm.gather_bytes(msgspec.json.encode((descriptor >= 0, own)), group, what="load: the window is open")
+    opened = [msgspec.json.decode(one, type=tuple[bool, Process | None]) for one in gathered]
+    if is_first and path:
         os.unlink(path)
-    here = [opened[group.ranks.index(rank)] for rank in ranks]
-    if not all(is_open for is_open, _ in here):
+    on_host = [opened[group.ranks.index(rank)] for rank in ranks]
+    if not all(is_open for is_open, _ in on_host):
         if descriptor >= 0:
             os.close(descriptor)
         return None
-    # A number means something in its own namespace only: who runs in another container is not looked after.
-    processes = [one if one and own and one.namespace == own.namespace else None for _, one in here]
+    # A pid is meaningful in its own namespace only: processes of other containers are not checked.
+    processes = [one if one and own and one.namespace == own.namespace else None for _, one in on_host]
     return HostWindow(descriptor, slot, ranks.index(group.global_rank), ranks, timeout, processes)
 
 
 def _create(size: int) -> str:
-    """A file of shared memory, its pages there; empty text where there is no room, with some to spare for others."""
+    """Create and allocate a file of shared memory; return "" if there is no room, leaving some for other processes."""
     path = os.path.join(_FOLDER, f"shardwright-{os.getpid()}-{os.urandom(6).hex()}")
     try:
         room = os.statvfs(_FOLDER)
@@ -122,7 +122,7 @@ def _create(size: int) -> str:
     except OSError:
         return ""
     try:
-        os.posix_fallocate(descriptor, 0, size)  # else a full /dev/shm would end the process with a bus error
+        os.posix_fallocate(descriptor, 0, size)  # else a full /dev/shm would kill the process with SIGBUS
     except OSError:
         os.unlink(path)
         return ""
@@ -133,35 +133,35 @@ def _create(size: int) -> str:
 
 @final
 class HostWindow:
-    """The slots of all ranks of a host, and how far each rank is."""
+    """The slots of all ranks of a host, and the progress of each rank."""
 
     def __init__(
         self,
         descriptor: int,
         slot: int,
-        me: int,
+        own_index: int,
         ranks: Sequence[int],
         timeout: float,
         processes: Sequence[Process | None],
     ) -> None:
-        self._descriptor, self._me, self._ranks, self._timeout = descriptor, me, ranks, timeout
+        self._descriptor, self._index, self._ranks, self._timeout = descriptor, own_index, ranks, timeout
         self.slot = slot
         self._processes = processes
         self._memory = mmap.mmap(descriptor, _PAGE + 2 * slot * len(ranks))
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def run(self, count: int, read: Callable[[int, Tensor], None], copy: Callable[[int, Tensor], None]) -> None:
-        """Has segments 0 to `count` - 1 read, each by one rank, and copied by all; all ranks of the host call it.
+        """Run segments 0 to `count` - 1: each is read by one rank and copied by all. All ranks of the host call it.
 
-        `read(segment, slot)` fills a slot with a segment, `copy(segment, slot)` takes from it. A rank that raises
-        tells the others, which stop with a `RankLostError`.
+        `read(segment, slot)` fills a slot with a segment, `copy(segment, slot)` copies from it. If a rank raises, the
+        others stop with a `RankLostError`.
         """
         size = len(self._ranks)
         rounds = -(-count // size)
         try:
             for number in range(rounds + 1):
                 if number < rounds:
-                    self._fill(number, number * size + self._me, count, read)
+                    self._fill(number, number * size + self._index, count, read)
                 if number:
                     self._copy(number - 1, count, copy)
         except BaseException:
@@ -169,53 +169,53 @@ class HostWindow:
             raise
 
     def fail(self) -> None:
-        """Tells the others that this rank will not go on."""
-        self._say(0, _FAILED)
-        self._say(1, _FAILED)
+        """Publish that this rank has failed."""
+        self._publish(0, _FAILED)
+        self._publish(1, _FAILED)
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Unmap and close the window."""
         del self._bytes
         self._memory.close()
         os.close(self._descriptor)
 
     def _fill(self, number: int, segment: int, count: int, read: Callable[[int, Tensor], None]) -> None:
-        self._await(1, number - 1, range(len(self._ranks)))  # the slot was used two rounds ago: all have copied it
+        self._await(1, number - 1, range(len(self._ranks)))  # the slot was used two rounds ago: all have copied from it
         if segment < count:
-            read(segment, self._slot(self._me, number))
-        self._say(0, number + 1)
+            read(segment, self._slot(self._index, number))
+        self._publish(0, number + 1)
 
     def _copy(self, number: int, count: int, copy: Callable[[int, Tensor], None]) -> None:
         size = len(self._ranks)
-        # Each begins with its own: it is in the cache, and not all wait for the same.
+        # Each rank begins with its own slot: it is in the cache, and not all wait for the same rank.
         for step in range(size):
-            owner = (self._me + step) % size
+            owner = (self._index + step) % size
             segment = number * size + owner
             if segment < count:
                 self._await(0, number + 1, (owner,))
                 copy(segment, self._slot(owner, number))
-        self._say(1, number + 1)
+        self._publish(1, number + 1)
 
     def _slot(self, owner: int, number: int) -> Tensor:
         start = _PAGE + (2 * owner + number % 2) * self.slot
         return self._bytes[start : start + self.slot]
 
-    def _say(self, column: int, number: int) -> None:
-        os.pwrite(self._descriptor, _NUMBER.pack(number), 8 * (2 * self._me + column))
+    def _publish(self, column: int, number: int) -> None:
+        os.pwrite(self._descriptor, _NUMBER.pack(number), 8 * (2 * self._index + column))
 
     def _await(self, column: int, number: int, owners: Sequence[int]) -> None:
-        began = time.monotonic()
-        look = began + _LOOK
+        started = time.monotonic()
+        next_check = started + _CHECK_INTERVAL
         for owner in owners:
             pause = 0.0
-            while (now := self._said(owner, column)) < number:
+            while (now := self._progress_of(owner, column)) < number:
                 time.sleep(pause)
                 pause = min(0.002, pause + 0.00005)
                 clock = time.monotonic()
-                if clock > look:
-                    self._look_after_the_others()
-                    look = clock + _LOOK
-                if clock - began > self._timeout:
+                if clock > next_check:
+                    self._check_processes()
+                    next_check = clock + _CHECK_INTERVAL
+                if clock - started > self._timeout:
                     raise RankLostError(
                         f"load: rank {self._ranks[owner]} did not read its part within {self._timeout:g} s",
                         (self._ranks[owner],),
@@ -223,12 +223,12 @@ class HostWindow:
             if now == _FAILED:
                 raise RankLostError(f"load: rank {self._ranks[owner]} failed while reading", (self._ranks[owner],))
 
-    def _look_after_the_others(self) -> None:
+    def _check_processes(self) -> None:
         gone = tuple(rank for rank, one in zip(self._ranks, self._processes, strict=True) if one and one.is_gone())
         if gone:
             raise RankLostError(
                 f"load: rank {', '.join(map(str, gone))} ended while the ranks of its host read together", gone
             )
 
-    def _said(self, owner: int, column: int) -> int:
+    def _progress_of(self, owner: int, column: int) -> int:
         return int(_NUMBER.unpack(os.pread(self._descriptor, 8, 8 * (2 * owner + column)))[0])

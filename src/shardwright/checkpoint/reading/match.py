@@ -1,6 +1,6 @@
-"""What is asked for against what is stored: everything that does not fit is found before the first byte moves.
+"""Match the target of a load with what is stored, and find all mismatches before any data is read.
 
-A target is found by the keys that lead to it; where those differ (a list for a dict, "a.b" for "a" and "b"), by its
+An entry is found by its key path; if key paths differ (a list instead of a dict, "a.b" instead of "a" and "b"), by its
 dotted name, if that is unique.
 """
 
@@ -45,11 +45,11 @@ __all__ = [
     "unclaimed_rank_values",
 ]
 
-_MAX_WORK = 100_000  # for telling whether two tensors share memory: beyond it they are taken to
+_MAX_WORK = 100_000  # limit of the exact check for shared memory; beyond it, tensors count as overlapping
 
 
 class TensorMatch(NamedTuple):
-    """A leaf of the target and the stored tensor that fills it."""
+    """A leaf of the target and the index of the stored tensor that fills it."""
 
     name: str
     leaf: Leaf
@@ -57,12 +57,12 @@ class TensorMatch(NamedTuple):
 
 
 class Match(NamedTuple):
-    """What fills what, and what does not fit, as this rank sees it.
+    """The matches and mismatches of this rank.
 
-    `values` are the plain values to be put in, by the id of their nodes. `missing` are the names of the target that
-    the checkpoint does not have. `emptied` are the ids of containers that are empty in the checkpoint. `unexpected` are
-    the places, among all that is stored, of what this rank does not ask for; another may. `idle` are patterns of `only`
-    that fit no name here. `faults` are complete sentences.
+    `values` has the plain values to set, by the id of their nodes. `missing` has the names of the target that are not
+    in the checkpoint. `emptied` has the ids of containers that are empty in the checkpoint. `unexpected` has the
+    indices of stored entries that this rank does not use; another rank may. `idle` has patterns of `only` that match no
+    name here. `faults` are complete sentences.
     """
 
     tensors: list[TensorMatch]
@@ -75,7 +75,7 @@ class Match(NamedTuple):
 
 
 def unclaimed_rank_values(tree: Any, ranks: Sequence[int]) -> list[str]:
-    """What is wrong if all that ranks had for themselves is to be loaded, and some of them are not here."""
+    """Return the faults of `PerRank` values of ranks that are not part of this load."""
     return [
         f"unexpected: {name!r} of rank {owner} is in the checkpoint, and no rank {owner} loads it; "
         "strict=False leaves it out"
@@ -84,24 +84,24 @@ def unclaimed_rank_values(tree: Any, ranks: Sequence[int]) -> list[str]:
 
 
 def rename_entries(stored: Sequence[StoredEntry], rename: Rename | None) -> tuple[list[StoredEntry], list[str]]:
-    """What is stored, under the names that `rename` gives it, and what is wrong with those.
+    """Return the stored entries under the names that `rename` gives them, and the faults of these names.
 
-    What has a new name is found by that alone.
+    A renamed entry is found by its new name only.
     """
     if rename is None:
         return list(stored), []
     if not (callable(rename) or isinstance(rename, Mapping)):
-        raise ArgumentTypeError(f"rename is a {type(rename).__name__}: give a function or a mapping of names")
+        raise ArgumentTypeError(f"rename must be a function or a mapping of names, got {type(rename).__name__}")
     found: list[StoredEntry] = []
     faults: list[str] = []
     taken: dict[str, str] = {}
     if isinstance(rename, Mapping):
-        strangers = rename.keys() - {entry.name for entry in stored}
-        faults = [f"rename: the checkpoint has no {name!r}" for name in sorted(map(str, strangers))]
+        unknown = rename.keys() - {entry.name for entry in stored}
+        faults = [f"rename: the checkpoint has no {name!r}" for name in sorted(map(str, unknown))]
     for entry in stored:
         new = rename(entry.name) if callable(rename) else rename.get(entry.name, entry.name)
         if not isinstance(new, str):
-            raise ArgumentTypeError(f"rename gives {new!r} for {entry.name!r}: a name is text")
+            raise ArgumentTypeError(f"rename must return a str, got {new!r} for {entry.name!r}")
         other = taken.setdefault(new, entry.name)
         if other != entry.name:
             faults.append(f"rename: {other!r} and {entry.name!r} both become {new!r}")
@@ -118,128 +118,131 @@ def match_state(
     faults: Sequence[str] = (),
     created: Container[Any] = (),
 ) -> Match:
-    """What fills what; `faults` are known already. It changes nothing and raises only for arguments of a wrong kind.
+    """Match the state with the stored entries; `faults` are already known. Only arguments of a wrong type raise.
 
-    `created` has what has no contents of its own: it is never kept as it is.
+    `created` has the objects that were created without contents: they must be filled.
     """
     found = Match([], {}, [], [], [], list(faults), set())
     nodes = _leaf_nodes(flat)
     patterns = patterns_of(request.only)
     wanted = nodes if patterns is None else _chosen(nodes, patterns, found.idle)
-    index = _Index(stored, nodes)
+    lookup = _Index(stored, nodes)
     fit = _Fit(table, request.cast)
     used: set[int] = set()
-    read: dict[tuple[Any, ...], TensorMatch] = {}  # memory that is to be filled, and what with
+    read: dict[tuple[Any, ...], TensorMatch] = {}  # memory to fill, and the match that fills it
     for node, leaf, codecs in wanted:
-        place = index.find(node)
-        if place is None:
-            if node.original in created or _is_missed(node.name, request.on_missing):
+        index = lookup.find(node)
+        if index is None:
+            if node.original in created or _is_required(node.name, request.on_missing):
                 found.missing.append(node.name)
             continue
-        if place in used:
+        if index in used:
             found.faults.append(
-                f"twice: two places of the state have the name {node.name!r}, and the checkpoint has it once, under "
+                f"twice: two leaves of the state have the name {node.name!r}, but the checkpoint has it once, under "
                 "other keys; rename one of them"
             )
             continue
-        used.add(place)
-        one = stored[place]
+        used.add(index)
+        entry_ = stored[index]
         if codecs:
-            found.faults.extend(_other_codec(node.name, codecs, [name for _, name in one.codecs]))
-        entry = one.what
+            found.faults.extend(_other_codec(node.name, codecs, [name for _, name in entry_.codecs]))
+        entry = entry_.what
         if leaf is None:
             _take_value(found, node, entry)
         elif isinstance(entry, StoredValue):
-            found.faults.append(f"kind: {node.name!r} is a tensor here, and {_shown(entry.value)} in the checkpoint")
+            found.faults.append(
+                f"kind: {node.name!r} is a tensor in the state, but {_brief(entry.value)} in the checkpoint"
+            )
         else:
             if not fit.is_plain(node, leaf, entry.number):
                 found.faults.extend(fit.faults(node, leaf, entry.number))
-            wish = TensorMatch(node.name, leaf, entry.number)
-            first = read.setdefault(leaf.identity, wish) if leaf.is_held else wish
-            if first is wish:
-                found.tensors.append(wish)
+            match_ = TensorMatch(node.name, leaf, entry.number)
+            first = read.setdefault(leaf.identity, match_) if leaf.is_held else match_
+            if first is match_:
+                found.tensors.append(match_)
             elif first.number != entry.number and request.strict:
                 found.faults.append(
-                    f"tied: {first.name!r} and {node.name!r} are one memory here, and two tensors in the checkpoint; "
+                    f"tied: {first.name!r} and {node.name!r} share memory in the state, but are two tensors in the "
+                    "checkpoint; "
                     "untie them, choose one with only=, or take the first with strict=False"
                 )
     found.faults.extend(_overlaps(found.tensors))
-    left = [place for place in range(len(stored)) if place not in used]
+    left = [index for index in range(len(stored)) if index not in used]
     branches = {branch.name: branch for branch in _branches(flat.root)} if left else {}
-    for place in left:
-        one = stored[place]
-        branch = branches.get(one.name)
-        if isinstance(one.what, StoredTensor) or branch is None:
+    for index in left:
+        entry_ = stored[index]
+        branch = branches.get(entry_.name)
+        if isinstance(entry_.what, StoredTensor) or branch is None:
             continue
-        used.add(place)  # a container is there to receive it: an empty one is no mismatch, anything else is
-        if patterns is None or fits(one.name, patterns):
+        used.add(index)  # a container exists for it: an empty one is not a mismatch, anything else is
+        if patterns is None or fits(entry_.name, patterns):
             found.emptied.add(id(branch))
-        if request.only is None and not isinstance(one.what.value, dict | list | tuple):
+        if request.only is None and not isinstance(entry_.what.value, dict | list | tuple):
             found.faults.append(
-                f"kind: {one.name!r} is a container here, and {_shown(one.what.value)} in the checkpoint"
+                f"kind: {entry_.name!r} is a container in the state, but {_brief(entry_.what.value)} in the checkpoint"
             )
     if request.strict and request.only is None:
-        for place in (place for place in left if place not in used):
-            if stored[place].of_rank:  # no other rank could ask for it
-                found.faults.append(f"unexpected: {stored[place].name!r} is in the checkpoint and not in the state")
+        for index in (index for index in left if index not in used):
+            if stored[index].of_rank:  # no other rank can use it
+                found.faults.append(f"unexpected: {stored[index].name!r} is in the checkpoint and not in the state")
             else:
-                found.unexpected.append(place)
+                found.unexpected.append(index)
     return found
 
 
 def matched_entries(flat: FlatState, stored: Sequence[StoredEntry]) -> set[int]:
-    """The places, among all that is stored, of what this state asks for."""
+    """Return the indices of the stored entries that this state uses."""
     nodes = _leaf_nodes(flat)
-    index = _Index(stored, nodes)
-    return {place for node, *_ in nodes if (place := index.find(node)) is not None}
+    lookup = _Index(stored, nodes)
+    return {index for node, *_ in nodes if (index := lookup.find(node)) is not None}
 
 
 class _Index:
-    """What is stored, to be found by keys or by name."""
+    """The stored entries, by key path and by name."""
 
-    def __init__(self, stored: Sequence[StoredEntry], nodes: Sequence[_Found]) -> None:
+    def __init__(self, stored: Sequence[StoredEntry], nodes: Sequence[_LeafNode]) -> None:
         self._stored, self._nodes = stored, nodes
-        self._by_keys = {entry.keys: place for place, entry in enumerate(stored) if entry.keys is not None}
+        self._by_keys = {entry.keys: index for index, entry in enumerate(stored) if entry.keys is not None}
 
     @cached_property
     def _by_name(self) -> dict[str, int]:
-        """The places of what is stored; -1 for a name that comes twice."""
+        """Indices of the stored entries by name; -1 for a name that is not unique."""
         found: dict[str, int] = {}
-        for place, entry in enumerate(self._stored):
-            found[entry.name] = -1 if entry.name in found else place
+        for index, entry in enumerate(self._stored):
+            found[entry.name] = -1 if entry.name in found else index
         return found
 
     @cached_property
     def _taken(self) -> set[int]:
-        """What is somebody's by its keys."""
+        """The entries that a node matches by key path."""
         return {at for node, *_ in self._nodes if (at := self._with_keys(node.keys)) is not None}
 
     def find(self, node: TensorNode | ValueNode) -> int | None:
-        """By keys; else by name, if that is of one entry only, and of one that is not another's by its keys."""
-        place = self._with_keys(node.keys)
-        if place is not None:
-            return place
+        """Look up by key path; fall back to a unique name that no other node claims by key path."""
+        index = self._with_keys(node.keys)
+        if index is not None:
+            return index
         named = self._by_name.get(node.name)
         return None if named == -1 or named in self._taken else named
 
     def _with_keys(self, keys: Keys) -> int | None:
-        place = self._by_keys.get(keys)
-        if place is None or not all(map(is_, map(type, keys), map(type, self._stored[place].path))):  # True is no 1
+        index = self._by_keys.get(keys)
+        if index is None or not all(map(is_, map(type, keys), map(type, self._stored[index].path))):  # True is not 1
             return None
-        return place
+        return index
 
 
-_Found: TypeAlias = tuple[TensorNode | ValueNode, Leaf | None, tuple[str, ...]]
-"""A leaf of the target: its node, what it is if it is a tensor, and the codecs that read what is above it."""
+_LeafNode: TypeAlias = tuple[TensorNode | ValueNode, Leaf | None, tuple[str, ...]]
+"""A leaf of the target: its node, its `Leaf` if it is a tensor, and the codecs above it."""
 
 
-def _leaf_nodes(flat: FlatState) -> list[_Found]:
-    found: list[_Found] = []
+def _leaf_nodes(flat: FlatState) -> list[_LeafNode]:
+    found: list[_LeafNode] = []
     _add_leaf_nodes(flat.root, flat, (), found)
     return found
 
 
-def _add_leaf_nodes(node: Node, flat: FlatState, codecs: tuple[str, ...], found: list[_Found]) -> None:
+def _add_leaf_nodes(node: Node, flat: FlatState, codecs: tuple[str, ...], found: list[_LeafNode]) -> None:
     match node:
         case TensorNode():
             found.append((node, flat.leaves[node.number], codecs))
@@ -268,40 +271,43 @@ def _branches(node: Node) -> Iterator[ContainerNode]:
             yield from _branches(node.flat.root)
 
 
-def _chosen(nodes: Sequence[_Found], patterns: Sequence[str], idle: list[str]) -> list[_Found]:
+def _chosen(nodes: Sequence[_LeafNode], patterns: Sequence[str], idle: list[str]) -> list[_LeafNode]:
     waiting = dict.fromkeys(patterns)
     chosen = []
-    for one in nodes:
-        fitting = [pattern for pattern in patterns if fnmatchcase(one[0].name, pattern)]
+    for entry_ in nodes:
+        fitting = [pattern for pattern in patterns if fnmatchcase(entry_[0].name, pattern)]
         for pattern in fitting:
             waiting.pop(pattern, None)
-        chosen += [one] if fitting else []
+        chosen += [entry_] if fitting else []
     idle += waiting
     return chosen
 
 
-def _is_missed(name: str, on_missing: OnMissing) -> bool:
-    said = on_missing(name) if callable(on_missing) else on_missing
-    if said not in ("raise", "keep"):
-        raise ArgumentTypeError(
-            f"on_missing says {said!r} of {name!r}: it is 'raise' or 'keep', or a function to these"
-        )
-    return said == "raise"
+def _is_required(name: str, on_missing: OnMissing) -> bool:
+    answer = on_missing(name) if callable(on_missing) else on_missing
+    if answer not in ("raise", "keep"):
+        raise ArgumentTypeError(f"on_missing must be or return 'raise' or 'keep', got {answer!r} for {name!r}")
+    return answer == "raise"
 
 
 def _take_value(found: Match, node: TensorNode | ValueNode, entry: StoredTensor | StoredValue) -> None:
     if isinstance(entry, StoredTensor):
-        found.faults.append(f"kind: {node.name!r} is {_shown(node.original)} here, and a tensor in the checkpoint")
+        found.faults.append(
+            f"kind: {node.name!r} is {_brief(node.original)} in the state, but a tensor in the checkpoint"
+        )
     elif isinstance(entry.value, dict | list | tuple):
         what = f"an empty {type(entry.value).__name__}"
-        found.faults.append(f"kind: {node.name!r} is {_shown(node.original)} here, and {what} in the checkpoint")
+        found.faults.append(
+            f"kind: {node.name!r} is {_brief(node.original)} in the state, but {what} in the checkpoint"
+        )
     elif isinstance(entry.value, EnumValue) and isinstance(node.original, enum.Enum):
         kind = type(node.original)
         member = entry.value.of_type(kind)
         if member is None:
-            what = f"{entry.value.type_name}.{entry.value.name} ({_shown(entry.value.value)})"
+            what = f"{entry.value.type_name}.{entry.value.name} ({_brief(entry.value.value)})"
             found.faults.append(
-                f"enum: {node.name!r} is {what} in the checkpoint, and no member of {kind.__name__} here"
+                f"enum: {node.name!r} is {what} in the checkpoint, which is not a member of {kind.__name__} in the "
+                "state"
             )
         found.values[id(node)] = member
     elif isinstance(entry.value, EnumValue):
@@ -312,14 +318,14 @@ def _take_value(found: Match, node: TensorNode | ValueNode, entry: StoredTensor 
 
 
 def _other_codec(name: str, here: Sequence[str], there: Sequence[str]) -> Iterator[str]:
-    """What a codec stored, that codec reads. One may do without: what it stored is then given as it is."""
+    """Check that a value is read by the codec that stored it. Reading it without a codec is allowed."""
     if here and list(here) != list(there):
-        one, other = (" in ".join(map(repr, names)) if names else "none" for names in (here, there))
-        yield f"codec: {name!r} is read by codec {one} here, and was stored by {other}; give codecs= the same one"
+        entry_, other = (" in ".join(map(repr, names)) if names else "none" for names in (here, there))
+        yield f"codec: {name!r} is read by codec {entry_} in the state, but was stored by {other}; pass it in codecs="
 
 
 class _Fit:
-    """Whether stored tensors fit into those of the target."""
+    """Check whether stored tensors fit the tensors of the target."""
 
     def __init__(self, table: TensorTable, cast: Cast) -> None:
         self._table, self._cast = table, cast
@@ -327,7 +333,7 @@ class _Fit:
         self._kinds: list[int] = table.kinds.tolist()
 
     def is_plain(self, node: TensorNode | ValueNode, leaf: Leaf, number: int) -> bool:
-        """Whether it fits as it is, at first sight: what most tensors do."""
+        """Return True for the usual case: an exact fit that needs no further checks."""
         return (
             leaf.dtype == self._table.dtypes[number]
             and leaf.sharding.shape == self._shapes[self._kinds[number]]
@@ -338,35 +344,37 @@ class _Fit:
         )
 
     def faults(self, node: TensorNode | ValueNode, leaf: Leaf, number: int) -> Iterator[str]:
-        """What is wrong if one is loaded into the other."""
+        """Yield the reasons why a stored tensor cannot be loaded into a leaf."""
         here, there = leaf.sharding.shape, self._table.shape(number)
         name = node.name
         if here != there:
-            yield f"shape: {name!r} is {list(here)} here, and {list(there)} in the checkpoint"
+            yield f"shape: {name!r} is {list(here)} in the state, but {list(there)} in the checkpoint"
         stored = self._table.dtypes[number]
         if leaf.dtype != stored:
-            both = f"dtype: {name!r} is {leaf.dtype} here, and {stored} in the checkpoint"
+            both = f"dtype: {name!r} is {leaf.dtype} in the state, but {stored} in the checkpoint"
             if not _is_cast(name, self._cast):
                 yield f"{both}; cast=True converts it"
             elif DTYPES[stored].is_complex and not DTYPES[leaf.dtype].is_complex:
                 yield f"{both}: a cast would lose its imaginary part"
         if isinstance(node, TensorNode) and node.is_array and not node.original.flags.writeable:
-            yield f"memory: {name!r} is a read-only array: give a copy of it"
+            yield f"memory: {name!r} is a read-only array; pass a copy of it"
         if type(node.original) is TrackedCopy:
             yield (
-                f"memory: {name!r} looks like a view of a DTensor but is a copy, which needed communication: what is "
-                "loaded into it would not reach the original; give that, or a clone() of it"
+                f"memory: {name!r} looks like a view of a DTensor but is a copy, as it needed communication: loading "
+                "into "
+                "it would not change the original; pass the original, or a clone()"
             )
         for part in leaf.parts:
             if not part.tensor.is_contiguous() and _overlaps_itself(part.tensor):
                 yield (
-                    f"memory: {name!r} has strides {list(part.tensor.stride())}, so several of its elements are one: "
-                    "give a contiguous() copy of it"
+                    f"memory: {name!r} has strides {list(part.tensor.stride())}, so several of its elements share "
+                    "memory; "
+                    "pass a contiguous() copy"
                 )
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two of its elements may be one: where no stride steps over all that those below it reach."""
+    """Return True if two indices may refer to the same memory (overlapping strides)."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -376,7 +384,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 
 
 class _Range(NamedTuple):
-    """The bytes from the first to the last of a part that is to be filled."""
+    """The address range of a part that is to be filled."""
 
     device: str
     first: int
@@ -386,30 +394,31 @@ class _Range(NamedTuple):
 
 
 def _overlaps(tensors: Sequence[TensorMatch]) -> Iterator[str]:
-    """Of two targets that share memory and are not the same, what is wrong: one would undo the other."""
+    """Report targets that partially overlap in memory: loading one would corrupt the other."""
     if not _may_overlap([wanted.leaf for wanted in tensors]):
         return
     ranges = [_range(wanted, part) for wanted in tensors for part in wanted.leaf.parts if part.tensor.numel()]
-    ranges.sort(key=lambda one: one[:3])
+    ranges.sort(key=lambda entry_: entry_[:3])
     before: list[_Range] = []
-    for one in ranges:
-        before = [other for other in before if other.device == one.device and other.end > one.first]
+    for entry_ in ranges:
+        before = [other for other in before if other.device == entry_.device and other.end > entry_.first]
         for other in before:
-            if not _is_alias(one, other) and _share_memory(one.part.tensor, other.part.tensor):
+            if not _is_alias(entry_, other) and _share_memory(entry_.part.tensor, other.part.tensor):
                 yield (
-                    f"memory: {other.wanted.name!r} and {one.wanted.name!r} overlap in memory and are not the same: "
-                    "loading one would undo the other; give copies, or choose one with only="
+                    f"memory: {other.wanted.name!r} and {entry_.wanted.name!r} overlap in memory but are not the "
+                    "same: loading "
+                    "one would corrupt the other; pass copies, or choose one with only="
                 )
-        before.append(one)
+        before.append(entry_)
 
 
 def _may_overlap(leaves: Sequence[Leaf]) -> bool:
-    """Whether any two reach into each other's memory, at first sight: whatever their devices, and all of them at once.
+    """Return True if any two address ranges overlap, in a fast check over all leaves at once, whatever their devices.
 
-    Most never do, and an exact look at each would take longer than reading a small one.
+    Most never do, and an exact check of each would take longer than reading a small tensor.
     """
     tensors = [part.tensor for leaf in leaves for part in leaf.parts]
-    nbytes = np.array([tensor.nbytes if tensor.is_contiguous() else _reach(tensor) for tensor in tensors], np.uint64)
+    nbytes = np.array([tensor.nbytes if tensor.is_contiguous() else _span(tensor) for tensor in tensors], np.uint64)
     first = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)[nbytes > 0]
     nbytes = nbytes[nbytes > 0]
     order = np.argsort(first, kind="stable")
@@ -417,8 +426,8 @@ def _may_overlap(leaves: Sequence[Leaf]) -> bool:
     return bool((first[order][1:] < end[:-1]).any())
 
 
-def _reach(tensor: Tensor) -> int:
-    """The bytes from the first of its elements to the end of the last."""
+def _span(tensor: Tensor) -> int:
+    """Return the bytes from the first element to the end of the last."""
     if not tensor.numel():
         return 0
     steps = (stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
@@ -427,22 +436,22 @@ def _reach(tensor: Tensor) -> int:
 
 def _range(wanted: TensorMatch, part: Part) -> _Range:
     first = part.tensor.data_ptr()
-    return _Range(str(part.tensor.device), first, first + _reach(part.tensor), wanted, part)
+    return _Range(str(part.tensor.device), first, first + _span(part.tensor), wanted, part)
 
 
-def _is_alias(one: _Range, other: _Range) -> bool:
-    """Whether both are one memory, seen alike, of one region of one stored tensor."""
+def _is_alias(entry_: _Range, other: _Range) -> bool:
+    """Return True if both are the same view of the same memory, filled from the same stored region."""
     return (
-        one[:3] == other[:3]
-        and one.wanted.number == other.wanted.number
-        and one.part.region == other.part.region
-        and one.part.tensor.stride() == other.part.tensor.stride()
-        and one.part.tensor.dtype == other.part.tensor.dtype
+        entry_[:3] == other[:3]
+        and entry_.wanted.number == other.wanted.number
+        and entry_.part.region == other.part.region
+        and entry_.part.tensor.stride() == other.part.tensor.stride()
+        and entry_.part.tensor.dtype == other.part.tensor.dtype
     )
 
 
 class _Bytes:
-    """A tensor's place in memory, for numpy; nothing is read there."""
+    """The memory of a tensor, for numpy; nothing is read from it."""
 
     def __init__(self, tensor: Tensor) -> None:
         size = tensor.itemsize
@@ -455,22 +464,22 @@ class _Bytes:
         }
 
 
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    if one.is_contiguous() and other.is_contiguous():
-        return True  # their ranges do
+def _share_memory(entry_: Tensor, other: Tensor) -> bool:
+    if entry_.is_contiguous() and other.is_contiguous():
+        return True  # their address ranges overlap
     try:
-        both = np.asarray(_Bytes(one)), np.asarray(_Bytes(other))
-        return np.shares_memory(*both, max_work=_MAX_WORK)  # type: ignore[arg-type]  # any number will do
+        both = np.asarray(_Bytes(entry_)), np.asarray(_Bytes(other))
+        return np.shares_memory(*both, max_work=_MAX_WORK)  # type: ignore[arg-type]  # any int will do
     except np.exceptions.TooHardError:
         return True
 
 
 def _is_cast(name: str, cast: Cast) -> bool:
     if isinstance(cast, Mapping):
-        return next((bool(said) for pattern, said in cast.items() if fnmatchcase(name, pattern)), False)
+        return next((bool(answer) for pattern, answer in cast.items() if fnmatchcase(name, pattern)), False)
     return bool(cast)
 
 
-def _shown(value: Any) -> str:
+def _brief(value: Any) -> str:
     shown = repr(value)
     return shown if len(shown) < 60 else shown[:57] + "..."

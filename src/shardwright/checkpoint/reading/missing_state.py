@@ -1,11 +1,12 @@
-"""State that a checkpoint has and an object lacks, created before it is filled: see `StateCompleter`.
+"""Create state that a checkpoint has and an object lacks, so that it can be filled: see `StateCompleter`.
 
-What an optimizer remembers exists only once it has stepped. So when a state is loaded into one that has not, what the
-checkpoint has for a parameter is made for it first: with the parameter's layout where it has its shape. Nothing is
-stepped for it, and the optimizer itself is given all of it at the end, by its own `load_state_dict`, or nothing.
+An optimizer has state only after its first step. When a checkpoint is loaded into one that has not stepped, the stored
+state of each parameter is created first, with the parameter's layout if it has its shape. No step is taken, and the
+optimizer gets all of it at the end, through its own `load_state_dict`, or nothing.
 
-A rank that has one stage of a model has objects with the state of that stage; the checkpoint has all stages'. So once
-any rank has made something, ranks tell each other what they have, and what some rank has is not made on the others.
+A rank with one stage of a model has objects with the state of that stage, but the checkpoint has the state of all
+stages. So if any rank has created state, ranks exchange what they have, and what one rank has is not created on the
+others.
 """
 
 from __future__ import annotations
@@ -51,50 +52,50 @@ def create_missing(
     group: comm.Group,
     again: Callable[[StateCompleter], FlatState],
 ) -> tuple[FlatState, StateCompleter]:
-    """The state as `complete` made it, or made `again` without what other ranks have.
+    """Return the state as `complete` created it, or flattened `again` without what other ranks have.
 
-    All ranks of the group call it, once any of them has made something.
+    All ranks of the group call it, if any of them has created state.
     """
     new = complete.created
-    common = [place for place, entry in enumerate(stored) if not entry.of_rank]
-    mine = matched_entries(flat, stored) - new
-    said = comm.gather_bytes(_bits(mine.intersection(common)), group, what="load: comparing what ranks have")
-    taken = 0
-    for one in said:
-        taken |= int(one, 16)
-    others = {place for place in new if taken >> place & 1}
-    fewer = complete.without([stored[place] for place in others])
-    made = comm.agree(lambda: again(fewer) if others else flat, what="load: creating missing state", group=group)
-    return made, fewer if others else complete
+    common = [index for index, entry in enumerate(stored) if not entry.of_rank]
+    own = matched_entries(flat, stored) - new
+    gathered = comm.gather_bytes(_bits(own.intersection(common)), group, what="load: comparing what ranks have")
+    held = 0
+    for one in gathered:
+        held |= int(one, 16)
+    others = {index for index in new if held >> index & 1}
+    completer = complete.without([stored[index] for index in others])
+    made = comm.agree(lambda: again(completer) if others else flat, what="load: creating missing state", group=group)
+    return made, completer if others else complete
 
 
-def _bits(places: Collection[int]) -> bytes:
-    return f"{sum(1 << place for place in places):x}".encode()
+def _bits(indices: Collection[int]) -> bytes:
+    return f"{sum(1 << index for index in indices):x}".encode()
 
 
 @final
-class StateCompleter:  # it is called like a function
-    """What gives an object's state, as `flatten` found it, back with what is stored for it besides.
+class StateCompleter:
+    """Completes an object's state dict, as `flatten` found it, with entries that exist only in the checkpoint.
 
-    That is what an optimizer that has not stepped lacks, and what any other object does that is no module. Only names
-    that `only` chooses are made. `made` are the tensors without contents: they must be filled, or not be given. `grown`
-    are the places, among all that is stored, of what objects that are no optimizers lacked.
+    These are the state of an optimizer that has not stepped, and what any other object except a module lacks. Only
+    names that `only` selects are created. `made` has the tensors that were created without contents: they must be
+    filled. `created` has the indices of stored entries that were created for objects other than optimizers.
     """
 
     def __init__(
         self, stored: Sequence[StoredEntry], table: TensorTable, only: str | Sequence[str] | None = None
     ) -> None:
-        self._table, self.made = table, _Made()
+        self._table, self.made = table, _Created()
         self.created: set[int] = set()
-        self._places = {id(one): place for place, one in enumerate(stored)}
+        self._indices = {id(one): index for index, one in enumerate(stored)}
         patterns = patterns_of(only)
         self._stored = [one for one in stored if patterns is None or fits(one.name, patterns)]
 
     def without(self, entries: Iterable[StoredEntry]) -> StateCompleter:
-        """The same, which does not make these."""
+        """Return a completer that does not create these entries."""
         other = StateCompleter([], self._table)
         left_out = {id(one) for one in entries}
-        other._places, other._stored = self._places, [one for one in self._stored if id(one) not in left_out]
+        other._indices, other._stored = self._indices, [one for one in self._stored if id(one) not in left_out]
         return other
 
     def __call__(self, value: Any, state: Any, name: str, keys: Keys) -> Any:
@@ -105,24 +106,24 @@ class StateCompleter:  # it is called like a function
             return add_missing(state, entries_under(self._stored, name, keys), self._make_plain)
         if not isinstance(state, Mapping) or not isinstance(state.get("state"), dict):
             return state
-        remembered = dict(state["state"])
+        optimizer_state = dict(state["state"])
         new: dict[Any, list[RelativeEntry]] = {}
         for key, one in _of_parameters(
             entries_under(self._stored, joined(name, "state"), (*keys, "state")), parameters
         ):
-            if key not in remembered:
+            if key not in optimizer_state:
                 new.setdefault(key, []).append(one)
         for key, entries in new.items():
             made = value_of(build_tree(entries), partial(self._make_like, parameters[key]))
             if made is not ABSENT:
-                remembered[key] = made
-        return {**state, "state": remembered}
+                optimizer_state[key] = made
+        return {**state, "state": optimizer_state}
 
     def _make_plain(self, entry: StoredEntry, depth: int) -> Any:
         if entry.of_rank or RelativeEntry(entry.path[len(entry.path) - depth :], "", entry).has_codec:
-            return ABSENT  # only a state that has it already knows how it is wrapped
-        if id(entry) in self._places:
-            self.created.add(self._places[id(entry)])
+            return ABSENT  # only an existing state knows how it is wrapped
+        if id(entry) in self._indices:
+            self.created.add(self._indices[id(entry)])
         what = entry.what
         if not isinstance(what, StoredTensor):
             return plain(what.value)
@@ -141,12 +142,12 @@ class StateCompleter:  # it is called like a function
         if what.is_array:
             return self.made.keep(torch.empty(self._table.shape(what.number), dtype=self._dtype(what)).numpy())
         is_step = depth == 1 and entry.path[-1:] == ("step",)
-        return self.made.keep(_made(parameter, is_step, what.number, self._table))
+        return self.made.keep(_empty_for(parameter, is_step, what.number, self._table))
 
 
 @final
-class _Made:
-    """What was made, by identity; it is kept, so that no other can have it."""
+class _Created:
+    """Created objects, by identity; they are kept alive, so that their ids are not reused."""
 
     def __init__(self) -> None:
         self._kept: dict[int, Any] = {}
@@ -162,7 +163,7 @@ class _Made:
 def _of_parameters(
     entries: Iterable[RelativeEntry], parameters: Mapping[Any, Tensor]
 ) -> Iterator[tuple[Any, RelativeEntry]]:
-    """What is stored of parameters: of which, and under which keys behind it."""
+    """Yield (parameter key, remaining entry) for every stored entry that belongs to a parameter."""
     by_text = {str(key): key for key in parameters}
     for one in entries:
         first = one.keys[0]
@@ -172,19 +173,19 @@ def _of_parameters(
         rest = ".".join(map(str, one.keys))
         at = len(rest)
         while at > 0 and rest[:at] not in by_text:
-            at = rest.rfind(".", 0, at)  # names have dots, too: the longest that fits
+            at = rest.rfind(".", 0, at)  # names contain dots: take the longest match
         if at == len(rest):
             yield by_text[rest], RelativeEntry((), "", one.entry)
         elif at > 0:
             yield by_text[rest[:at]], relative_entry(one.entry, rest[at + 1 :])
 
 
-def _made(parameter: Tensor, is_step: bool, number: int, table: TensorTable) -> Tensor:
-    """Room for a stored tensor of a parameter's state."""
+def _empty_for(parameter: Tensor, is_step: bool, number: int, table: TensorTable) -> Tensor:
+    """Create an empty tensor for a stored tensor of a parameter's state."""
     shape, dtype = table.shape(number), DTYPES[table.dtypes[number]]
     is_like = tuple(parameter.shape) == shape and not is_step
     if dtype.is_floating_point and parameter.dtype.is_floating_point and not is_step:
-        dtype = parameter.dtype  # as torch has it: the optimizer would convert it anyway, and cast= is to say so
+        dtype = parameter.dtype  # as torch does: the optimizer would convert it anyway, and `cast` must allow it
     if not shape and not is_like:
         return torch.empty((), dtype=dtype)
     if isinstance(parameter, ShardedTensor):
@@ -200,6 +201,6 @@ def _made(parameter: Tensor, is_step: bool, number: int, table: TensorTable) -> 
     whole = empty(*shape, dtype=dtype, mesh=ours.device_mesh, placements=[Replicate()] * ours.device_mesh.ndim)
     if isinstance(parameter, DTensor):
         return whole
-    from shardwright.interop import to_torch_dtensor  # the parameter is PyTorch's: it is imported already
+    from shardwright.interop import to_torch_dtensor  # the parameter is PyTorch's, so it is already imported
 
     return to_torch_dtensor(whole)

@@ -1,4 +1,4 @@
-"""The data files of a checkpoint, each opened once, its header verified."""
+"""The data files of a checkpoint, each opened once, with its header verified."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["OpenFiles"]
 
 @final
 class OpenFiles:
-    """What has been opened; it is closed with `opened`."""
+    """Opened data files; they are closed with `opened`."""
 
     def __init__(self, storage: Storage, manifest: Manifest, opened: ExitStack) -> None:
         self.manifest = manifest
@@ -24,19 +24,19 @@ class OpenFiles:
         self._readers: dict[int, FileReader] = {}
 
     def open(self, rank: int) -> FileReader:
-        """The file of a rank."""
+        """Return the file of a rank, opening it if needed."""
         known = self._readers.get(rank)
         if known is None:
             expected = self.manifest.files.get(rank)
             if expected is None:
-                raise CorruptionError(f"the manifest lists no file of rank {rank}, and tensors lie in it")
+                raise CorruptionError(f"the manifest lists no file of rank {rank}, but tensors are stored in it")
             file = self.manifest.file(rank)
             reader = self._opened.enter_context(self._storage.open(file.name))
             known = self._readers[rank] = FileReader(reader, file, expected)
         return known
 
     def open_all(self, ranks: Iterable[int]) -> None:
-        """Opens these files; what is wrong with any of them is told in one error."""
+        """Open these files; report the errors of all of them in one."""
         faults: list[MissingKeyError | CorruptionError] = []
         for rank in sorted(ranks):
             try:
@@ -44,6 +44,6 @@ class OpenFiles:
             except (MissingKeyError, CorruptionError) as error:
                 faults.append(error)
         if faults:
-            # A missing file may mean that the checkpoint was replaced meanwhile: that is looked into first.
+            # A missing file may mean that the checkpoint was replaced meanwhile: report it first.
             kind = MissingKeyError if any(isinstance(fault, MissingKeyError) for fault in faults) else CorruptionError
             raise kind("; ".join(map(str, faults))) from faults[0]

@@ -1,4 +1,4 @@
-"""Patterns of names, as `load` takes them: `"model.*"`. Pure."""
+"""Name patterns such as `"model.*"`, for the `only` argument of `load`. Pure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["fits", "patterns_of"]
 
 
 def patterns_of(only: str | Sequence[str] | None) -> list[str] | None:
-    """The patterns that `only` is; None for all names."""
+    """Return the patterns of `only` as a list; None means all names."""
     if only is None:
         return None
     patterns = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else [only]
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise ArgumentTypeError(f"only={only!r}: give a pattern of names, or several; {pattern!r} is no text")
+            raise ArgumentTypeError(f"only must be a pattern of names or a list of them, got {pattern!r}")
     return patterns
 
 
 def fits(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name fits one of these patterns."""
+    """Return True if a name matches any of these patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,4 +1,4 @@
-"""Ranks of one host reading together: every block that several of them want is read and verified once."""
+"""Read together with the other ranks of the host: a block that several want is read and verified once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["digest_of_requests", "read_shared"]
 
 
 def digest_of_requests(requests: Sequence[ReadRequest]) -> str:
-    """What ranks compare: those that ask for the same, under the same placings, can plan for each other."""
+    """Return a digest of the requests: ranks with equal requests and shardings can plan for each other."""
     known: dict[int, list[object]] = {}
     for ask in requests:
         if id(ask.sharding) not in known:
@@ -37,34 +37,34 @@ def read_shared(
     targets: Sequence[Target],
     progress: Progress | None = None,
 ) -> None:
-    """Fills the targets. All ranks of the host call it, with the same deal.
+    """Fill the targets. All ranks of the host call it, with the same assignment.
 
-    Every rank goes through the segments of all; what a segment fills here is worked out when it is copied. `progress`
-    is told the bytes that were filled here.
+    Every rank goes through the segments of all ranks; what a segment fills is computed when it is copied. `progress` is
+    called with the bytes filled on this rank.
     """
     by_tensor: dict[int, list[Target]] = {}
     for target in targets:
         by_tensor.setdefault(target.number, []).append(target)
-    segments = [assignment.segments(place) for place in range(assignment.places)]
-    own: dict[int, Segment | None] = {}  # read, and not copied yet
+    segments = [assignment.segments(index) for index in range(assignment.size)]
+    own: dict[int, Segment | None] = {}  # read, but not copied yet
 
     def read(number: int, slot: Tensor) -> None:
-        segment = own[number] = next(segments[number % assignment.places], None)
+        segment = own[number] = next(segments[number % assignment.size], None)
         if segment is not None:
             files.open(segment.file.rank).read_runs(segment.runs, slot)
 
     def copy(number: int, slot: Tensor) -> None:
-        segment = own.pop(number) if number in own else next(segments[number % assignment.places], None)
+        segment = own.pop(number) if number in own else next(segments[number % assignment.size], None)
         if segment is not None:
             filled = _fill_from(segment, slot, by_tensor)
             if progress is not None and filled:
                 progress(filled)
 
-    window.run(assignment.rounds * assignment.places, read, copy)
+    window.run(assignment.rounds * assignment.size, read, copy)
 
 
 def _fill_from(segment: Segment, slot: Tensor, by_tensor: dict[int, list[Target]]) -> int:
-    """Copies what a segment has of the targets; the bytes that were."""
+    """Copy what a segment has of the targets; return the number of bytes."""
     plan, filled = segment.file, 0
     for rank, chunk, first, blocks, at in segment.runs:
         region = plan.region(chunk)

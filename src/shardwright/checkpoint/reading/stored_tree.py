@@ -1,6 +1,6 @@
-"""What is stored under an object, as a tree again: to make in a state what it does not have yet.
+"""The stored entries under an object as a tree, to create what a state does not have yet.
 
-Containers come back as what they were; only names that are asked for are made, and a list is made whole or not at all.
+Containers are restored as they were; only selected names are created, and a list is created in full or not at all.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ __all__ = [
 ]
 
 ABSENT: Any = object()
-"""What stands for nothing."""
+"""Sentinel for 'no value'."""
 
 Make: TypeAlias = Callable[[StoredEntry, int], Any]
 
 
 class RelativeEntry(NamedTuple):
-    """An entry, with the keys that lead to it from the object it lies under, and what each is a key of."""
+    """A stored entry relative to an object: the keys that lead to it, and the kind of container of each."""
 
     keys: Keys
     within: str
     entry: StoredEntry
 
     def below(self, count: int) -> RelativeEntry:
-        """The same from so many keys further down."""
+        """Return the entry relative to a container this many keys below."""
         return RelativeEntry(self.keys[count:], self.within[count:], self.entry)
 
     @property
     def has_codec(self) -> bool:
-        """Whether a codec made what lies between the object and it."""
+        """True if a codec stored a container between the object and the entry."""
         return any(depth > len(self.entry.path) - len(self.keys) for depth, _ in self.entry.codecs)
 
 
 class StoredTree(NamedTuple):
-    """A container of the stored tree, or with an entry and no children, a leaf."""
+    """A container of the stored tree, or a leaf (with an entry and no children)."""
 
     kind: str
     children: dict[Any, StoredTree]
@@ -62,7 +62,7 @@ class StoredTree(NamedTuple):
 
 
 def entries_under(stored: Iterable[StoredEntry], name: str, keys: Keys) -> Iterator[RelativeEntry]:
-    """What is stored under a name, or under the keys that lead there."""
+    """Yield the entries stored under a name, or under the keys that lead there."""
     begin, depth = prefix(name), len(keys)
     for entry in stored:
         if entry.keys is not None and len(entry.keys) > depth and entry.keys[:depth] == keys:
@@ -72,7 +72,7 @@ def entries_under(stored: Iterable[StoredEntry], name: str, keys: Keys) -> Itera
 
 
 def relative_entry(entry: StoredEntry, text: str) -> RelativeEntry:
-    """The last of an entry's keys, as many as this text is; where it is none of them, it is one key."""
+    """Return the trailing keys that this dotted text spells; the whole text as one key if it spells none."""
     for count in range(1, len(entry.path) + 1):
         if ".".join(map(str, entry.path[-count:])) == text:
             return RelativeEntry(entry.path[-count:], entry.within[-count:], entry)
@@ -80,15 +80,15 @@ def relative_entry(entry: StoredEntry, text: str) -> RelativeEntry:
 
 
 def build_tree(entries: Iterable[RelativeEntry]) -> StoredTree:
-    """The tree of these entries. One of no keys is a leaf by itself."""
+    """Build the tree of these entries. An entry without keys is a leaf."""
     root = StoredTree("d", {}, None)
     for one in entries:
         if not one.keys:
             return StoredTree("", {}, one)
         at = root
-        for place, key in enumerate(one.keys):
-            if place + 1 < len(one.keys):
-                at = at.children.setdefault(key, StoredTree(one.within[place + 1], {}, None))
+        for index, key in enumerate(one.keys):
+            if index + 1 < len(one.keys):
+                at = at.children.setdefault(key, StoredTree(one.within[index + 1], {}, None))
             else:
                 at.children[key] = StoredTree("", {}, one)
         if one.within[0] != root.kind:
@@ -97,9 +97,9 @@ def build_tree(entries: Iterable[RelativeEntry]) -> StoredTree:
 
 
 def value_of(tree: StoredTree, make: Make) -> Any:
-    """The value of a tree, with what `make` gives for a leaf and the number of keys above it; ABSENT if it is none.
+    """Return the value of a tree, with `make(entry, depth)` for its leaves; ABSENT if there is none.
 
-    A list that lacks an entry would have the others at wrong places: it is left out.
+    A list that lacks an entry would have the others at wrong indices: it is left out.
     """
     if tree.leaf is not None:
         return make(tree.leaf.entry, len(tree.leaf.keys))
@@ -108,14 +108,14 @@ def value_of(tree: StoredTree, make: Make) -> Any:
         return items if items else ABSENT
     if sorted(items) != list(range(len(tree.children))):
         return ABSENT
-    values = [items[place] for place in range(len(items))]
+    values = [items[index] for index in range(len(items))]
     return tuple(values) if tree.kind == "t" else values
 
 
 def add_missing(present: Any, stored: Iterable[RelativeEntry], make: Make) -> Any:
-    """A state with what is stored and not in it. It is not changed itself; it is returned where nothing is new.
+    """Return a state with the stored entries that it does not have; the state itself, unchanged, if there are none.
 
-    Its lists have the stored length. What it has besides stays, to be told as missing.
+    Its lists get the stored length. What is not stored stays, and is reported as missing.
     """
     known = set(_names(present, ""))
     new = [one for one in stored if _has(present, one.keys) or ".".join(map(str, one.keys)) not in known]
@@ -160,8 +160,8 @@ def _add_to_sequence(present: Any, tree: StoredTree, make: Make) -> Any:
     if sorted(tree.children) != list(range(count)):
         return present
     items = [
-        _add_missing(present[place] if place < len(present) else ABSENT, tree.children[place], make)
-        for place in range(count)
+        _add_missing(present[index] if index < len(present) else ABSENT, tree.children[index], make)
+        for index in range(count)
     ]
     if any(item is ABSENT for item in items):
         return present
@@ -177,7 +177,7 @@ def _is_empty(entry: StoredEntry) -> bool:
 
 
 def _is_value(tree: StoredTree) -> bool:
-    """Whether it is a plain value, which takes the place of any other."""
+    """Return True for a plain value, which replaces any other."""
     if tree.leaf is None or isinstance(tree.leaf.entry.what, StoredTensor):
         return False
     return not isinstance(tree.leaf.entry.what.value, dict | list | tuple)
@@ -193,7 +193,7 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _names(value: Any, name: str) -> Iterator[str]:
-    """The dotted names of its leaves."""
+    """Yield the dotted names of the leaves."""
     if isinstance(value, PerRank):
         yield from _names(value.value, name)
     elif isinstance(value, Mapping | list | tuple):
@@ -217,5 +217,5 @@ def _has(value: Any, keys: Keys) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A stored value as a state has it; an empty container is a new one."""
+    """Return a stored value as a state holds it; empty containers are copied."""
     return value.value if isinstance(value, EnumValue) else copy.copy(value)

@@ -1,4 +1,4 @@
-"""Where what is read goes: parts of the caller's tensors, each filled from the chunks that hold it."""
+"""The targets of a load: parts of the caller's tensors, each filled from the chunks that hold it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["Target", "by_file", "check_bools", "targets_of"]
 
 
 class Target(NamedTuple):
-    """A tensor that holds `region` of the stored tensor of this number, and is to be filled; `name` is the caller's.
+    """A tensor to be filled, which holds `region` of the stored tensor `number`; `name` is the caller's.
 
-    `is_straight` is that of a `Destination`.
+    `is_straight` is that of `Destination`.
     """
 
     name: str
@@ -34,27 +34,27 @@ class Target(NamedTuple):
     is_straight: bool = False
 
 
-def targets_of(wanted: Sequence[TensorMatch], manifest: Manifest) -> list[Target]:
-    """What is to be filled."""
+def targets_of(matches: Sequence[TensorMatch], manifest: Manifest) -> list[Target]:
+    """Return the targets of these matches."""
     dtypes = manifest.tensors.dtypes
     return [
         Target(name, number, tensor, region, DTYPES[dtypes[number]], leaf.is_straight and leaf.dtype == dtypes[number])
-        for name, leaf, number in wanted
+        for name, leaf, number in matches
         for region, tensor in leaf.parts
     ]
 
 
 def by_file(targets: Iterable[Target], locator: ChunkLocator) -> dict[int, list[Destination]]:
-    """What comes from the file of each rank."""
-    found: defaultdict[int, list[Destination]] = defaultdict(list)
+    """Return the destinations of the targets, by the rank of the file that they are read from."""
+    destinations: defaultdict[int, list[Destination]] = defaultdict(list)
     for _, number, tensor, frame, stored, is_straight in targets:
         for part in locator.parts(number, frame):
-            found[part.rank].append(Destination(part, tensor, frame, stored, is_straight))
-    return found
+            destinations[part.rank].append(Destination(part, tensor, frame, stored, is_straight))
+    return destinations
 
 
 def check_bools(targets: Iterable[Target]) -> None:
-    """Sees that every byte of a bool is 0 or 1: others have right checksums if they were so written, and mislead."""
+    """Check that bool tensors contain only 0 and 1: other bytes have valid checksums if they were saved like that."""
     for name, _, tensor, *_ in [target for target in targets if target.stored == torch.bool]:
         if tensor.dtype == torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
-            raise CorruptionError(f"tensor {name!r} is of truths, and holds bytes that are neither 0 nor 1")
+            raise CorruptionError(f"bool tensor {name!r} contains bytes other than 0 and 1")

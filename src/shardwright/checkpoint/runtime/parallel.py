@@ -1,4 +1,4 @@
-"""Work on contiguous parts in a few threads: the first error ends all of them, and is raised."""
+"""Run work on contiguous parts in a few threads; the first error stops all of them and is raised."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Stop", "in_threads", "split"]
 
 @final
 class Stop:
-    """Says whether another thread has failed, so that this one need not go on."""
+    """True once another thread has failed, so that this one can stop."""
 
     def __init__(self) -> None:
         self.errors: list[BaseException] = []
@@ -28,9 +28,9 @@ class Stop:
 def in_threads(
     work: Callable[[int, int, Stop], None], parts: Sequence[tuple[int, int]], threads: int | None = None
 ) -> None:
-    """Calls `work(first, last, stop)` for every part: the first in this thread, others in as many as there are parts.
+    """Call `work(first, last, stop)` for every part: the first part in this thread, the others in one thread each.
 
-    Or in fewer `threads`: whoever is done takes the next part, so one whose core is busy does not hold up the rest.
+    With fewer `threads`, a thread that is done takes the next part, so a slow core does not delay the rest.
 
     >>> done = []
     >>> in_threads(lambda first, last, stop: done.append(last - first), [(0, 3), (3, 5), (5, 9)], threads=2)
@@ -38,26 +38,26 @@ def in_threads(
     [2, 3, 4]
     """
     stop = Stop()
-    waiting = iter(list(parts))  # of a list: whoever asks, each part is given once
-    mine = next(waiting, None)
+    remaining = iter(list(parts))  # iterating over a list is thread-safe
+    own = next(remaining, None)
 
     def take(part: tuple[int, int] | None) -> None:
         try:
             while part is not None and not stop:
                 work(*part, stop)
-                part = next(waiting, None)
+                part = next(remaining, None)
         except BaseException as error:  # noqa: BLE001  raised again below
             stop.errors.append(error)
 
     others = []
     for _ in range(min(len(parts), threads or len(parts)) - 1):
-        thread = threading.Thread(target=lambda: take(next(waiting, None)), daemon=True)
+        thread = threading.Thread(target=lambda: take(next(remaining, None)), daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # no more threads are to be had, or none any more: the interpreter is ending
+        except RuntimeError:  # cannot start a thread, or the interpreter is shutting down
             break
         others.append(thread)
-    take(mine)
+    take(own)
     for thread in others:
         while thread.is_alive():
             try:
@@ -69,7 +69,7 @@ def in_threads(
 
 
 def split(nbytes: Integers, parts: int, least: int) -> list[tuple[int, int]]:
-    """Items in order, in as many parts of about as many bytes: fewer, where a part would have less than `least`.
+    """Divide items in order into `parts` of about equal size in bytes; into fewer if a part would be below `least`.
 
     >>> split(np.array([4, 4, 4, 4]), parts=2, least=8)
     [(0, 2), (2, 4)]

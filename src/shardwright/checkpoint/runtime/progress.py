@@ -1,4 +1,4 @@
-"""How far a save or a load is: bytes counted by its threads, told to a callback, or shown on a terminal."""
+"""Progress of a save or load: bytes counted by its threads, reported to a callback or shown on a terminal."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 __all__ = ["Meter", "Progress", "ProgressCallback", "reporting"]
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
-"""What is called with the bytes done and those of the whole work, after every few megabytes."""
+"""Called with the bytes done and the total, after every few megabytes."""
 
 Progress: TypeAlias = Callable[[int], None]
-"""What is called with the bytes that were just done, by any thread."""
+"""Called with the bytes just done, from any thread."""
 
-_PATIENCE = 1.0  # seconds of work before a bar is worth showing
+_BAR_DELAY = 1.0  # seconds of work before a progress bar is shown
 
 
 @final
 class Meter:
-    """Counts the bytes that threads have just done, and tells the sum. One call of `report` is made at a time.
+    """Count the bytes that threads have done and report the sum. `report` is called by one thread at a time.
 
     >>> meter = Meter(10, lambda done, total: print(f"{done} of {total}"))
     >>> meter(4)
@@ -50,7 +50,7 @@ class Meter:
 
 @contextmanager
 def reporting(what: str, total: int, report: ProgressCallback | None, group: comm.Group) -> Iterator[Meter]:
-    """A meter for this work: it tells `report`; without one, the first rank shows a bar if stderr is a terminal.
+    """Yield a meter that calls `report`; without it, the first rank shows a progress bar if stderr is a terminal.
 
     >>> with reporting("saving", 8, None, comm.world()) as meter:
     ...     meter(8)
@@ -72,32 +72,32 @@ def _is_terminal() -> bool:
 
 @final
 class _Bar:
-    """A bar that appears once the work has lasted a while, and is gone when it ends."""
+    """A progress bar that appears after a while and is removed when the work ends."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._begin = time.monotonic()
-        self._shown: RichProgress | None = None
+        self._progress: RichProgress | None = None
 
     def __call__(self, done: int, total: int) -> None:
-        if self._shown is None:
-            if time.monotonic() - self._begin < _PATIENCE:
+        if self._progress is None:
+            if time.monotonic() - self._begin < _BAR_DELAY:
                 return
-            self._shown = _rich(self._what, total)
-        self._shown.update(self._shown.task_ids[0], completed=done)
+            self._progress = _rich(self._what, total)
+        self._progress.update(self._progress.task_ids[0], completed=done)
 
     def close(self) -> None:
-        if self._shown is not None:
-            self._shown.stop()
+        if self._progress is not None:
+            self._progress.stop()
 
 
 def _rich(what: str, total: int) -> RichProgress:
-    from rich.console import Console  # only here: most work is over before anybody would look
+    from rich.console import Console  # imported late: most work is done before a bar is shown
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    shown = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
-    shown.add_task(what, total=total)
-    shown.start()
-    return shown
+    bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    bar.add_task(what, total=total)
+    bar.start()
+    return bar

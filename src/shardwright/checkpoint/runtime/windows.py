@@ -10,7 +10,7 @@ _WINDOW = 8 << 20  # bytes of a thread's window
 
 
 def window_size(memory: int | None, threads: int) -> tuple[int, int]:
-    """How many bytes a window has, and how many threads have one, within so much memory.
+    """Return the size of a window in bytes, and the number of threads that have one, within this much memory.
 
     >>> window_size(None, threads=2), window_size(5 << 20, threads=2), window_size(1 << 20, threads=2)
     ((8388608, 2), (2097152, 2), (1048576, 1))

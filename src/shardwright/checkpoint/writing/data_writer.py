@@ -1,7 +1,7 @@
-"""Writing a data file: straight from where the tensors lie, checksums on the way, the header last.
+"""Write a data file directly from tensor memory, computing checksums on the way; the header comes last.
 
-What lies in one stretch of host memory is written from there, without a copy. The rest (strided tensors, those of a
-device) goes through a window of bounded size.
+Contiguous host memory is written without a copy. The rest (strided tensors, device tensors) goes through a window of
+bounded size.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ _MAX_BUFFERS = 1000  # buffers in one call
 class FileWriter:
     """A data file being written: its blocks in any order, the header last.
 
-    `memory` bounds the windows that strided tensors and those of a device go through. Nobody changes what is being
-    written meanwhile.
+    `memory` bounds the windows through which strided and device tensors go. The tensors must not change meanwhile.
     """
 
     def __init__(
@@ -52,24 +51,24 @@ class FileWriter:
         self._checksums = np.zeros(int(file.blocks.sum()), np.uint32)
 
     def put_chunks(self, chunks: Sequence[Tensor]) -> None:
-        """Writes all chunks of the file, each from where it lies."""
+        """Write all chunks of the file, in place where possible."""
         addresses = addresses_of(chunks)
         self.put(Blocks.of(self._file, addresses))
-        aside = np.flatnonzero(addresses < 0)
+        not_contiguous = np.flatnonzero(addresses < 0)
         in_threads(
-            lambda first, last, stop: self._put_aside(chunks, aside[first:last], stop),
-            split(self._file.plan.nbytes[aside], self._windows, least=8 * BLOCK),
+            lambda first, last, stop: self._put_through_window(chunks, not_contiguous[first:last], stop),
+            split(self._file.plan.nbytes[not_contiguous], self._windows, least=8 * BLOCK),
         )
 
     def put(self, blocks: Blocks) -> None:
-        """Writes blocks straight from host memory."""
+        """Write blocks from host memory."""
         in_threads(
             lambda first, last, stop: self._put_straight(blocks.part(first, last), stop),
             split(blocks.nbytes, self._threads, least=8 * BLOCK),
         )
 
     def finish(self) -> FileEntry:
-        """Writes the header; when it returns the file is safe."""
+        """Write the header and flush the file."""
         header = self._file.header(self._checksums)
         self._writer.write([memoryview(header)], 0)
         self._writer.finish()
@@ -78,27 +77,27 @@ class FileWriter:
     def _put_straight(self, blocks: Blocks, stop: Stop) -> None:
         batch: list[memoryview] = []
         sums: list[int] = []
-        start = after = waiting = 0
+        start = next_offset = pending = 0
         for address, offset, nbytes in zip(*(column.tolist() for column in blocks[1:]), strict=True):
-            if batch and (offset != after or waiting >= _BATCH or len(batch) == _MAX_BUFFERS):
+            if batch and (offset != next_offset or pending >= _BATCH or len(batch) == _MAX_BUFFERS):
                 if stop:
                     return
-                self._write(batch, start, waiting)
-                batch, waiting = [], 0
+                self._write(batch, start, pending)
+                batch, pending = [], 0
             if not batch:
                 start = offset
             view = memory_at(address, nbytes)
             sums.append(crc32c.crc32c(view))
             batch.append(view)
-            waiting += nbytes
-            after = offset + nbytes
+            pending += nbytes
+            next_offset = offset + nbytes
         if batch:
-            self._write(batch, start, waiting)
+            self._write(batch, start, pending)
         self._checksums[blocks.numbers] = sums
 
-    def _put_aside(self, chunks: Sequence[Tensor], some: Integers, stop: Stop) -> None:
+    def _put_through_window(self, chunks: Sequence[Tensor], numbers: Integers, stop: Stop) -> None:
         file, window = self._file, torch.empty(self._window, dtype=torch.uint8)
-        for chunk in some.tolist():
+        for chunk in numbers.tolist():
             nbytes, number = int(file.plan.nbytes[chunk]), int(file.first_blocks[chunk])
             for begin in range(0, nbytes, self._window):
                 if stop:
@@ -117,7 +116,7 @@ class FileWriter:
 
 
 def addresses_of(chunks: Sequence[Tensor]) -> Integers:
-    """Where each chunk lies, or -1 where it is not one stretch of host memory.
+    """Return the address of each chunk, or -1 if it is not contiguous host memory.
 
     >>> addresses_of([torch.ones(2, 2).t()]).tolist()
     [-1]
@@ -132,7 +131,7 @@ def _address(chunk: Tensor) -> int:
 
 
 class Blocks(NamedTuple):
-    """Blocks that lie in host memory, in the order of the file: their numbers in it, where they lie, where they go."""
+    """Blocks in host memory, in the order of the file: their indices, addresses and offsets in the file, and sizes."""
 
     numbers: Integers
     addresses: Integers
@@ -141,7 +140,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, file: DataFile, addresses: Integers) -> Blocks:
-        """The blocks of the chunks that lie at these addresses; those below 0 are left out."""
+        """Return the blocks of the chunks at these addresses; those below 0 are left out."""
         chunks = np.flatnonzero(addresses >= 0)
         counts = file.blocks[chunks]
         chunk = np.repeat(chunks, counts)
@@ -155,14 +154,14 @@ class Blocks(NamedTuple):
         )
 
     def part(self, first: int, last: int) -> Blocks:
-        """Some of them."""
+        """Return blocks `first` to `last` (exclusive)."""
         return Blocks(*(column[first:last] for column in self))
 
 
 def copy_range(window: Tensor, chunk: Tensor, begin: int, nbytes: int, *, wait: bool = True) -> None:
-    """Copies a stretch of a chunk's bytes, in row-major order, to the start of a window of bytes.
+    """Copy a range of a chunk's bytes, in row-major order, to the start of a window.
 
-    Where a GPU copies and nobody is to wait, it is done when the GPU's stream has come to it.
+    With `wait=False`, a copy from a GPU is only enqueued on the current stream.
 
     >>> window = torch.zeros(4, dtype=torch.uint8)
     >>> copy_range(window, torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).t(), 1, 2)
@@ -172,7 +171,7 @@ def copy_range(window: Tensor, chunk: Tensor, begin: int, nbytes: int, *, wait: 
     chunk = chunk.detach()
     position, first = 0, begin // chunk.itemsize
     for box in boxes_of_range(Region.whole(chunk.shape), first, first + nbytes // chunk.itemsize):
-        data = bits(chunk[box.slices()].resolve_conj().resolve_neg())  # of the box alone: it may be a copy
+        data = bits(chunk[box.slices()].resolve_conj().resolve_neg())  # of the box alone, as it may be a copy
         target = window[:nbytes].view(data.dtype)
         target[position : position + box.volume].view(box.size).copy_(data, non_blocking=not wait)
         position += box.volume

@@ -1,4 +1,4 @@
-"""Files that saves leave behind: told from those of others by their names and by how they begin."""
+"""Recognise the files that saves create, by their names and first bytes, so that only those are removed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _TEMPORARY = re.compile(r"manifest\.json\.[0-9a-f]{12}\.tmp")
 
 
 def is_save_file(key: str) -> bool:
-    """Whether a key has the form of what a save makes, besides the manifest.
+    """Return True if a key is named like a file that a save creates (other than the manifest).
 
-    That is a data file, a manifest on its way, or what the first rank makes for the others to find.
+    That is a data file, a temporary manifest, or the token that the first rank creates for the others.
 
     >>> list(map(is_save_file, ["5f3a9c21b07e-00000-0.safetensors", "5f3a9c21b07e.begun", "model-00001-2.safetensors"]))
     [True, True, False]
@@ -27,14 +27,14 @@ def is_save_file(key: str) -> bool:
 
 
 def may_be_removed(storage: Storage, key: str) -> bool:
-    """Whether a key is that of a file which a save has made: a data file must begin like one, too.
+    """Return True if a save created this file: a data file must also begin like one.
 
-    One that a crash has cut off or left without its header counts: it is shorter than the beginning of a header, or
+    A file that a crash truncated or left without its header counts: it is shorter than the beginning of a header, or
     has zeros in place of it, from some byte on.
 
     >>> from shardwright.storage import MemoryStorage
     >>> place = MemoryStorage()
-    >>> place.replace("5f3a9c21b07e-00000-0.safetensors", b"somebody's own work, which is no checkpoint")
+        >>> place.replace("5f3a9c21b07e-00000-0.safetensors", b"a file of the user's, which is not a checkpoint")
     >>> may_be_removed(place, "5f3a9c21b07e-00000-0.safetensors")
     False
     """

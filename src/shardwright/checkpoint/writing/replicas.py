@@ -1,4 +1,4 @@
-"""Comparing replicas: ranks that hold the same region of a tensor are to hold the same bytes."""
+"""Compare replicas: ranks that hold the same region of a tensor must hold the same bytes."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _MAX_LISTED = 20
 
 
 def compare_replicas(state: GlobalState, group: comm.Group, threads: int = 2) -> None:
-    """Raises on all ranks if any two of them hold different bytes for the same region of a tensor.
+    """Raise on all ranks if any two of them hold different bytes for the same region of a tensor.
 
-    Each computes the checksums of what others hold as well, and tells them to all.
+    Each rank computes the checksums of its replicated regions, and all ranks exchange them.
     """
-    table, me = state.table, group.global_rank
+    table, own_rank = state.table, group.global_rank
     shared = [_shared(table, kind) for kind in range(len(table.shardings))]
-    mine = _tensors_of(me, table, shared)
+    own_tensors = _tensors_of(own_rank, table, shared)
     own = comm.agree(
-        lambda: checksums([state.leaves[number].parts[0].tensor for number in mine], threads),
+        lambda: checksums([state.leaves[number].parts[0].tensor for number in own_tensors], threads),
         what="save: checking replicas",
         group=group,
     )
-    said = comm.gather_bytes(own.tobytes(), group, what="save: comparing replicas")
+    gathered = comm.gather_bytes(own.tobytes(), group, what="save: comparing replicas")
     by_rank = {
-        rank: dict(zip(_tensors_of(rank, table, shared), np.frombuffer(text, np.uint32).tolist(), strict=True))
-        for rank, text in zip(group.ranks, said, strict=True)
+        rank: dict(zip(_tensors_of(rank, table, shared), np.frombuffer(encoded, np.uint32).tolist(), strict=True))
+        for rank, encoded in zip(group.ranks, gathered, strict=True)
     }
     differ = []
     for tensor, kind in enumerate(table.kinds.tolist()):
@@ -52,16 +52,16 @@ def compare_replicas(state: GlobalState, group: comm.Group, threads: int = 2) ->
                 if rank in by_rank:
                     found.setdefault(by_rank[rank][tensor], []).append(rank)
             if len(found) > 1:
-                differ.append(f"{table.names[tensor]}: {'; '.join(_told(*one) for one in found.items())}")
+                differ.append(f"{table.names[tensor]}: {'; '.join(_describe(*one) for one in found.items())}")
     if differ:
         raise StateDiffersError(
-            f"replicas have different bytes under {len(differ)} {'name' if len(differ) == 1 else 'names'}; mark what "
-            "belongs to one rank with PerRank\n  " + join_first(differ, _MAX_LISTED, "\n  ")
+            f"replicas have different bytes under {len(differ)} {'name' if len(differ) == 1 else 'names'}; mark values "
+            "that differ between ranks with PerRank\n  " + join_first(differ, _MAX_LISTED, "\n  ")
         )
 
 
 def checksums(tensors: Sequence[Tensor], threads: int = 2) -> npt.NDArray[np.uint32]:
-    """The CRC-32C of each tensor's bytes, in row-major order.
+    """Return the CRC-32C of each tensor's bytes, in row-major order.
 
     >>> [f"{value:08x}" for value in checksums([torch.tensor(list(b"123456789"), dtype=torch.uint8)])]
     ['e3069283']
@@ -92,7 +92,7 @@ def checksums(tensors: Sequence[Tensor], threads: int = 2) -> npt.NDArray[np.uin
 
 
 def _shared(table: TensorTable, kind: int) -> list[tuple[int, ...]]:
-    """The ranks that hold the same region, for each region that several hold."""
+    """Return the sets of ranks that hold the same region."""
     sharding = table.shardings[kind]
     if not isinstance(sharding, Layout):
         return []
@@ -100,11 +100,11 @@ def _shared(table: TensorTable, kind: int) -> list[tuple[int, ...]]:
 
 
 def _tensors_of(rank: int, table: TensorTable, shared: Sequence[Sequence[tuple[int, ...]]]) -> list[int]:
-    """The tensors of which a rank holds what others hold, too."""
+    """Return the tensors of which a rank holds a region that other ranks hold, too."""
     kinds = np.array([any(rank in ranks for ranks in each) for each in shared], bool)
     found: list[int] = np.flatnonzero(kinds[table.kinds]).tolist() if len(table) else []
     return found
 
 
-def _told(value: int, ranks: Sequence[int]) -> str:
+def _describe(value: int, ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)} {value:08x}"

@@ -1,8 +1,8 @@
-"""Host memory that a state is copied into before it is written, so that nobody waits for the disk.
+"""Host buffers that a state is copied into before it is written, so that training does not wait for the disk.
 
 Fresh memory is several times slower to fill than memory that was used before, so buffers are kept between saves. They
-are anonymous maps on huge pages where the system gives them; for tensors of a GPU they are registered with its driver,
-which then copies at the speed of the bus.
+are anonymous mappings on huge pages if available; for GPU tensors they are pinned, so that copies run at the speed of
+the bus.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from shardwright.comm.packing import bits
 
 __all__ = ["Buffer", "Buffers", "buffers", "release_buffers", "stage", "windows"]
 
-_SMALL = 256 << 10  # bytes of a tensor on a GPU that is copied together with others
-_GROUP = 32 << 20  # bytes of those together
-_LEAST = 4 << 20  # bytes for which another thread is worth starting
-_TURN = 16 << 20  # bytes that a thread copies until it takes more: many huge pages, so that two rarely share one
-_PIECE = 512 << 10  # bytes of one call: as long as they fit the core's cache, libc uses the processor's own copy
+_SMALL = 256 << 10  # GPU tensors up to this many bytes are copied in groups
+_GROUP = 32 << 20  # bytes of a group
+_MIN_PER_THREAD = 4 << 20  # bytes for which another thread is started
+_BYTES_PER_TURN = (
+    16 << 20
+)  # bytes that a thread copies at a time: many huge pages, so that two threads rarely share one
+_PIECE = 512 << 10  # bytes per call: while they fit the core's cache, libc uses the processor's own copy instruction
 
 
 @final
 class Buffer:
-    """Some host memory, and whether a GPU's driver knows it."""
+    """A host buffer, pinned if it is for GPU tensors."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self.nbytes = -(-max(nbytes, 1) // PAGE) * PAGE
         memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a child that copies it on write would double it
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a forked child that copies it on write would double it
             if hasattr(mmap, advice):
                 with suppress(OSError):
                     memory.madvise(getattr(mmap, advice))
@@ -51,20 +53,20 @@ class Buffer:
         self._registered = pinned and _register(self.address, self.nbytes)
 
     def free(self) -> None:
-        """Takes it from the driver; the memory goes with the object."""
+        """Unpin the buffer; the memory is freed with the object."""
         if self._registered:
             self._registered = False
             torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]  # torch's has none
 
 
 def _register(address: int, nbytes: int) -> bool:
-    """Makes memory known to the driver. Where it refuses (a limit on locked memory), copies are slower, no more."""
+    """Pin host memory. If the driver refuses (ulimit -l), copies are merely slower."""
     return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0  # type: ignore[no-untyped-call]  # likewise
 
 
 @final
 class Buffers:
-    """Buffers that saves take and give back.
+    """A pool of buffers that saves borrow and return.
 
     >>> pool = Buffers()
     >>> one = pool.take(1000, limit=1000)
@@ -75,14 +77,14 @@ class Buffers:
 
     def __init__(self) -> None:
         self._free: list[Buffer] = []
-        self._taken: dict[int, int] = {}  # what each buffer that is in use was asked for
+        self._taken: dict[int, int] = {}  # the sizes requested of the buffers in use, by id
         self._changed = threading.Condition()
         self.made = 0
 
     def take(self, nbytes: int, limit: int, *, pinned: bool = False) -> Buffer:
-        """A buffer of at least so many bytes, once all that are in use have no more than `limit` with it.
+        """Borrow a buffer of at least `nbytes`, blocking until the total in use stays within `limit`.
 
-        One alone may always be had.
+        A single buffer is always available.
         """
         with self._changed:
             while self._taken and sum(self._taken.values()) + nbytes > limit:
@@ -92,35 +94,35 @@ class Buffers:
                 buffer = min(fitting, key=lambda each: each.nbytes)
                 self._free.remove(buffer)
             else:
-                self._drop()  # before another is made: what was too small does not come on top
+                self._free_all()  # before another is allocated, so that buffers that are too small do not add up
                 buffer = Buffer(nbytes, pinned=pinned)
                 self.made += 1
             self._taken[id(buffer)] = nbytes
             return buffer
 
     def give(self, buffer: Buffer) -> None:
-        """Gives a buffer back."""
+        """Return a buffer to the pool."""
         with self._changed:
             del self._taken[id(buffer)]
             self._free.append(buffer)
             self._changed.notify_all()
 
     def release(self) -> None:
-        """Frees what is not in use."""
+        """Free the buffers that are not in use."""
         with self._changed:
-            self._drop()
+            self._free_all()
 
     @property
     def kept(self) -> int:
-        """Bytes that are kept for the next save."""
+        """Bytes kept for the next save."""
         with self._changed:
             return sum(buffer.nbytes for buffer in self._free)
 
     def abandon(self) -> None:
-        """In a child of a fork: the buffers stayed with the parent."""
-        self.__init__()  # with another lock: this one may be held by a thread that is not here
+        """In a forked child: the buffers belong to the parent."""
+        self.__init__()  # with a new lock: this one may be held by a thread of the parent
 
-    def _drop(self) -> None:
+    def _free_all(self) -> None:
         for buffer in self._free:
             buffer.free()
         self._free.clear()
@@ -131,7 +133,7 @@ os.register_at_fork(after_in_child=buffers.abandon)
 
 
 def release_buffers() -> None:
-    """Frees the host memory that `async_save` keeps between saves; the next one takes it anew.
+    """Free the host memory that `async_save` keeps between saves; the next save allocates it again.
 
     >>> release_buffers()
     """
@@ -139,9 +141,9 @@ def release_buffers() -> None:
 
 
 def windows(file: DataFile, nbytes: int) -> list[tuple[int, int]]:
-    """The blocks of a file in runs of at most so many bytes, as (first, last); only the first run may be short.
+    """Divide the blocks of a file into runs of at most `nbytes`, as (first, last); only the first run may be short.
 
-    Whoever stages them waits until all runs but the last are written, so the last is to be the longest.
+    Staging waits until all runs but the last are written, so the last should be the longest.
 
     >>> from shardwright.checkpoint.format.write_layout import file_plan
     >>> from shardwright.checkpoint.format.tensor_table import TensorTable
@@ -154,7 +156,7 @@ def windows(file: DataFile, nbytes: int) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     last = len(ends)
     while last:
-        # The first block such that it and those behind it fit; a single one always does.
+        # The first block such that it and those after it fit; a single one always does.
         before = np.concatenate([[0], ends[: last - 1]])
         first = min(int(np.searchsorted(before, int(ends[last - 1]) - nbytes)), last - 1)
         found.append((first, last))
@@ -163,32 +165,32 @@ def windows(file: DataFile, nbytes: int) -> list[tuple[int, int]]:
 
 
 def stage(file: DataFile, chunks: Sequence[Tensor], first: int, last: int, buffer: Buffer, threads: int = 2) -> Blocks:
-    """Copies blocks `first` to `last` (exclusive) of a file into a buffer, and says where they lie then.
+    """Copy blocks `first` to `last` (exclusive) of a file into a buffer; return where they are in it.
 
-    When it returns, nothing that is done to the chunks changes the copy.
+    After it returns, changes to the chunks do not affect the copy.
     """
-    places = Blocks.of(file, file.plan.starts).part(first, last)  # "addresses" are positions in the data
-    places = places._replace(addresses=places.addresses - places.addresses[:1] + buffer.address)
+    staged = Blocks.of(file, file.plan.starts).part(first, last)  # "addresses" are offsets in the data
+    staged = staged._replace(addresses=staged.addresses - staged.addresses[:1] + buffer.address)
     addresses = addresses_of(chunks)
     straight = Blocks.of(file, addresses)
     inside = (straight.numbers >= first) & (straight.numbers < last)
     straight = Blocks(*(column[inside] for column in straight))
-    targets = places.addresses[straight.numbers - first]
-    _copy_aside(file, chunks, np.flatnonzero(addresses < 0), places, first, last, buffer)
-    turns = max(threads, int(straight.nbytes.sum()) // _TURN)
+    targets = staged.addresses[straight.numbers - first]
+    _copy_not_contiguous(file, chunks, np.flatnonzero(addresses < 0), staged, first, last, buffer)
+    turns = max(threads, int(straight.nbytes.sum()) // _BYTES_PER_TURN)
     in_threads(
         lambda low, high, stop: _copy_straight(
             straight.addresses[low:high], targets[low:high], straight.nbytes[low:high], stop
         ),
-        split(straight.nbytes, turns, least=_LEAST),
+        split(straight.nbytes, turns, least=_MIN_PER_THREAD),
         threads,
     )
-    _await_devices(chunks)
-    return places
+    _synchronize(chunks)
+    return staged
 
 
 def _copy_straight(sources: Integers, targets: Integers, nbytes: Integers, stop: Stop) -> None:
-    """Copies blocks in pieces, without the GIL."""
+    """Copy blocks in pieces, without the GIL."""
     for target, source, size in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
         if stop:
             return
@@ -196,18 +198,24 @@ def _copy_straight(sources: Integers, targets: Integers, nbytes: Integers, stop:
             ctypes.memmove(target + at, source + at, min(_PIECE, size - at))
 
 
-def _copy_aside(
-    file: DataFile, chunks: Sequence[Tensor], some: Integers, places: Blocks, first: int, last: int, buffer: Buffer
+def _copy_not_contiguous(
+    file: DataFile,
+    chunks: Sequence[Tensor],
+    not_contiguous: Integers,
+    staged: Blocks,
+    first: int,
+    last: int,
+    buffer: Buffer,
 ) -> None:
-    """Copies what is strided, or lies on a device: there on a stream of its own, so that copies follow each other."""
+    """Copy strided and device tensors; those on a device on a stream of their own, so that copies are queued."""
     by_device: dict[torch.device, list[_Copy]] = {}
-    for chunk in some.tolist():
+    for chunk in not_contiguous.tolist():
         begin = max(int(file.first_blocks[chunk]), first) - first
         end = min(int(file.first_blocks[chunk] + file.blocks[chunk]), last) - first
         if begin < end:
-            at = int(places.addresses[begin]) - buffer.address
-            nbytes = int(places.nbytes[begin:end].sum())
-            within = int(places.offsets[begin]) - file.header_size - int(file.plan.starts[chunk])
+            at = int(staged.addresses[begin]) - buffer.address
+            nbytes = int(staged.nbytes[begin:end].sum())
+            within = int(staged.offsets[begin]) - file.header_size - int(file.plan.starts[chunk])
             by_device.setdefault(chunks[chunk].device, []).append(_Copy(chunks[chunk], at, within, nbytes))
     for device, copies in by_device.items():
         if device.type != "cuda":
@@ -220,7 +228,7 @@ def _copy_aside(
 
 
 class _Copy(NamedTuple):
-    """Bytes of a chunk, from `within` on, and where in the buffer they go."""
+    """A copy of `nbytes` bytes of a chunk, from offset `within`, to offset `at` of the buffer."""
 
     tensor: Tensor
     at: int
@@ -233,7 +241,7 @@ class _Copy(NamedTuple):
 
 
 def _grouped(copies: Sequence[_Copy]) -> list[list[_Copy]]:
-    """Small chunks that follow each other in the buffer, in groups; every other stretch by itself."""
+    """Group small chunks that are adjacent in the buffer; every other copy is a group of its own."""
     groups: list[list[_Copy]] = []
     size = 0
     for one in copies:
@@ -255,7 +263,7 @@ def _grouped(copies: Sequence[_Copy]) -> list[list[_Copy]]:
 
 
 def _copy_from_gpu(group: Sequence[_Copy], buffer: Buffer) -> None:
-    """Begins a copy over the bus: of many small tensors at once, put together there, since each costs as much."""
+    """Enqueue a copy to the host: of many small tensors at once, concatenated on the device."""
     at, nbytes = group[0].at, sum(one.nbytes for one in group)
     tensor, within = group[0].tensor, group[0].within
     if len(group) > 1:
@@ -265,7 +273,7 @@ def _copy_from_gpu(group: Sequence[_Copy], buffer: Buffer) -> None:
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of copies from a device, behind all that its caller has asked the device for."""
+    """Return the stream for copies from a device, ordered after the caller's current stream."""
     stream = _streams.get(device)
     if stream is None:
         stream = _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # likewise
@@ -276,7 +284,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def _await_devices(chunks: Sequence[Tensor]) -> None:
+def _synchronize(chunks: Sequence[Tensor]) -> None:
     for device in {chunk.device for chunk in chunks if chunk.device.type == "cuda"}:
         if device in _streams:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # likewise
