@@ -388,7 +388,7 @@ class StorageError(ShardwrightError, OSError):
     >>> from shardwright.storage import LocalStorage
     >>> LocalStorage("somewhere").open("../manifest.json")
     Traceback (most recent call last):
-    shardwright.errors.StorageError: key '../manifest.json': keys have small letters, digits, dots and hyphens, ...
+    shardwright.errors.StorageError: invalid key '../manifest.json': keys have lowercase letters, digits, dots ...
     """
 
 
@@ -424,7 +424,7 @@ class StateError(CheckpointError, ValueError):
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     checkpoint.save({"model": {"hook": print}}, folder)
     Traceback (most recent call last):
-    shardwright.errors.StateError: model.hook: a builtins.builtin_function_or_method is not stored: ...
+    shardwright.errors.StateError: model.hook: builtins.builtin_function_or_method cannot be stored: ...
     """
 
 

@@ -60,7 +60,7 @@ def with_sizes(table: TensorTable) -> ChunkLocator:
 def blocks_of(assignment: ReadAssignment, locator: ChunkLocator, slot: int) -> Blocks:
     """All blocks that are read; each segment fits its slot, its runs lie end to end, and no block comes twice."""
     found: Blocks = set()
-    for place in range(assignment.places):
+    for place in range(assignment.size):
         segments = list(assignment.segments(place))
         assert len(segments) <= assignment.rounds
         assert {segment.file.rank for segment in segments} <= set(assignment.files_of(place)) <= assignment.files
@@ -87,7 +87,7 @@ def test_every_block_that_anyone_wants_is_read_once(
     slot = data.draw(st.sampled_from([1, 2, 4])) * BLOCK
     locator = with_sizes(table)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dealing, "_FEW", few)
+        patch.setattr(dealing, "_MAX_PLANNED", few)
         assignment = ReadAssignment(requests, locator, ranks, slot)
         found = blocks_of(assignment, locator, slot)
     assert found == {
@@ -172,9 +172,9 @@ def test_a_file_that_is_not_listed_or_is_said_to_be_empty_is_refused_by_the_plan
     table, requests = many_files(ranks=100, tensors=2)
     sizes = {rank: FileEntry(file_plan(table, rank).size + 4096, 4096, "") for rank in range(100)}
     missing = {rank: size for rank, size in sizes.items() if rank != 55}
-    with pytest.raises(FormatError, match="lists no file of rank 55, and tensors lie in it"):
+    with pytest.raises(FormatError, match="lists no file of rank 55, but tensors are stored in it"):
         ReadAssignment(requests, ChunkLocator(table, missing), range(4), BLOCK)
-    with pytest.raises(FormatError, match="lists no data in the file of rank 55, and tensors lie in it"):
+    with pytest.raises(FormatError, match="lists no data in the file of rank 55, but tensors are stored in it"):
         ReadAssignment(requests, ChunkLocator(table, {**sizes, 55: FileEntry(4096, 4096, "")}), range(4), BLOCK)
     lying = ReadAssignment(requests, ChunkLocator(table, {**sizes, 3: FileEntry(5000, 4096, "")}), range(4), BLOCK)
     with pytest.raises(FormatError, match="the file of rank 3 has 192 bytes of data, but the manifest says 904"):

@@ -225,9 +225,9 @@ def test_a_claim_that_files_do_not_bear_out_makes_no_memory(one: Path) -> None:
 
     change(one, lie)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CorruptionError, match="bytes, and the manifest says"):
+    with pytest.raises(CorruptionError, match="bytes, but the manifest says"):
         checkpoint.read(one)
-    with checkpoint.open(one) as ckpt, pytest.raises(CorruptionError, match="bytes, and the manifest says"):
+    with checkpoint.open(one) as ckpt, pytest.raises(CorruptionError, match="bytes, but the manifest says"):
         ckpt["w"][:]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
 
@@ -305,9 +305,9 @@ def test_a_truth_that_is_seven_is_refused(one: Path) -> None:
     assert header.count(old) == 1
     sign_header(one, header.replace(old, new))
     assert "neither 0 nor 1" in str(checkpoint.verify(one))
-    with pytest.raises(CorruptionError, match="'t' is of truths"):
+    with pytest.raises(CorruptionError, match="bool tensor 't' contains"):
         checkpoint.read(one)
-    with checkpoint.open(one) as ckpt, pytest.raises(CorruptionError, match="'t' is of truths"):
+    with checkpoint.open(one) as ckpt, pytest.raises(CorruptionError, match="bool tensor 't' contains"):
         ckpt["t"][:]
 
 
@@ -339,7 +339,7 @@ def test_only_regular_files_are_opened(one: Path, what: Callable[[Path], None], 
 def test_a_file_of_another_length_is_refused(one: Path, grow: int) -> None:
     (file,) = one.glob("*.safetensors")
     os.truncate(file, file.stat().st_size + grow)
-    with pytest.raises(CorruptionError, match="bytes, and the manifest says"):
+    with pytest.raises(CorruptionError, match="bytes, but the manifest says"):
         checkpoint.read(one)
 
 

@@ -142,7 +142,7 @@ def test_enums_are_resolved_before_anything_changes(tmp_path: Path) -> None:
 
 def test_arrays_that_are_more_than_their_numbers_are_refused(tmp_path: Path) -> None:
     for array in (np.ma.MaskedArray([1.0], mask=[True]), np.ones((1, 1)).view(np.recarray)):
-        with pytest.raises(StateError, match=r"m: a numpy.* is more than its numbers"):
+        with pytest.raises(StateError, match=r"m: a numpy.* has more than its numbers"):
             checkpoint.save({"m": array}, tmp_path)
     mapped = np.memmap(tmp_path / "map", dtype=np.float32, mode="w+", shape=(3,))
     mapped[:] = 2

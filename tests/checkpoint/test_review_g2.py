@@ -157,7 +157,7 @@ def test_in_a_world_of_one_errors_come_as_themselves(tmp_path):
     with pytest.raises(StateError, match="hook: a builtins"):
         async_save({"hook": print}, tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"is there, and is not a folder|a part of the path is a file"):
+    with pytest.raises(StorageError, match=r"exists and is not a directory|a part of the path is a file"):
         save(STATE, tmp_path / "file")
     save(STATE, tmp_path / "run")
     next((tmp_path / "run").glob("*.safetensors")).unlink()

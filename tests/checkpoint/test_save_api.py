@@ -189,7 +189,7 @@ def test_a_scheme_that_is_not_served_is_refused_wherever_a_path_is_given(
         lambda: checkpoint.verify(path),
         lambda: CheckpointManager(path),
     ):
-        with pytest.raises(StorageError, match=r"is not served; paths and file:// are"):
+        with pytest.raises(StorageError, match=r"is not supported, only paths and file:// are"):
             work()
     assert not list(tmp_path.iterdir())
 
@@ -200,7 +200,7 @@ def test_a_file_url_and_a_folder_with_a_colon_are_folders(tmp_path: Path, monkey
     assert checkpoint.read(tmp_path / "a b")["w"].tolist() == [1, 1]
     checkpoint.save({"w": torch.ones(2)}, "./s3:/run")
     assert checkpoint.read(tmp_path / "s3:" / "run")["w"].tolist() == [1, 1]
-    with pytest.raises(StorageError, match="a path of this host"):
+    with pytest.raises(StorageError, match="a path on this host"):
         checkpoint.read(f"file://elsewhere{tmp_path}")
 
 

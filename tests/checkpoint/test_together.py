@@ -241,7 +241,9 @@ def test_a_tensor_that_a_rank_of_its_mesh_does_not_give_is_refused() -> None:
     rows = sw.Layout(sw.Mesh((2,)), [sw.Shard(0)], (4,))
     whole = StateDescription(["d", "w", 0], ["w"], ["float32"], [4], [sharding_to_json(rows)], [0])
     nothing = StateDescription(["d"], [], [], [], [], [])
-    with pytest.raises(StateDiffersError, match=r"w: \[4\] \(0: S\(0\)\) is held by rank 1, too, and not in the state"):
+    with pytest.raises(
+        StateDiffersError, match=r"w: \[4\] \(0: S\(0\)\) is held by rank 1, but it is not in their state"
+    ):
         merge([((0,), whole), ((1,), nothing)], (0, 1))
 
 

@@ -29,7 +29,7 @@ def test_a_sound_checkpoint_is_read_whole_and_found_sound(saved: Path) -> None:
     assert (report.files, report.nbytes, report.corruptions, report.stray) == (4, size, (), ())
     assert told[-1] == (size, size)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert "is sound: 4 files" in str(report)
+    assert "is intact: 4 files" in str(report)
 
 
 def test_all_damage_is_reported_and_not_the_first_alone(tmp_path: Path) -> None:
@@ -45,8 +45,8 @@ def test_all_damage_is_reported_and_not_the_first_alone(tmp_path: Path) -> None:
         ("a", "[0:786432]", 2),
         ("b", "[0:524288, 0:1]", 1),
     ]
-    assert "is damaged in 3 places" in str(report)
-    assert f"{file.name}: block 1 of [0:524288, 0:1] of tensor 'b' does not have its checksum" in str(report)
+    assert "is corrupted in 3 places" in str(report)
+    assert f"{file.name}: block 1 of [0:524288, 0:1] of tensor 'b' does not match its checksum" in str(report)
 
 
 def test_missing_cut_and_stray_files_are_told(saved: Path) -> None:
@@ -65,10 +65,10 @@ def test_missing_cut_and_stray_files_are_told(saved: Path) -> None:
         found[one.file].append(str(one))
     assert found.keys() == {first.name, second.name, third.name, fourth.name}
     assert found[first.name] == [f"{first.name} is missing"]
-    assert "bytes, and the manifest says" in found[second.name][0]
-    assert "is cut off" in found[second.name][1]
+    assert "bytes, but the manifest says" in found[second.name][0]
+    assert "is truncated" in found[second.name][1]
     assert len(found[third.name]) == 1
-    assert "damaged header" in found[fourth.name][0]
+    assert "corrupted header" in found[fourth.name][0]
 
 
 @pytest.mark.parametrize("at", [0, 20, 500, -1])

@@ -321,7 +321,7 @@ def test_a_folder_that_was_not_flushed_is_told_and_the_file_can_be_given_up(tmp_
 def test_a_file_where_the_folder_should_be_is_told(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     for path in (tmp_path / "file", tmp_path / "file/below"):
-        with pytest.raises(StorageError, match=re.escape(f"{tmp_path / 'file'} is there, and is not a folder")):
+        with pytest.raises(StorageError, match=re.escape(f"{tmp_path / 'file'} exists and is not a directory")):
             LocalStorage(path).prepare()
     with pytest.raises(StorageError, match="cannot list"):
         LocalStorage(tmp_path / "file").list_keys()

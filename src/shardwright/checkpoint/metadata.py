@@ -1,8 +1,7 @@
-"""What a checkpoint holds, in PyTorch's words: views over the manifest, worked out when they are asked for.
+"""The contents of a checkpoint in PyTorch's vocabulary: views over the manifest, computed on demand.
 
-And the same words for a DTensor: the chunks it is made of, the tensor that holds one, what there is to write.
-PyTorch's own checkpointing asks a tensor for these by their dunder names, and takes ours for its own: it looks at their
-fields, not at their types.
+Also for a DTensor: its chunks, the tensor that holds a chunk, and the items to write. PyTorch's own checkpointing calls
+these on a tensor through dunder methods, and accepts our types: it uses their fields, not their types.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ __all__ = [
 ]
 
 STATE_DICT_TYPE: TypeAlias = dict[str, Stateful | Any]
-"""A state as PyTorch's checkpointing takes it."""
+"""A state dict as PyTorch's checkpointing takes it."""
 
 
 @final
 @dataclass(frozen=True)
 class ChunkStorageMetadata:
-    """A region of a tensor as it is stored or held: where it starts, how far it reaches.
+    """A region of a stored or held tensor: its offsets and sizes.
 
     >>> ChunkStorageMetadata((4, 0), (4, 8)).region
     Region[4:8, 0:8]
@@ -72,21 +71,21 @@ class ChunkStorageMetadata:
 
     @property
     def region(self) -> Region:
-        """The same as a Region."""
+        """The chunk as a Region."""
         return Region(self.offsets, self.sizes)
 
     @classmethod
     def of(cls, region: Region) -> ChunkStorageMetadata:
-        """A Region in these words."""
+        """Return the chunk of a Region."""
         return cls(region.offset, region.size)
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class MetadataIndex:
-    """Which object of a state is meant, and which chunk of it; `index` is a hint where to look, and does not count.
+    """Identifies a chunk of an object; `index` is a lookup hint, ignored in comparisons.
 
-    It is equal to PyTorch's of the same name and offset.
+    Equal to PyTorch's of the same name and offset.
 
     >>> MetadataIndex("w", (4, 0), index=1) == MetadataIndex("w", (4, 0))
     True
@@ -107,13 +106,13 @@ class MetadataIndex:
         return (self.fqn, self.offset) == (getattr(other, "fqn", None), getattr(other, "offset", None))
 
     def __hash__(self) -> int:
-        return hash((self.fqn, self.offset))  # what PyTorch's has
+        return hash((self.fqn, self.offset))  # as PyTorch's
 
 
 @final
 @dataclass
 class TensorStorageMetadata:
-    """A stored tensor: its properties, its size, and the chunks it lies in. Chunks are listed when they are looked at.
+    """A stored tensor: its properties, its size and its chunks, which are listed on demand.
 
     >>> TensorStorageMetadata(TensorProperties(), torch.Size([2]), [ChunkStorageMetadata((0,), (2,))]).size
     torch.Size([2])
@@ -127,7 +126,7 @@ class TensorStorageMetadata:
 @final
 @dataclass
 class BytesStorageMetadata:
-    """Something stored that is no tensor: here, a value in the manifest.
+    """A stored value that is not a tensor: here, a value in the manifest.
 
     >>> BytesStorageMetadata()
     BytesStorageMetadata()
@@ -135,13 +134,13 @@ class BytesStorageMetadata:
 
 
 STORAGE_TYPES: TypeAlias = TensorStorageMetadata | BytesStorageMetadata
-"""What is said of an entry of a state."""
+"""The metadata of an entry of a state."""
 
 
 @final
 @dataclass
 class StorageMeta:
-    """Of a checkpoint as a whole: where it is, and which save made it.
+    """The location of a checkpoint, and the save that wrote it.
 
     >>> StorageMeta(save_id="5f3a9c").save_id
     '5f3a9c'
@@ -155,11 +154,10 @@ class StorageMeta:
 
 @final
 class Metadata:
-    """What is stored, as a view over the manifest: nothing is listed before it is looked at.
+    """The metadata of a checkpoint, as a view over the manifest: nothing is listed before it is used.
 
-    `state_dict_metadata` has an entry for every tensor and every plain value, by name; `storage_data` says for a
-    `MetadataIndex` which file holds that chunk, and where; `planner_data` is the path of each name through the state,
-    as keys.
+    `state_dict_metadata` has an entry for every tensor and every plain value, by name; `storage_data` gives the file
+    and offset of a chunk, by `MetadataIndex`; `planner_data` has the key path of each name.
 
     >>> import tempfile
     >>> from shardwright import checkpoint
@@ -178,7 +176,7 @@ class Metadata:
 
     @cached_property
     def state_dict_metadata(self) -> Mapping[str, STORAGE_TYPES]:
-        """Of every name, what is stored."""
+        """The metadata of every name."""
         numbers: dict[str, int | None] = dict(self._manifest.tensors.index)
         for name, _, what, *_ in stored_entries(self._manifest.tree, None):
             numbers.setdefault(name, what.number if isinstance(what, StoredTensor) else None)
@@ -186,12 +184,12 @@ class Metadata:
 
     @cached_property
     def planner_data(self) -> Mapping[str, tuple[Any, ...]]:
-        """Of every name of the tree, the keys that lead to it."""
+        """The key path of every name of the tree."""
         return {name: keys for name, keys, *_ in stored_entries(self._manifest.tree, None) if keys is not None}
 
     @cached_property
     def storage_data(self) -> Mapping[MetadataIndex, StorageInfo]:
-        """Of every chunk, the file and the place in it. It takes work that grows with the number of chunks."""
+        """The file, offset and length of every chunk. The cost grows with the number of chunks."""
         found: dict[MetadataIndex, StorageInfo] = {}
         for rank in self._manifest.files:
             file = self._manifest.file(rank)
@@ -205,7 +203,7 @@ class Metadata:
 
     @property
     def storage_meta(self) -> StorageMeta:
-        """Where it is, and which save made it."""
+        """The location of the checkpoint, and the save that wrote it."""
         return StorageMeta(self._checkpoint_id, self._manifest.save_id)
 
     @property
@@ -230,7 +228,7 @@ class Metadata:
 @final
 @dataclass(frozen=True)
 class StorageInfo:
-    """Where a chunk lies: the file, the first byte in it, and how many.
+    """The file, offset and length of a chunk.
 
     >>> StorageInfo("5f3a9c-00000-0.safetensors", 4096, 24).offset
     4096
@@ -243,7 +241,7 @@ class StorageInfo:
 
 @final
 class _View(Mapping[str, STORAGE_TYPES]):
-    """Names, and what is said of each when it is asked for."""
+    """A mapping of names to metadata that is computed on demand."""
 
     def __init__(self, numbers: Mapping[str, int | None], entry: Callable[[int | None], STORAGE_TYPES]) -> None:
         self._numbers, self._entry = numbers, entry
@@ -265,7 +263,7 @@ class _View(Mapping[str, STORAGE_TYPES]):
 
 @final
 class _Chunks(Sequence[ChunkStorageMetadata]):
-    """A list that is made when it is first looked at."""
+    """A list that is computed on first use."""
 
     def __init__(self, make: Callable[[], list[ChunkStorageMetadata]]) -> None:
         self._make = make
@@ -288,7 +286,7 @@ class _Chunks(Sequence[ChunkStorageMetadata]):
 
 
 def _stored_regions(table: TensorTable, number: int) -> list[Region]:
-    """The chunks of a tensor as they lie in the files, by their offsets; which files those are is not worked out."""
+    """Return the chunks of a tensor as stored, by offset, without planning the files."""
     sharding = table.sharding(number)
     if 0 in sharding.shape:
         return [Region.whole(sharding.shape)]
@@ -306,7 +304,7 @@ def _stored_regions(table: TensorTable, number: int) -> list[Region]:
 
 
 class WriteItemType(enum.Enum):
-    """What is to be written: a whole tensor, a shard of one, or bytes. Equal to PyTorch's of the same name.
+    """What to write: a whole tensor, a shard, or bytes. Equal to PyTorch's of the same name.
 
     >>> WriteItemType.SHARD.name
     'SHARD'
@@ -326,7 +324,7 @@ class WriteItemType(enum.Enum):
 @final
 @dataclass(frozen=True)
 class TensorWriteData:
-    """A chunk to be written, with the properties and the size of the tensor it is of.
+    """A chunk to write, with the properties and the size of its tensor.
 
     >>> TensorWriteData(ChunkStorageMetadata((0,), (2,)), TensorProperties(), torch.Size([4])).size
     torch.Size([4])
@@ -340,7 +338,7 @@ class TensorWriteData:
 @final
 @dataclass(frozen=True)
 class WriteItem:
-    """One thing to be written: which, of what kind, and what is known of it.
+    """An item to write: its index, its type, and its tensor data.
 
     >>> WriteItem(MetadataIndex("epoch"), WriteItemType.BYTE_IO).tensor_data is None
     True
@@ -352,14 +350,14 @@ class WriteItem:
     tensor_data: TensorWriteData | None = None
 
     def tensor_storage_size(self) -> int | None:
-        """Bytes of the tensor's chunk, as PyTorch's planners ask for them."""
+        """Return the size of the tensor's chunk in bytes, for PyTorch's planners."""
         if self.tensor_data is None:
             return None
         return self.tensor_data.size.numel() * self.tensor_data.properties.dtype.itemsize
 
 
 def chunk_list(tensor: DTensor) -> list[ChunkStorageMetadata]:
-    """The chunks that this rank holds of a DTensor: one, or none where its part is empty.
+    """Return the chunks that this rank holds of a DTensor: one, or none if its part is empty.
 
     >>> import shardwright as sw
     >>> chunk_list(sw.zeros(4, 2, mesh=sw.init_device_mesh("cpu", (1,)), placements=[sw.Shard(0)]))
@@ -370,7 +368,7 @@ def chunk_list(tensor: DTensor) -> list[ChunkStorageMetadata]:
 
 
 def local_tensor_for(tensor: DTensor, index: Any) -> Tensor:
-    """The local memory that holds the chunk an index means; writing to it changes the DTensor.
+    """Return the local memory that holds a chunk; writing to it changes the DTensor.
 
     >>> import shardwright as sw
     >>> w = sw.zeros(4, 2, mesh=sw.init_device_mesh("cpu", (1,)), placements=[sw.Shard(0)])
@@ -388,7 +386,7 @@ def local_tensor_for(tensor: DTensor, index: Any) -> Tensor:
 
 
 def write_items(tensor: DTensor, fqn: str) -> list[WriteItem]:
-    """What this rank has to write of a DTensor, in the words of PyTorch's planners.
+    """Return the items that this rank has to write of a DTensor, for PyTorch's planners.
 
     >>> import shardwright as sw
     >>> w = sw.zeros(4, 2, mesh=sw.init_device_mesh("cpu", (1,)), placements=[sw.Shard(0)])
@@ -407,10 +405,10 @@ def write_items(tensor: DTensor, fqn: str) -> list[WriteItem]:
 
 
 def _own_region(tensor: DTensor) -> Region | None:
-    """What this rank holds, if it is anything."""
+    """Return the region that this rank holds; None if it is empty."""
     layout = tensor.sharding
     if layout.is_partial:
-        raise LayoutError(f"{layout} is partial: addends are not chunks of it; redistribute it first")
+        raise LayoutError(f"{layout} is partial, and partial values have no chunks; redistribute it first")
     rank = comm.rank()
     region = layout.region(rank) if rank in layout.mesh else None
     return None if region is None or region.is_empty else region

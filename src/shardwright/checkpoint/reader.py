@@ -1,7 +1,7 @@
-"""`open`: a checkpoint looked into by one process, with no process group: names, values, and slices of tensors.
+"""`open`: read names, values and slices of a checkpoint in one process, without a process group.
 
-A slice reads the blocks it touches and verifies them. The files are opened together with the manifest, and open files
-outlive their removal: what was opened stays what it is when another save replaces it.
+A slice reads and verifies the blocks it needs. The files are opened together with the manifest, and open files remain
+readable after they are removed: an open checkpoint does not change when another save replaces it.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from shardwright.storage import Reader, Storage
 
 __all__ = ["Checkpoint", "LazyTensor", "open"]
 
-_MAX_OPEN = 256  # files held open; a checkpoint with more opens each when it is needed
+_MAX_OPEN = 256  # files held open; a checkpoint with more files opens each on demand
 
 Out = TypeVar("Out", Tensor, npt.NDArray[Any])
 
 
 @final
 class LazyTensor(Generic[Out]):
-    """A stored tensor that nothing has been read of yet: `[...]` reads what it is asked for, and no more.
+    """A stored tensor of which nothing has been read yet: indexing it reads just what is needed.
 
-    It takes numbers, slices (of any step), `...` and `None`, and gives a plain tensor, or an array where it came from
-    `Checkpoint.numpy`. Of a slice whose step passes over a megabyte or more only the wanted layers are read; for a
-    shorter step, all between the first and the last is read, and what is wanted taken out of it.
+    It takes integers, slices (with any step), `...` and `None`, and returns a plain tensor, or an array if it came from
+    `Checkpoint.numpy`. If the step of a slice skips a megabyte or more, only the wanted layers are read; with a shorter
+    step, everything between the first and the last is read.
 
     >>> import tempfile
     >>> from shardwright import checkpoint
@@ -67,31 +67,31 @@ class LazyTensor(Generic[Out]):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the whole tensor."""
+        """The shape of the tensor."""
         return torch.Size(self._checkpoint._manifest.tensors.shape(self._number))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype, as torch names it."""
+        """The dtype of the tensor."""
         return DTYPES[self._checkpoint._manifest.tensors.dtypes[self._number]]
 
     @property
     def ndim(self) -> int:
-        """How many dimensions it has."""
+        """The number of dimensions."""
         return len(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """The size of the tensor in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Return the number of elements."""
         return self.shape.numel()
 
     def __len__(self) -> int:
         if not self.shape:
-            raise ArgumentTypeError(f"{self!r} has no dimensions, and so no length")
+            raise ArgumentTypeError(f"len() of {self!r}, which has no dimensions")
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Out:
@@ -99,11 +99,11 @@ class LazyTensor(Generic[Out]):
         return self._given(wanted.take(self._checkpoint._read(self._number, layers, dim)))
 
     def tensor(self) -> Tensor:
-        """All of it, as a plain tensor."""
+        """Read all of it as a plain tensor."""
         return self._checkpoint._read(self._number, [Region.whole(self.shape)])
 
     def numpy(self) -> npt.NDArray[Any]:
-        """All of it, as an array."""
+        """Read all of it as an array."""
         return _as_array(self.tensor())
 
     def _given(self, tensor: Tensor) -> Out:
@@ -115,9 +115,9 @@ class LazyTensor(Generic[Out]):
 
 @final
 class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
-    """A checkpoint, open: its tensors by name, read when they are sliced; its values, its tree, its metadata.
+    """An open checkpoint: its tensors by name, read when they are indexed; its values, its tree, its metadata.
 
-    What it shows is one save, whatever is saved there later. Close it, or use it in a `with` block.
+    It shows one save, even if another one replaces it later. Close it, or use it in a `with` block.
 
     >>> import tempfile
     >>> from shardwright import checkpoint
@@ -133,7 +133,7 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
         self._readers = readers
         self._files: dict[int, FileReader] = {}
         self._closed = False
-        # A tensor's own name comes first; other paths that lead to it are names of it, too.
+        # A tensor's own name comes first; other paths that lead to it are also names of it.
         self._numbers = dict(manifest.tensors.index)
         for entry in stored_entries(manifest.tree, None):
             if isinstance(entry.what, StoredTensor):
@@ -141,19 +141,19 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
 
     @property
     def save_id(self) -> str:
-        """What tells this save from every other."""
+        """The id of the save, unique to it."""
         return self._manifest.save_id
 
     @property
     def metadata(self) -> Metadata:
-        """What is stored, in PyTorch's words: a view of the manifest."""
+        """The metadata in PyTorch's vocabulary: a view over the manifest."""
         return Metadata(self._manifest, getattr(self._storage, "path", None))
 
     def __getitem__(self, name: str) -> LazyTensor[Tensor]:
         return LazyTensor(self, name, self._number(name), gives_arrays=False)
 
     def numpy(self, name: str) -> LazyTensor[npt.NDArray[Any]]:
-        """The same tensor, giving numpy arrays: `ckpt.numpy("w")[2:4]`."""
+        """Return the same tensor, but reading numpy arrays: `ckpt.numpy("w")[2:4]`."""
         return LazyTensor(self, name, self._number(name), gives_arrays=True)
 
     def __contains__(self, name: object) -> bool:
@@ -166,20 +166,20 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
         return len(self._numbers)
 
     def value(self, path: str, *, rank: int = 0) -> Any:
-        """The plain value under a path; of what each rank has for itself, that of `rank`."""
+        """Return the plain value under a path; of a `PerRank` value, that of `rank`."""
         leaves = {entry.name: entry.what for entry in stored_entries(self._manifest.tree, rank)}
         leaf = leaves.get(path)
         if isinstance(leaf, StoredValue):
             return leaf.value.value if isinstance(leaf.value, EnumValue) else leaf.value
         if leaf is not None:
-            raise MissingNameError(f"{path!r} is a tensor, not a plain value: ckpt[{path!r}] gives it")
+            raise MissingNameError(f"{path!r} is a tensor, not a plain value; use ckpt[{path!r}]")
         plain = [name for name, other in leaves.items() if isinstance(other, StoredValue)]
-        raise MissingNameError(f"no plain value is stored under {path!r}{_near(path, plain)}")
+        raise MissingNameError(f"no plain value is stored under {path!r}{_did_you_mean(path, plain)}")
 
     def tree(self, *, rank: int = 0, codecs: Mapping[type, Codec] | None = None) -> Any:
-        """The state as it was saved, with lazy tensors in place of tensors and arrays.
+        """Return the state as it was saved, with lazy tensors in place of tensors and arrays.
 
-        Of what each rank has for itself, it has that of `rank`; where that has none, a `PerRank` of the others'.
+        Of `PerRank` values, it has that of `rank`; if that rank has none, a `PerRank` of the others'.
         """
         names = self._manifest.tensors.names
         return build(
@@ -190,7 +190,7 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
         )
 
     def close(self) -> None:
-        """Closes its files; nothing can be read after it."""
+        """Close its files; nothing can be read afterwards."""
         self._closed = True
         readers, self._readers, self._files = self._readers, {}, {}
         for reader in readers.values():
@@ -210,17 +210,17 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
     def _number(self, name: str) -> int:
         number = self._numbers.get(name)
         if number is None:
-            raise MissingNameError(f"no tensor is stored under {name!r}{_near(name, list(self._numbers))}")
+            raise MissingNameError(f"no tensor is stored under {name!r}{_did_you_mean(name, list(self._numbers))}")
         return number
 
     def _read(self, number: int, regions: Sequence[Region], dim: int = 0) -> Tensor:
-        """Regions of a tensor that differ along one dimension, one after the other along it.
+        """Read regions of a tensor that differ along one dimension, and concatenate them along it.
 
-        Their files are open and have their sizes before any memory is made for them.
+        Their files are opened and their sizes checked before memory is allocated for them.
         """
         if self._closed:
             raise CheckpointError(f"{self!r} is closed")
-        parts = [(part, place) for place, region in enumerate(regions) for part in self._parts(number, region)]
+        parts = [(part, index) for index, region in enumerate(regions) for part in self._parts(number, region)]
         try:
             files = {rank: self._file(rank) for rank in sorted({part.rank for part, _ in parts})}
             table = self._manifest.tensors
@@ -228,11 +228,13 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
             if len(regions) > 1:
                 size[dim] = len(regions)
             found = torch.empty(size, dtype=DTYPES[table.dtypes[number]])
-            layers = [found] if len(regions) == 1 else [found.narrow(dim, at, 1) for at in range(len(regions))]
+            layers = [found] if len(regions) == 1 else [found.narrow(dim, index, 1) for index in range(len(regions))]
             for rank, file in files.items():
-                file.read([Destination(p, layers[at], regions[at], found.dtype) for p, at in parts if p.rank == rank])
+                file.read(
+                    [Destination(p, layers[index], regions[index], found.dtype) for p, index in parts if p.rank == rank]
+                )
         finally:
-            self._let_go()
+            self._close_excess()
         check_bools([Target(table.names[number], number, found, Region.whole(size), found.dtype)])
         return found
 
@@ -240,7 +242,7 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
         return self._manifest.locator.parts(number, region)
 
     def _file(self, rank: int) -> FileReader:
-        """The file of a rank, its header verified."""
+        """Return the file of a rank, with its header verified."""
         known = self._files.get(rank)
         if known is None:
             reader = self._readers.get(rank)
@@ -249,13 +251,13 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
                     reader = self._readers[rank] = self._storage.open(self._manifest.file_name(rank))
                 except MissingKeyError as error:
                     raise CorruptionError(
-                        f"a file is missing: {error}; if another checkpoint was saved here since, open it again"
+                        f"a file is missing: {error}; if another checkpoint was saved here meanwhile, open it again"
                     ) from error
             known = self._files[rank] = FileReader(reader, self._manifest.file(rank), self._manifest.files[rank])
         return known
 
-    def _let_go(self) -> None:
-        """Closes what is open beyond what may stay."""
+    def _close_excess(self) -> None:
+        """Close files beyond the limit."""
         while len(self._readers) > _MAX_OPEN:
             rank, reader = next(iter(self._readers.items()))
             del self._readers[rank]
@@ -264,7 +266,7 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
 
 
 def open(path: str | os.PathLike[str] | Storage) -> Checkpoint:
-    """Opens a checkpoint: what it holds is known at once, and tensors are read by slices, in this process alone.
+    """Open a checkpoint: its contents are known at once, and tensors are read by slices, in this process alone.
 
     >>> import tempfile
     >>> from shardwright import checkpoint
@@ -274,7 +276,7 @@ def open(path: str | os.PathLike[str] | Storage) -> Checkpoint:
     ...         saved["layers.0"][1, :2]
     tensor([3, 4])
 
-    A save of this process to this place that is in the background is waited for, as `load` does.
+    If a background save of this process to the same location is running, it is waited for first, as in `load`.
     """
     storage = as_storage(path)
     wait_for_saves_to(location_id(storage))
@@ -282,7 +284,7 @@ def open(path: str | os.PathLike[str] | Storage) -> Checkpoint:
 
 
 def _open_files(storage: Storage, manifest: Manifest) -> dict[int, Reader]:
-    """All data files, unless there are too many: then none, and each is opened when it is needed."""
+    """Open all data files, unless there are too many: then each is opened on demand."""
     readers: dict[int, Reader] = {}
     if len(manifest.files) > _MAX_OPEN:
         return readers
@@ -301,10 +303,10 @@ def _as_array(tensor: Tensor) -> npt.NDArray[Any]:
         return np.asarray(tensor.numpy())
     except TypeError:
         raise ArgumentTypeError(
-            f"numpy has no {str(tensor.dtype).removeprefix('torch.')}: take the torch tensor, and convert it"
+            f"numpy has no {str(tensor.dtype).removeprefix('torch.')}; read a torch tensor, and convert it"
         ) from None
 
 
-def _near(name: str, names: list[str]) -> str:
+def _did_you_mean(name: str, names: list[str]) -> str:
     close = difflib.get_close_matches(name, names[:20000], n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""

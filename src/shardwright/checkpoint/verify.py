@@ -1,7 +1,7 @@
-"""`verify`: every byte of a checkpoint checked, without loading it, and everything that is wrong reported.
+"""`verify`: check every byte of a checkpoint without loading it, and report everything that is corrupted.
 
-Each data file is read once, front to back, through windows of bounded size, in a few threads. Where a header is
-damaged its checksums say nothing, so the data of that file is not judged.
+Each data file is read once, front to back, through windows of bounded size, in a few threads. If a header is corrupted,
+so are its checksums: the data of that file is not checked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _INDENT = "\n  "
 @final
 @dataclass(frozen=True)
 class Corruption:
-    """One thing that is wrong: with which file, and, for a damaged block, which region of which tensor it is of.
+    """One corruption: its file, and for a corrupted block, the tensor and region that it belongs to.
 
     >>> print(Corruption("5f3a9c-00000-0.safetensors", "is missing"))
     5f3a9c-00000-0.safetensors is missing
@@ -58,7 +58,7 @@ class Corruption:
 @final
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found: true where every byte is as it was written. `stray` files harm nothing, and are named.
+    """The result of `verify`: true if every byte is as it was written. `stray` files are harmless, and listed.
 
     >>> bool(VerifyReport("here", files=1, nbytes=4096))
     True
@@ -79,31 +79,30 @@ class VerifyReport:
     def __str__(self) -> str:
         checked = f"{self.files} {'file' if self.files == 1 else 'files'}, {self.nbytes} bytes"
         if self:
-            lines = [f"{self.where} is sound: {checked}"]
+            lines = [f"{self.where} is intact: {checked}"]
         else:
-            lines = [
-                f"{self.where} is damaged in {len(self.corruptions)} {_places(len(self.corruptions))} ({checked} read)"
-            ]
+            count = len(self.corruptions)
+            lines = [f"{self.where} is corrupted in {count} {'place' if count == 1 else 'places'} ({checked} read)"]
             lines.append(f"  {join_first(self.corruptions, _MAX_LISTED, _INDENT)}")
-        lines += [f"  {name} is no part of the checkpoint" for name in self.stray[:_MAX_LISTED]]
+        lines += [f"  {name} is not part of the checkpoint" for name in self.stray[:_MAX_LISTED]]
         return "\n".join(lines)
 
 
 def verify(
     path: str | os.PathLike[str] | Storage, progress: Callable[[int, int], None] | None = None, *, threads: int = 2
 ) -> VerifyReport:
-    """Checks every byte of a checkpoint without loading it, and reports all that is wrong with it.
+    """Check every byte of a checkpoint without loading it, and report everything that is corrupted.
 
-    Where nothing was ever saved it raises. A save of this process to this place that is in the background is waited
-    for, as `load` does. It needs a few megabytes for each thread, and does not need the tensors to
-    fit in memory. `progress` is called with the bytes that were read and those that there are.
+    Raise if there is no checkpoint. If a background save of this process to the same location is running, it is waited
+    for first, as in `load`. It needs a few megabytes per thread, whatever the size of the tensors. `progress` is called
+    with the bytes read and the total.
 
     >>> import tempfile, torch
     >>> from shardwright import checkpoint
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     checkpoint.save({"w": torch.ones(4)}, folder)
     ...     print(checkpoint.verify(folder))
-    LocalStorage(...) is sound: 1 file, 4112 bytes
+        LocalStorage(...) is intact: 1 file, 4112 bytes
     """
     storage = as_storage(path)
     wait_for_saves_to(location_id(storage))
@@ -120,7 +119,7 @@ def verify(
 
 
 def _replaced(storage: Storage, manifest: Manifest) -> bool:
-    """Whether another save took its place meanwhile, and removed its files."""
+    """Return True if another save replaced the checkpoint meanwhile, and removed its files."""
     try:
         return read_manifest(storage).save_id != manifest.save_id
     except (CheckpointError, StorageError):
@@ -128,9 +127,9 @@ def _replaced(storage: Storage, manifest: Manifest) -> bool:
 
 
 def check_files(storage: Storage, part: int, parts: int, *, threads: int = 2) -> None:
-    """Verify a part of the files of a checkpoint; raise `CorruptionError` if they are damaged.
+    """Verify a part of the files of a checkpoint; raise `CorruptionError` if they are corrupted.
 
-    What cannot be read is raised as it is: a failing disk is not damage.
+    An error of the storage is raised as it is: a failing disk is not corruption.
 
     >>> import torch
     >>> from shardwright import checkpoint
@@ -145,8 +144,8 @@ def check_files(storage: Storage, part: int, parts: int, *, threads: int = 2) ->
     if verifying.unreadable is not None:
         raise verifying.unreadable
     if not report:
-        told = join_first(report.corruptions, _MAX_LISTED, "; ")
-        raise CorruptionError(f"{report.where} is damaged: {told}")
+        listed_corruptions = join_first(report.corruptions, _MAX_LISTED, "; ")
+        raise CorruptionError(f"{report.where} is corrupted: {listed_corruptions}")
 
 
 @final
@@ -160,10 +159,9 @@ class _Verifying:
     ) -> None:
         self._storage, self._manifest, self._progress = storage, manifest, progress
         self._lock = threading.Lock()
-        self._corruptions: list[
-            tuple[int, int, Corruption]
-        ] = []  # with the rank and the place in its file: to be in order
-        self._waiting = iter(sorted(manifest.files) if ranks is None else ranks)
+        # Each with its rank and its position in the file, to sort them.
+        self._corruptions: list[tuple[int, int, Corruption]] = []
+        self._remaining = iter(sorted(manifest.files) if ranks is None else ranks)
         self._nbytes, self._total = 0, sum(file.size for file in manifest.files.values())
         self.unreadable: StorageError | None = None  # the first error of the storage itself
 
@@ -175,15 +173,15 @@ class _Verifying:
             self._manifest.save_id,
             len(self._manifest.files),
             self._nbytes,
-            tuple(damage for *_, damage in sorted(self._corruptions, key=lambda found: found[:2])),
+            tuple(corruption for *_, corruption in sorted(self._corruptions, key=lambda found: found[:2])),
             tuple(key for key in self._storage.list_keys() if key != KEY and key not in known),
         )
 
     def _work(self, _first: int, _last: int, stop: Stop) -> None:
-        """Takes one file after the other, until none is left."""
+        """Check one file after the other, until none is left."""
         while not stop:
             with self._lock:
-                rank = next(self._waiting, None)
+                rank = next(self._remaining, None)
             if rank is None:
                 return
             self._file(rank)
@@ -194,66 +192,68 @@ class _Verifying:
             with self._storage.open(name) as reader:
                 self._contents(rank, name, reader)
         except MissingKeyError:
-            self._found(rank, -1, Corruption(name, "is missing"))
+            self._add(rank, -1, Corruption(name, "is missing"))
         except FormatError as error:
-            self._found(rank, -1, Corruption(name, f"makes no sense: {error}"))
+            self._add(rank, -1, Corruption(name, f"is inconsistent: {error}"))
         except StorageError as error:
             self.unreadable = self.unreadable or error
-            self._found(rank, -1, Corruption(name, f"cannot be read: {error}"))
+            self._add(rank, -1, Corruption(name, f"cannot be read: {error}"))
 
     def _contents(self, rank: int, name: str, reader: Reader) -> None:
         expected = self._manifest.files[rank]
         if reader.size != expected.size:
-            what = f"has {reader.size} bytes, and the manifest says {expected.size}"
-            self._found(rank, -1, Corruption(name, what))
+            what = f"has {reader.size} bytes, but the manifest says {expected.size}"
+            self._add(rank, -1, Corruption(name, what))
             if reader.size < expected.header_size:
                 return
         file = self._manifest.file(rank)
         if (file.size, file.header_size) != (expected.size, expected.header_size):
-            said, right = (expected.size, expected.header_size), (file.size, file.header_size)
-            self._found(
-                rank, -1, Corruption(name, f"has size and header {said} in the manifest, and tensors that make {right}")
+            listed, computed = (expected.size, expected.header_size), (file.size, file.header_size)
+            self._add(
+                rank,
+                -1,
+                Corruption(name, f"has size and header {listed} in the manifest, but its tensors need {computed}"),
             )
             return
         header = bytearray(file.header_size)
         reader.read([memoryview(header)], 0)
-        self._passed(len(header))
+        self._count(len(header))
         if digest(bytes(header)) != expected.digest:
-            self._found(rank, -1, Corruption(name, "has a damaged header: its digest is not the one in the manifest"))
+            self._add(rank, -1, Corruption(name, "has a corrupted header: its digest does not match the manifest"))
             return
         self._data(rank, file, reader, file.checksums(bytes(header)))
 
     def _data(self, rank: int, file: DataFile, reader: Reader, checksums: npt.NDArray[np.uint32]) -> None:
-        """Every block, in the order of the file, several in one read."""
+        """Check every block, in the order of the file, several per read."""
         chunks = np.repeat(np.arange(len(file.blocks)), file.blocks)
         numbers = np.arange(len(chunks)) - file.first_blocks[chunks]
         starts = file.header_size + file.plan.starts[chunks] + numbers * BLOCK
         sizes = np.minimum(BLOCK, file.plan.nbytes[chunks] - numbers * BLOCK)
         dtypes = file.plan.table.dtypes
-        truths = [dtypes[tensor] == "bool" for tensor in file.plan.tensors.tolist()]
+        is_bool = [dtypes[tensor] == "bool" for tensor in file.plan.tensors.tolist()]
         window = memoryview(bytearray(min(_WINDOW, file.plan.size)))
         first = 0
         while first < len(chunks):
             last = int(np.searchsorted(starts + sizes, starts[first] + _WINDOW, side="right"))
             begin, end = int(starts[first]), int(starts[last - 1] + sizes[last - 1])
-            there = max(0, min(end, reader.size) - begin)
-            reader.read([window[:there]], begin)
+            available = max(0, min(end, reader.size) - begin)
+            reader.read([window[:available]], begin)
             for block in range(first, last):
                 low = int(starts[block]) - begin
                 high = low + int(sizes[block])
                 what = ""
-                if high > there:
-                    what = "is cut off"
+                if high > available:
+                    what = "is truncated"
                 elif crc32c.crc32c(window[low:high]) != checksums[block]:
-                    what = "does not have its checksum"
-                elif truths[chunks[block]] and int(np.frombuffer(window[low:high], np.uint8).max()) > 1:
-                    what = "is of truths, and holds bytes that are neither 0 nor 1"
+                    what = "does not match its checksum"
+                elif is_bool[chunks[block]] and int(np.frombuffer(window[low:high], np.uint8).max()) > 1:
+                    what = "is of a bool tensor, but contains bytes other than 0 and 1"
                 if what:
-                    self._found(rank, block, self._damaged(file, int(chunks[block]), int(numbers[block]), what))
-            self._passed(there)
+                    self._add(rank, block, self._corruption_of(file, int(chunks[block]), int(numbers[block]), what))
+            self._count(available)
             first = last
 
-    def _damaged(self, file: DataFile, chunk: int, block: int, what: str) -> Corruption:
+    def _corruption_of(self, file: DataFile, chunk: int, block: int, what: str) -> Corruption:
         return Corruption(
             file.name,
             what,
@@ -262,16 +262,12 @@ class _Verifying:
             block,
         )
 
-    def _found(self, rank: int, place: int, damage: Corruption) -> None:
+    def _add(self, rank: int, place: int, corruption: Corruption) -> None:
         with self._lock:
-            self._corruptions.append((rank, place, damage))
+            self._corruptions.append((rank, place, corruption))
 
-    def _passed(self, nbytes: int) -> None:
+    def _count(self, nbytes: int) -> None:
         with self._lock:
             self._nbytes += nbytes
             if self._progress is not None:
                 self._progress(self._nbytes, self._total)
-
-
-def _places(count: int) -> str:
-    return "place" if count == 1 else "places"

@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: bytes under keys, in a folder or in memory."""
+"""Storage for checkpoints: bytes under keys, in a directory or in memory."""
 
 from shardwright.storage.base import Reader, Storage, Writer
 from shardwright.storage.calls import Calls

@@ -1,4 +1,4 @@
-"""Paths as callers write them: a path of the file system, or a `file://` URL. Other schemes are refused."""
+"""Paths given by callers: a file system path, or a `file://` URL. Other schemes are rejected."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from shardwright.errors import StorageError
 
 __all__ = ["folder_of"]
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/.*)", re.DOTALL)  # pathlib makes one slash of two
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/.*)", re.DOTALL)  # pathlib collapses two slashes into one
 
 
 def folder_of(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path of the folder that a caller names; raise `StorageError` if a URL is not served.
+    """Return the absolute path of the directory that a caller names; raise `StorageError` for an unsupported URL.
 
     >>> folder_of("file:///data/run%201")
     '/data/run 1'
     >>> folder_of("s3://bucket/run")
     Traceback (most recent call last):
-    shardwright.errors.StorageError: 's3://bucket/run': the scheme s3:// is not served; paths and file:// are. ...
+        shardwright.errors.StorageError: 's3://bucket/run': the scheme s3:// is not supported, only paths and ...
     """
     text = os.fspath(path)
     url = _URL.fullmatch(text) if isinstance(text, str) else None
@@ -29,10 +29,11 @@ def folder_of(path: str | os.PathLike[str]) -> str:
     scheme, rest = url.groups()
     if scheme.lower() != "file":
         raise StorageError(
-            f"{text!r}: the scheme {scheme}:// is not served; paths and file:// are. Give a path, or a Storage of your "
-            f"own; a folder that is really called {scheme + ':'!r} is './{text}'"
+            f"{text!r}: the scheme {scheme}:// is not supported, only paths and file:// are. Pass a path, or a "
+            "Storage of "
+            f"your own; a directory that is really called {scheme + ':'!r} is './{text}'"
         )
     host, slash, local = rest[2:].partition("/") if rest.startswith("//") else ("", "/", rest[1:])
     if host not in ("", "localhost") or not slash:
-        raise StorageError(f"{text!r}: a file:// URL names a path of this host, as file:///data/run does")
+        raise StorageError(f"{text!r}: a file:// URL must name a path on this host, like file:///data/run")
     return os.path.abspath("/" + unquote(local))

@@ -1,4 +1,4 @@
-"""What a checkpoint needs of the place it is kept in: bytes under keys, written once, read by ranges. No tensors."""
+"""The interface between checkpoints and storage: bytes under keys, written once, read by ranges. No tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEY = re.compile(r"[0-9a-z][0-9a-z.-]{0,200}")
 
 
 class Writer(ABC):
-    """A new object under a key, being written. It exists for readers from `finish` on, if not before.
+    """A new object under a key, being written. Readers can open it after `finish`, or earlier.
 
     >>> from shardwright.storage import MemoryStorage
     >>> storage = MemoryStorage()
@@ -28,22 +28,22 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Puts the buffers one after the other, from this offset on. Threads may write different ranges."""
+        """Write the buffers one after the other, starting at this offset. Threads may write different ranges."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Returns when the object is safe: it outlives a crash of the machine from now on.
+        """Flush the object: once this returns, it survives a crash of the machine.
 
-        Where it raises, nothing is known of the object: give it up with `abort`, and write another.
+        If it raises, the state of the object is unknown: give it up with `abort`, and write another.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Gives up: removes what was written. Doing it twice, or after `finish` has returned, changes nothing."""
+        """Remove what was written. Calling it twice, or after `finish` has returned, has no effect."""
 
 
 class Reader(ABC):
-    """An object being read. It stays readable while it is open, even if it is deleted meanwhile.
+    """An object being read. It remains readable while it is open, even if it is deleted meanwhile.
 
     >>> from shardwright.storage import MemoryStorage
     >>> storage = MemoryStorage()
@@ -58,18 +58,18 @@ class Reader(ABC):
     @property
     @abstractmethod
     def size(self) -> int:
-        """How many bytes it has."""
+        """The size of the object in bytes."""
 
     @abstractmethod
     def read(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fills the buffers one after the other with what lies from this offset on; all of it, or it raises.
+        """Fill the buffers one after the other, starting at this offset; fill all of them, or raise.
 
-        It raises, too, where the object has become longer or shorter since it was opened.
+        It also raises if the object has become longer or shorter since it was opened.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Ends reading. Doing it twice changes nothing."""
+        """Stop reading. Calling it twice has no effect."""
 
     def __enter__(self) -> Reader:
         return self
@@ -79,10 +79,10 @@ class Reader(ABC):
 
 
 class Storage(ABC):
-    """A place that holds one checkpoint: a flat set of keys, any of which can be replaced atomically.
+    """A location that holds one checkpoint: a flat set of keys, each of which can be replaced atomically.
 
-    Make a subclass for a place of another kind, and let it pass `shardwright.testing.StorageContract`. Keys have
-    small letters, digits, dots and hyphens. Everything raises `StorageError`.
+    Subclass it for another kind of storage, and let the subclass pass `shardwright.testing.StorageContract`. Keys have
+    lowercase letters, digits, dots and hyphens. All errors are `StorageError`s.
 
     >>> from shardwright.storage import MemoryStorage
     >>> storage = MemoryStorage()
@@ -95,54 +95,55 @@ class Storage(ABC):
 
     @property
     def is_shared(self) -> bool:
-        """Whether the ranks of a job that name this place mean one place, as they do a folder."""
+        """True if all ranks of a job that name this location access the same one, as for a directory."""
         return True
 
     @abstractmethod
     def prepare(self) -> None:
-        """Makes the place, if it is not there."""
+        """Create the location if it does not exist."""
 
     @abstractmethod
     def create(self, key: str) -> Writer:
-        """A new object under a key that does not exist yet."""
+        """Create an object under a key that does not exist yet."""
 
     @abstractmethod
     def open(self, key: str) -> Reader:
-        """The object under a key; `MissingKeyError` where there is none."""
+        """Open the object under a key; raise `MissingKeyError` if there is none."""
 
     @abstractmethod
     def replace(self, key: str, data: bytes) -> None:
-        """Puts these bytes under a key, in place of what was there: readers see the one or the other, never both.
+        """Atomically replace the object under a key: readers see the old bytes or the new ones, never a mixture.
 
-        When it returns the new bytes are safe, and so is everything that was finished before. Where it raises, the
-        one or the other is there.
+        Once this returns, the new bytes and everything that was finished before are durable. If it raises, either the
+        old or the new object is there.
         """
 
     @abstractmethod
     def list_keys(self) -> list[str]:
-        """All keys, in order."""
+        """Return all keys, in order."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Removes a key; one that is not there is removed already."""
+        """Delete a key; a missing key is not an error."""
 
     @abstractmethod
     def lock(self) -> AbstractContextManager[None]:
-        """While it lasts nobody else holds the lock of this place: `StorageBusyError` where somebody does.
+        """Hold the lock of this location; raise `StorageBusyError` if another process holds it.
 
-        It ends with the process that holds it, however that ends.
+        It is released when the process ends, however it ends.
         """
 
 
 def check_key(key: str) -> str:
-    """The key, if it is one: it can name nothing outside its place.
+    """Return the key if it is valid: a valid key cannot name anything outside its location.
 
     >>> check_key("5f3a9c-00000-0.safetensors")
     '5f3a9c-00000-0.safetensors'
     """
     if not _KEY.fullmatch(key):
         raise StorageError(
-            f"key {key!r}: keys have small letters, digits, dots and hyphens, and no folders, begin with a letter or "
-            "a digit, and have at most 201 characters"
+            f"invalid key {key!r}: keys have lowercase letters, digits, dots and hyphens, begin with a letter or a "
+            "digit, "
+            "have no directories, and have at most 201 characters"
         )
     return key

@@ -1,4 +1,4 @@
-"""Every system call on a checkpoint's files, in one place: what a crash test records, and a fault test makes fail."""
+"""Every system call on a checkpoint's files, in one place, so that tests can record them or make them fail."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ _FULL_FSYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: its fsyn
 
 
 class Calls:
-    """The calls themselves. Tests give a `LocalStorage` a subclass that records them, or fails at one of them.
+    """The system calls. Tests pass a subclass to `LocalStorage` that records them, or fails one of them.
 
     >>> "manifest.json" in Calls().listdir(".")
     False
     """
 
     def open(self, path: str, flags: int, mode: int = 0o666) -> int:
-        """open(2), never inherited by children."""
+        """open(2), not inherited by children."""
         return os.open(path, flags | os.O_CLOEXEC, mode)
 
     def close(self, fd: int) -> None:
-        """close(2). One that a signal cut short has closed it all the same."""
+        """close(2). If a signal interrupts it, the descriptor is closed all the same."""
         with suppress(InterruptedError):
             os.close(fd)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """pwritev(2), or one pwrite(2) where there is none: how many bytes were taken."""
+        """pwritev(2), or one pwrite(2) if there is none; return the number of bytes written."""
         if hasattr(os, "pwritev"):
             return os.pwritev(fd, buffers, offset)
         return os.pwrite(fd, buffers[0], offset)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """preadv(2), or one pread(2) where there is none: how many bytes came."""
+        """preadv(2), or one pread(2) if there is none; return the number of bytes read."""
         if hasattr(os, "preadv"):
             return os.preadv(fd, buffers, offset)
         target = buffers[0].cast("B")
@@ -45,7 +45,7 @@ class Calls:
         return len(data)
 
     def write_back(self, fd: int, offset: int, nbytes: int) -> None:
-        """Asks the kernel to begin writing a range to the disk, where it can be asked. Nothing depends on it."""
+        """Ask the kernel to start writing a range back to the disk, if supported. Correctness does not depend on it."""
         if _sync_file_range is not None:
             _sync_file_range(fd, offset, nbytes, 2)  # SYNC_FILE_RANGE_WRITE
 
@@ -81,19 +81,19 @@ class Calls:
         os.rmdir(path)
 
     def listdir(self, path: str) -> list[str]:
-        """The names in a folder."""
+        """Return the names in a directory."""
         return os.listdir(path)
 
     def lock(self, fd: int) -> None:
-        """flock(2), exclusive; raise BlockingIOError if another process has it."""
+        """flock(2), exclusive; raise BlockingIOError if another process holds it."""
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def lock_shared(self, fd: int) -> None:
-        """flock(2), shared; raise BlockingIOError if another process has it exclusively."""
+        """flock(2), shared; raise BlockingIOError if another process holds it exclusively."""
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def unlock(self, fd: int) -> None:
-        """flock(2) once more, to let go."""
+        """Release an flock(2) lock."""
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 

@@ -1,4 +1,4 @@
-"""Looking at files without guessing: what could not be looked at is never taken for absent."""
+"""Inspect files without guessing: a file that cannot be inspected never counts as absent."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not wait for its 
 
 
 def status_of(calls: Calls, path: str, *, follow: bool = False) -> os.stat_result | None:
-    """Return the status of a path, or None if the file system says that there is nothing.
+    """Return the status of a path, or None if the file system says that it does not exist.
 
     Only ENOENT (and ENOTDIR: a parent is a file) means that. Every other failure is raised: a server that does not
-    answer has not said that a file is gone.
+    respond has not said that a file is gone.
 
     >>> status_of(Calls(), "/nothing/here") is None
     True
@@ -29,11 +29,11 @@ def status_of(calls: Calls, path: str, *, follow: bool = False) -> os.stat_resul
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise StorageError(f"cannot look at {path}: {explained(error)}") from error
+        raise StorageError(f"cannot inspect {path}: {explained(error)}") from error
 
 
 def is_folder(calls: Calls, path: str) -> bool:
-    """Return whether a path is a folder, or a link to one; raise `StorageError` if that cannot be known.
+    """Return True if a path is a directory, or a link to one; raise `StorageError` if that cannot be determined.
 
     >>> is_folder(Calls(), "/")
     True
@@ -43,7 +43,7 @@ def is_folder(calls: Calls, path: str) -> bool:
 
 
 def open_regular(calls: Calls, path: str, flags: int) -> tuple[int, os.stat_result]:
-    """Open a file and return its descriptor and status; refuse links, pipes and devices, without waiting for any.
+    """Open a file and return its descriptor and status; reject links, pipes and devices, without waiting for them.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +57,7 @@ def open_regular(calls: Calls, path: str, flags: int) -> tuple[int, os.stat_resu
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):  # EMLINK: FreeBSD
             raise _irregular(path, "is a symbolic link") from None
-        if error.errno in (errno.ENXIO, errno.EISDIR):  # ENXIO: a pipe that nobody reads, or a socket
+        if error.errno in (errno.ENXIO, errno.EISDIR):  # ENXIO: a pipe without a reader, or a socket
             raise _irregular(path, "is not a regular file") from None
         raise
     try:
@@ -76,7 +76,7 @@ def _irregular(path: str, what: str) -> StorageError:
 
 
 def explained(error: OSError) -> str:
-    """Return what an error of the system means for a checkpoint, and the remedy where there is one.
+    """Return what a system error means for a checkpoint, and how to fix it if known.
 
     >>> explained(OSError(errno.EROFS, "Read-only file system"))
     'the file system is read-only'

@@ -1,4 +1,4 @@
-"""A folder on a local or shared file system."""
+"""Storage in a directory on a local or shared file system."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from shardwright.storage.locks import LockFile
 
 __all__ = ["LocalStorage"]
 
-_PATIENCE = (0.001, 0.01, 0.05, None)  # seconds between asking for the lock, and then no more
-_MOST_BUFFERS = 1024  # IOV_MAX
+_BACKOFF = (0.001, 0.01, 0.05, None)  # seconds between attempts to take the lock
+_MAX_BUFFERS = 1024  # IOV_MAX
 _NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW
 
 
 @final
 class LocalStorage(Storage):
-    """One folder. Data is flushed before it counts; one rename puts the manifest in place.
+    """One directory. Data is flushed before it counts; one rename puts the manifest in place.
 
     `path` is a path or a `file://` URL; a URL of another scheme is a `StorageError`. `locks=False` is for file systems
-    without locks: then see to it yourself that one job at a time saves there.
+    without locks: then you must ensure that one job at a time saves there.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -47,35 +47,35 @@ class LocalStorage(Storage):
         return f"LocalStorage({self.path!r})"
 
     def prepare(self) -> None:
-        """Makes the folder and its parents; they are there after a crash, too."""
+        """Create the directory and its parents, so that they survive a crash."""
         missing = []
         path = self.path
         while not is_folder(self._calls, path):
             missing.append(path)
             path = os.path.dirname(path)
-        # The lowest one that is there may come from a save that was killed before it could flush its parent.
-        with self._told(path, "flush the parent of"):
+        # The deepest existing one may be from a save that was killed before it could flush its parent.
+        with self._storage_errors(path, "flush the parent of"):
             self._sync_folder(os.path.dirname(path), if_readable=True)
         for folder in reversed(missing):
-            with self._told(folder, "make the folder"):
+            with self._storage_errors(folder, "make the folder"):
                 try:
                     self._calls.mkdir(folder)
                 except FileExistsError:
-                    if not is_folder(self._calls, folder):  # a folder: another job was first
-                        raise StorageError(f"{folder} is there, and is not a folder") from None
+                    if not is_folder(self._calls, folder):  # else another job created it first
+                        raise StorageError(f"{folder} exists and is not a directory") from None
                 self._sync_folder(os.path.dirname(folder))
 
     def create(self, key: str) -> Writer:
-        """A new file."""
+        """Create a new file."""
         path = self._path(key)
-        with self._told(path, "create"):
+        with self._storage_errors(path, "create"):
             fd = self._calls.open(path, _NEW)
         return _LocalWriter(self, fd, path)
 
     def open(self, key: str) -> Reader:
-        """A file: a regular one, not a link, a pipe or a device."""
+        """Open a file: a regular one, not a link, a pipe or a device."""
         path = self._path(key)
-        with self._told(path, "open"):
+        with self._storage_errors(path, "open"):
             try:
                 fd, status = open_regular(self._calls, path, os.O_RDONLY)
             except FileNotFoundError:
@@ -83,17 +83,17 @@ class LocalStorage(Storage):
         return _LocalReader(self, fd, path, status.st_size)
 
     def replace(self, key: str, data: bytes) -> None:
-        """Writes a temporary file, flushes it, and renames it into place; then the folder is flushed."""
+        """Write a temporary file, flush it, rename it into place, and flush the directory."""
         path = self._path(key)
         temporary = f"{path}.{os.urandom(6).hex()}.tmp"
-        with self._told(path, "replace"):
+        with self._storage_errors(path, "replace"):
             fd = self._calls.open(temporary, _NEW)
             try:
                 try:
                     self._write(fd, [memoryview(data)], 0)
                     self._calls.fsync(fd)
                 except BaseException:
-                    with suppress(OSError):  # the first error is the one to tell
+                    with suppress(OSError):  # the first error is the one to raise
                         self._calls.close(fd)
                     raise
                 self._calls.close(fd)
@@ -102,14 +102,14 @@ class LocalStorage(Storage):
                 with suppress(OSError):
                     self._calls.unlink(temporary)
                 raise
-        with self._told(
+        with self._storage_errors(
             path, "flush the folder after replacing (the new file is in place, but may not outlive a crash)"
         ):
             self._sync_folder(self.path)
 
     def list_keys(self) -> list[str]:
-        """The names of all files that a checkpoint could have made."""
-        with self._told(self.path, "list"):
+        """Return the names of all files that a checkpoint could have created."""
+        with self._storage_errors(self.path, "list"):
             try:
                 names = self._calls.listdir(self.path)
             except FileNotFoundError:
@@ -117,24 +117,24 @@ class LocalStorage(Storage):
         return sorted(name for name in names if _is_key(name))
 
     def delete(self, key: str) -> None:
-        """Removes a file."""
+        """Delete a file."""
         path = self._path(key)
-        with self._told(path, "delete"), suppress(FileNotFoundError):
+        with self._storage_errors(path, "delete"), suppress(FileNotFoundError):
             self._calls.unlink(path)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Holds `.lock`; the kernel lets go of it when the process ends, however it ends."""
+        """Hold `.lock`; the kernel releases it when the process ends, however it ends."""
         if not self._locks:
             yield
             return
         path = os.path.join(self.path, ".lock")
-        with self._told(path, "lock"):
+        with self._storage_errors(path, "lock"):
             file = LockFile(self._calls, path, os.O_CREAT | os.O_RDWR)
         try:
-            with self._told(path, "lock"):
+            with self._storage_errors(path, "lock"):
                 self._take(file)
-                # Who removes a checkpoint removes this file: then what we hold excludes nobody.
+                # Removing a checkpoint removes this file: then our lock excludes no one.
                 there = status_of(self._calls, path)
                 if there is None or not os.path.samestat(file.status, there):
                     raise StorageBusyError(f"{self.path}: another process is removing the checkpoint there")
@@ -143,15 +143,15 @@ class LocalStorage(Storage):
             file.close()
 
     def _take(self, file: LockFile) -> None:
-        """The lock. It is asked for a few times: somebody may hold it for a moment, to see whether it is free."""
-        for patience in _PATIENCE:
+        """Take the lock, with a few attempts: another process may hold it briefly to see whether it is free."""
+        for delay in _BACKOFF:
             try:
                 file.lock()
                 return
             except BlockingIOError:
-                if patience is None:
+                if delay is None:
                     break
-                time.sleep(patience)
+                time.sleep(delay)
         raise StorageBusyError(f"{self.path}: another process is saving a checkpoint there")
 
     def _path(self, key: str) -> str:
@@ -167,31 +167,31 @@ class LocalStorage(Storage):
         try:
             self._calls.fsync(fd)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that flushes no folders
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that does not flush directories
                 raise
         finally:
             with suppress(OSError):  # nothing was written through it
                 self._calls.close(fd)
 
     def _write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        """All of the buffers, whatever the kernel takes at a time."""
+        """Write all of the buffers, however many bytes the kernel takes at a time."""
         pending = _rest(buffers, 0)
         while pending:
-            written = self._calls.pwritev(fd, pending[:_MOST_BUFFERS], offset)
+            written = self._calls.pwritev(fd, pending[:_MAX_BUFFERS], offset)
             if written == 0:
-                raise OSError(errno.EIO, "the file takes no more bytes, and no reason is given")
+                raise OSError(errno.EIO, "the file takes no more bytes, without a reason")
             offset += written
             pending = _rest(pending, written)
 
     @contextmanager
-    def _told(self, path: str, doing: str) -> Iterator[None]:
-        """Turns the system's errors into ours, which say what was being done to what."""
+    def _storage_errors(self, path: str, action: str) -> Iterator[None]:
+        """Convert system errors to `StorageError`s that say what was being done to which path."""
         try:
             yield
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
-            raise StorageError(f"cannot {doing} {path}: {explained(error)}") from error
+            raise StorageError(f"cannot {action} {path}: {explained(error)}") from error
 
 
 @final
@@ -202,18 +202,18 @@ class _LocalWriter(Writer):
 
     def write(self, buffers: Sequence[memoryview], offset: int) -> None:
         if self._fd < 0:
-            raise StorageError(f"cannot write {self._path}: its writer has ended")
+            raise StorageError(f"cannot write {self._path}: its writer is closed")
         nbytes = sum(buffer.nbytes for buffer in buffers)
-        with self._storage._told(self._path, "write"):
+        with self._storage._storage_errors(self._path, "write"):
             self._storage._write(self._fd, buffers, offset)
             self._storage._calls.write_back(self._fd, offset, nbytes)
 
     def finish(self) -> None:
         if self._fd < 0:
-            raise StorageError(f"cannot finish {self._path}: its writer has ended")
+            raise StorageError(f"cannot finish {self._path}: its writer is closed")
         calls, fd = self._storage._calls, self._fd
-        with self._storage._told(self._path, "flush"):
-            # A failed fsync is never tried again: the kernel has dropped the pages and would say it is well.
+        with self._storage._storage_errors(self._path, "flush"):
+            # A failed fsync is never repeated: the kernel has dropped the pages and would report success.
             calls.fsync(fd)
             self._fd = -1
             calls.close(fd)
@@ -247,15 +247,15 @@ class _LocalReader(Reader):
         pending = _rest(buffers, 0)
         end = offset + sum(buffer.nbytes for buffer in pending)
         if not 0 <= offset <= end <= self._size:
-            raise StorageError(f"{self._path} has {self._size} bytes, and bytes {offset} to {end} are wanted")
+            raise StorageError(f"{self._path} has {self._size} bytes, but bytes {offset} to {end} were requested")
         calls = self._storage._calls
-        with self._storage._told(self._path, "read"):
+        with self._storage._storage_errors(self._path, "read"):
             while pending:
-                got = calls.preadv(self._fd, pending[:_MOST_BUFFERS], offset)
+                got = calls.preadv(self._fd, pending[:_MAX_BUFFERS], offset)
                 if got == 0:
                     raise StorageError(
                         f"{self._path} had {self._size} bytes when it was opened and ends at {offset} now: "
-                        "it has been cut off"
+                        "it was truncated"
                     )
                 offset += got
                 pending = _rest(pending, got)
@@ -273,7 +273,7 @@ class _LocalReader(Reader):
 
 
 def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of the buffers after so many bytes: without those that are empty, at the beginning at least."""
+    """Return what is left of the buffers after `done` bytes, without empty ones at the beginning."""
     for number, buffer in enumerate(buffers):
         if done < buffer.nbytes:
             return [buffer.cast("B")[done:] if done else buffer, *buffers[number + 1 :]]

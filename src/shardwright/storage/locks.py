@@ -1,7 +1,7 @@
-"""Locks on files that end with their process: a child that it forks does not keep them.
+"""File locks that end with their process: a child that it forks does not keep them.
 
-flock(2) locks belong to an open file, and a forked child has the same file open. If the parent is killed, the lock
-would stay taken for as long as the child lives. So children close the files of all locks as soon as they are forked.
+flock(2) locks belong to an open file, and a forked child has the same file open: if the parent is killed, the lock
+would stay taken as long as the child lives. So children close the files of all locks as soon as they are forked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["LockFile"]
 
 @final
 class LockFile:
-    """A regular file, open to be locked; close it with `close`, which also releases the lock.
+    """A regular file, opened to be locked; `close` also releases the lock.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -35,11 +35,11 @@ class LockFile:
             _open.add(self)
 
     def lock(self, *, shared: bool = False) -> None:
-        """Lock the file; raise BlockingIOError if another process has it."""
+        """Lock the file; raise BlockingIOError if another process holds it."""
         (self._calls.lock_shared if shared else self._calls.lock)(self._fd)
 
     def close(self) -> None:
-        """Release the lock and close the file. In a child that was forked meanwhile, it is closed already."""
+        """Release the lock and close the file. In a child that was forked meanwhile, it is already closed."""
         with _guard:
             fd, self._fd = self._fd, -1
             _open.discard(self)

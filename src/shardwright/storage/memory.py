@@ -1,4 +1,4 @@
-"""A place in the memory of this process: for tests, and for handing a checkpoint on without a disk."""
+"""Storage in the memory of this process: for tests, and for passing on a checkpoint without a disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["MemoryStorage"]
 
 @final
 class MemoryStorage(Storage):
-    """Bytes in memory, for the threads of one process. Other ranks do not see them.
+    """Objects in memory, for the threads of one process. Other ranks do not see them.
 
     >>> import torch
     >>> from shardwright import checkpoint
@@ -27,25 +27,25 @@ class MemoryStorage(Storage):
 
     def __init__(self) -> None:
         self._objects: dict[str, _Object] = {}
-        self._guard = threading.Lock()  # of the table
-        self._busy = threading.Lock()  # what `lock` holds
+        self._guard = threading.Lock()  # guards the table
+        self._busy = threading.Lock()  # held by `lock`
 
     def __repr__(self) -> str:
         return f"MemoryStorage({len(self._objects)} keys)"
 
     def __reduce__(self) -> str:
-        raise StorageError("a MemoryStorage lives in one process: a copy in another would be another place")
+        raise StorageError("a MemoryStorage lives in one process; a copy in another process would be another storage")
 
     @property
     def is_shared(self) -> bool:
-        """No: it is this process's own."""
+        """False: it is private to this process."""
         return False
 
     def prepare(self) -> None:
-        """There is nothing to make."""
+        """Do nothing: there is nothing to create."""
 
     def create(self, key: str) -> Writer:
-        """A new object, empty."""
+        """Create an empty object."""
         made = _Object()
         with self._guard:
             if check_key(key) in self._objects:
@@ -54,7 +54,7 @@ class MemoryStorage(Storage):
         return _MemoryWriter(self, key, made)
 
     def open(self, key: str) -> Reader:
-        """An object as it is now."""
+        """Open an object as it is now."""
         with self._guard:
             found = self._objects.get(check_key(key))
         if found is None:
@@ -62,25 +62,25 @@ class MemoryStorage(Storage):
         return _MemoryReader(key, found)
 
     def replace(self, key: str, data: bytes) -> None:
-        """Another object under the key; readers of the one before keep that."""
+        """Put a new object under the key; readers of the previous one keep it."""
         made = _Object()
         made.put([memoryview(data)], 0)
         with self._guard:
             self._objects[check_key(key)] = made
 
     def list_keys(self) -> list[str]:
-        """All keys, in order."""
+        """Return all keys, in order."""
         with self._guard:
             return sorted(self._objects)
 
     def delete(self, key: str) -> None:
-        """Takes the object out of the table; readers keep it."""
+        """Remove the object from the table; readers keep it."""
         with self._guard:
             self._objects.pop(check_key(key), None)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Excludes the other threads."""
+        """Exclude the other threads."""
         if not self._busy.acquire(blocking=False):
             raise StorageBusyError("another thread is saving a checkpoint to this MemoryStorage")
         try:
@@ -89,7 +89,7 @@ class MemoryStorage(Storage):
             self._busy.release()
 
     def _remove(self, key: str, made: _Object) -> None:
-        """Takes this very object away, and not another that has its key by now."""
+        """Remove this object, but not another one that has its key by now."""
         with self._guard:
             if self._objects.get(key) is made:
                 del self._objects[key]
@@ -97,7 +97,7 @@ class MemoryStorage(Storage):
 
 @final
 class _Object:
-    """Bytes that grow while they are written. Nobody keeps a view of them: they could not grow then."""
+    """Bytes that grow while they are written. No view of them is kept: they could not grow then."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -109,7 +109,7 @@ class _Object:
     def put(self, buffers: Sequence[memoryview], offset: int) -> None:
         end = offset + sum(buffer.nbytes for buffer in buffers)
         with self._guard:
-            if end > offset:  # nothing, written far out, makes no file longer
+            if end > offset:  # an empty write far out does not extend a file
                 self._data.extend(bytes(max(0, end - len(self._data))))
             for buffer in buffers:
                 self._data[offset : offset + buffer.nbytes] = buffer.cast("B")
@@ -130,14 +130,14 @@ class _MemoryWriter(Writer):
 
     def write(self, buffers: Sequence[memoryview], offset: int) -> None:
         if not self._is_open:
-            raise StorageError(f"cannot write {self._key!r}: its writer has ended")
+            raise StorageError(f"cannot write {self._key!r}: its writer is closed")
         if offset < 0:
-            raise StorageError(f"cannot write {self._key!r} at {offset}: offsets are 0 or more")
+            raise StorageError(f"cannot write {self._key!r} at {offset}: the offset must not be negative")
         self._object.put(buffers, offset)
 
     def finish(self) -> None:
         if not self._is_open:
-            raise StorageError(f"cannot finish {self._key!r}: its writer has ended")
+            raise StorageError(f"cannot finish {self._key!r}: its writer is closed")
         self._is_open = False
 
     def abort(self) -> None:
@@ -162,7 +162,7 @@ class _MemoryReader(Reader):
             raise StorageError(f"cannot read {self._key!r}: its reader is closed")
         end = offset + sum(buffer.nbytes for buffer in buffers)
         if not 0 <= offset <= end <= self._size:
-            raise StorageError(f"{self._key!r} has {self._size} bytes, and bytes {offset} to {end} are wanted")
+            raise StorageError(f"{self._key!r} has {self._size} bytes, but bytes {offset} to {end} were requested")
         self._object.get(buffers, offset)
         if len(self._object) != self._size:
             raise StorageError(

@@ -1,6 +1,6 @@
-"""A state taken apart: a skeleton of its containers, with its tensors as leaves and its plain values encoded.
+"""Flatten a state: a tree of its containers, with its tensors as leaves and its plain values encoded.
 
-Every node knows the keys that lead to it, and its name: the keys joined by dots, as model files have them.
+Every node has its key path and its name: the keys joined by dots, as in a PyTorch state dict.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Size, Tensor
 from shardwright import comm
 from shardwright.checkpoint.format.names import prefix
 from shardwright.checkpoint.format.values import Codec, encode_value
-from shardwright.checkpoint.state.leaves import PLAIN, Leaf, Whole, is_nested, leaf_of, to_ours
+from shardwright.checkpoint.state.leaves import PLAIN, Leaf, Replicated, is_nested, leaf_of, to_ours
 from shardwright.checkpoint.state.marks import PerRank
-from shardwright.checkpoint.state.objects import Asked, ask_objects, is_object
+from shardwright.checkpoint.state.objects import ObjectStates, is_object, object_states_of
 from shardwright.errors import StateError
 from shardwright.sharded import ShardedTensor
 from shardwright.tensor import DTensor
@@ -49,7 +49,7 @@ _ARRAYS = (np.ndarray, np.memmap)
 @final
 @dataclass(slots=True)
 class ContainerNode:
-    """A container: `kind` is "d" (dict), "l" (list) or "t" (tuple); `within` are a dict's keys, else None."""
+    """A container: `kind` is "d" (dict), "l" (list) or "t" (tuple); `within` has the keys of a dict, else None."""
 
     kind: str
     within: list[Any] | None
@@ -61,7 +61,7 @@ class ContainerNode:
 @final
 @dataclass(slots=True)
 class TensorNode:
-    """A tensor, by its number among the leaves; `is_array` if it came as a numpy array."""
+    """A tensor, by its index among the leaves; `is_array` if it was given as a numpy array."""
 
     number: int
     is_array: bool
@@ -84,7 +84,7 @@ class ValueNode:
 @final
 @dataclass(slots=True)
 class ObjectNode:
-    """An object with a state of its own."""
+    """An object with `state_dict` and `load_state_dict`."""
 
     inner: Node
     original: Any
@@ -94,7 +94,7 @@ class ObjectNode:
 @final
 @dataclass(slots=True)
 class PerRankNode:
-    """What belongs to this rank alone; its leaves are not those of the state."""
+    """A `PerRank` value; its leaves are separate from those of the state."""
 
     flat: FlatState
     original: PerRank[Any]
@@ -105,7 +105,7 @@ class PerRankNode:
 @final
 @dataclass(slots=True)
 class CodecNode:
-    """A value of a user's type, as the state its codec made of it."""
+    """A value of a user's type, as the state that its codec returned."""
 
     codec: Codec
     inner: Node
@@ -120,10 +120,10 @@ Node: TypeAlias = ContainerNode | TensorNode | ValueNode | ObjectNode | PerRankN
 @final
 @dataclass(slots=True)
 class FlatState:
-    """A skeleton and its leaves in order, with their names, of which two may be alike.
+    """The tree of a state and its leaves in order, with their names, which may repeat.
 
-    `sharded` are the ShardedTensors among the leaves, by number, and `is_nested` says whether this rank knows one of
-    them to have shards that are themselves spread over ranks.
+    `sharded` has the ShardedTensors among the leaves, by index, and `is_nested` is True if this rank knows one of them
+    to have shards that are themselves distributed.
     """
 
     root: Node
@@ -133,19 +133,20 @@ class FlatState:
     is_nested: bool = False
 
     def tree(self) -> Any:
-        """The skeleton as a manifest has it: a tensor is its number, everything else a list that says what it is."""
+        """Return the tree as stored in a manifest: a tensor is its index, everything else a list whose first item
+        says what."""
         return _encode(self.root)
 
 
 def flatten(
     state: Any, group: comm.Group, codecs: Mapping[type, Codec] | None = None, complete: Complete | None = None
 ) -> FlatState:
-    """A state taken apart; it raises a `StateError` with the path of what cannot be stored.
+    """Flatten a state; raise a `StateError` with the path of anything that cannot be stored.
 
-    `complete(object, its state, name, keys)` may give an object's state back with more in it.
+    `complete(object, state, name, keys)` may return the object's state with more entries.
     """
-    asked = ask_objects(state, codecs or {}, _MAX_DEPTH)
-    return _Walk(group, codecs or {}, complete, asked).run(state, "", ())
+    object_states = object_states_of(state, codecs or {}, _MAX_DEPTH)
+    return _Walk(group, codecs or {}, complete, object_states).run(state, "", ())
 
 
 class _Walk:
@@ -154,14 +155,14 @@ class _Walk:
         group: comm.Group,
         codecs: Mapping[type, Codec],
         complete: Complete | None,
-        asked: Asked,
+        object_states: ObjectStates,
         of_one_rank: bool = False,
     ) -> None:
-        self._group, self._codecs, self._complete, self._asked = group, codecs, complete, asked
+        self._group, self._codecs, self._complete, self._object_states = group, codecs, complete, object_states
         self._of_one_rank = of_one_rank
         self._flat = FlatState(None)  # type: ignore[arg-type]  # the root is set when it is known
-        self._above: set[int] = set()
-        self._known: dict[Size, Whole] = {}
+        self._ancestors: set[int] = set()
+        self._known: dict[Size, Replicated] = {}
 
     def run(self, state: Any, name: str, keys: Keys) -> FlatState:
         self._flat.root = self._visit(state, name, keys, 0)
@@ -179,63 +180,65 @@ class _Walk:
                 return ValueNode(encoded, value, name, keys)
         if depth > _MAX_DEPTH:
             raise StateError(f"{_brief(name)}: nested more than {_MAX_DEPTH} deep")
-        if id(value) in self._above:
-            raise StateError(f"{_brief(name)}: the state contains itself: a {type(value).__name__} is within itself")
-        self._above.add(id(value))
+        if id(value) in self._ancestors:
+            raise StateError(f"{_brief(name)}: the state contains itself: a {type(value).__name__} contains itself")
+        self._ancestors.add(id(value))
         try:
-            return self._inside(value, codec, name, keys, depth)
+            return self._visit_container(value, codec, name, keys, depth)
         finally:
-            self._above.discard(id(value))
+            self._ancestors.discard(id(value))
 
-    def _inside(self, value: Any, codec: Codec | None, name: str, keys: Keys, depth: int) -> Node:
+    def _visit_container(self, value: Any, codec: Codec | None, name: str, keys: Keys, depth: int) -> Node:
         if codec is not None:
             return CodecNode(
-                codec, self._visit(self._given(value, name, keys), name, keys, depth + 1), value, name, keys
+                codec, self._visit(self._state_of(value, name, keys), name, keys, depth + 1), value, name, keys
             )
         if isinstance(value, PerRank):
             if self._of_one_rank:
-                raise StateError(f"{name}: a PerRank within a PerRank: what is within is this rank's own already")
-            inner = _Walk(self._group, self._codecs, self._complete, self._asked, of_one_rank=True)
+                raise StateError(f"{name}: a PerRank inside a PerRank; what is inside already belongs to one rank")
+            inner = _Walk(self._group, self._codecs, self._complete, self._object_states, of_one_rank=True)
             return PerRankNode(inner.run(value.value, name, keys), value, name, keys)
         if is_object(value):
-            state = self._given(value, name, keys)
+            state = self._state_of(value, name, keys)
             if self._complete is not None:
                 state = self._complete(value, state, name, keys)
             return ObjectNode(self._visit(state, name, keys, depth + 1), value, name)
-        begin = prefix(name)
+        name_prefix = prefix(name)
         if isinstance(value, Mapping):
             within = [_plain_key(key, value, name) for key in value]
-            children = [self._visit(value[key], f"{begin}{key}", (*keys, key), depth + 1) for key in within]
+            children = [self._visit(value[key], f"{name_prefix}{key}", (*keys, key), depth + 1) for key in within]
             return ContainerNode("d", within, children, value, name)
         if isinstance(value, list | tuple):
             children = [
-                self._visit(item, f"{begin}{place}", (*keys, place), depth + 1) for place, item in enumerate(value)
+                self._visit(item, f"{name_prefix}{index}", (*keys, index), depth + 1)
+                for index, item in enumerate(value)
             ]
             return ContainerNode("t" if isinstance(value, tuple) else "l", None, children, value, name)
         raise StateError(
-            f"{name or 'the state'}: a {type(value).__module__}.{type(value).__qualname__} is not stored: nothing is "
+            f"{name or 'the state'}: {type(value).__module__}.{type(value).__qualname__} cannot be stored: nothing is "
             "pickled. Give it state_dict and load_state_dict, or a codec for its type, or store its parts"
         )
 
-    def _given(self, value: Any, name: str, keys: Keys) -> Any:
-        """Return what an object or a codec gave for a value, when all of them were asked."""
+    def _state_of(self, value: Any, name: str, keys: Keys) -> Any:
+        """Return what an object or a codec returned for a value, when all of them were called."""
         try:
-            return self._asked[keys, id(value)]
-        except KeyError:  # nobody asks what lies within itself a second time
+            return self._object_states[keys, id(value)]
+        except KeyError:  # objects that contain themselves are called once only
             raise StateError(f"{_brief(name)}: the state contains itself, through a PerRank") from None
 
     def _tensor(self, value: Any, name: str, keys: Keys) -> TensorNode:
-        """What is no plain tensor, but one of ours, of PyTorch's, or an array."""
+        """Add a tensor of this library or PyTorch's distributed ones, or an array."""
         if isinstance(value, np.ndarray):
             if type(value) not in _ARRAYS:
                 raise StateError(
-                    f"{name or 'the state'}: a {type(value).__module__}.{type(value).__qualname__} is more than its "
-                    "numbers, and those alone would be stored: give np.asarray(...) of it, and what else it has"
+                    f"{name or 'the state'}: {type(value).__module__}.{type(value).__qualname__} has more than its "
+                    "numbers, but "
+                    "only those would be stored; pass np.asarray(...) of it, and store the rest separately"
                 )
             return self._leaf(value, value, name, keys, is_array=True)
         ours = to_ours(value)
         if self._of_one_rank and isinstance(ours, DTensor | ShardedTensor):
-            raise StateError(f"{name}: a {type(value).__name__} in a PerRank: it belongs to several ranks, not to one")
+            raise StateError(f"{name}: a {type(value).__name__} in a PerRank; it belongs to several ranks, not to one")
         if isinstance(ours, ShardedTensor):
             self._flat.sharded[len(self._flat.leaves)] = ours
             self._flat.is_nested |= is_nested(ours)
@@ -250,7 +253,7 @@ class _Walk:
 
 
 def _plain_key(key: Any, within: Mapping[Any, Any], name: str) -> Any:
-    """A key as JSON has it: what is of a subclass (an IntEnum, an np.float64) is stored as the plain value it is."""
+    """Convert a key to its plain JSON value: subclasses (an IntEnum, an np.float64) are stored as plain values."""
     if (type(key) is str and key.isascii()) or key is None or isinstance(key, bool):
         return key
     fault, plain = None, key
@@ -259,7 +262,7 @@ def _plain_key(key: Any, within: Mapping[Any, Any], name: str) -> Any:
         try:
             plain.encode()
         except UnicodeEncodeError as error:
-            fault = f"is no valid Unicode: {error}"
+            fault = f"is not valid Unicode: {error}"
     elif isinstance(key, int):
         plain = int.__int__(key)
         if not -(2**63) <= plain < 2**63:
@@ -267,11 +270,11 @@ def _plain_key(key: Any, within: Mapping[Any, Any], name: str) -> Any:
     elif isinstance(key, float):
         plain = float.__float__(key)
         if not math.isfinite(plain):
-            fault = "is no number that JSON has"
+            fault = "cannot be represented in JSON"
     else:
-        fault = f"is a {type(key).__name__}: keys are text, numbers, truth or None"
+        fault = f"has type {type(key).__name__}; keys must be str, int, float, bool or None"
     if fault is None and type(key) is not type(plain) and plain not in within:
-        fault = f"is a {type(key).__name__} that is not found by its plain value {plain!r}: use that"
+        fault = f"has type {type(key).__name__} but is not found by its plain value {plain!r}; use that"
     if fault is not None:
         raise StateError(f"{name or 'the state'}: key {key!r} {fault}")
     return plain
@@ -296,11 +299,11 @@ def _encode(node: Node) -> Any:
         case CodecNode():
             return ["x", node.codec.name, _encode(node.inner)]
         case PerRankNode():
-            return ["r"]  # filled in when all ranks have said theirs
+            return ["r"]  # filled in by `merge`, with the values of all ranks
 
 
 def per_rank_nodes(node: Node) -> list[PerRankNode]:
-    """What is marked PerRank, in the order of the skeleton."""
+    """Return the `PerRank` nodes, in the order of the tree."""
     match node:
         case PerRankNode():
             return [node]

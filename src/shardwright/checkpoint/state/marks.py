@@ -1,4 +1,4 @@
-"""What users mark in a state: objects that have a state of their own, and values that belong to one rank."""
+"""Types that users put into a state: objects with a state of their own, and values that belong to one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that gives its state and takes one: modules, optimizers, schedulers, dataloaders.
+    """An object with a state that can be saved and loaded: modules, optimizers, schedulers, dataloaders.
 
     >>> import torch
     >>> isinstance(torch.nn.Linear(1, 1), Stateful)
@@ -20,22 +20,22 @@ class Stateful(Protocol):
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to be saved."""
+        """Return the state to be saved."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Takes a state that was saved."""
+        """Load a state that was saved."""
         ...
 
 
 @final
 @dataclass(slots=True)
 class PerRank(Generic[T]):
-    """A value that every rank has for itself: its random numbers, the place in its part of the data.
+    """A value that differs between ranks: a random generator's state, the position in a rank's part of the data.
 
-    Each rank's is saved, and given back to the rank of the same number. A rank that is not there when it is loaded has
-    its own in the checkpoint still: that is a mismatch, unless `strict` is false. `read(path)` gives rank 0's, and
-    where it has none, a `PerRank` of the others', by rank.
+    The value of each rank is saved, and restored on the same rank. If a saved rank does not exist at load time, its
+    value counts as a mismatch unless `strict` is False. `read(path)` returns the value of rank 0, and if it has none, a
+    `PerRank` of the others' by rank.
 
     >>> import torch
     >>> PerRank(torch.get_rng_state()).value.dtype

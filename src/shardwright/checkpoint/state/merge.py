@@ -1,7 +1,7 @@
-"""What several ranks say of their states, as one state. Pure: every rank that hears the same makes the same of it.
+"""Merge the state descriptions of several ranks into one state. Pure: the same descriptions give the same result.
 
-Names that only some ranks have are kept; what several have under one name must mean the same. Two names are stored as
-one tensor where some rank says that they are one memory, and no rank that holds both says otherwise.
+Names that only some ranks have are kept; what several ranks have under one name must be equal. Two names are stored as
+one tensor if some rank reports that they share memory, and no rank that holds both reports otherwise.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _MAX_LISTED = 20
 
 
 class StateDescription(NamedTuple):
-    """What a rank says of its state: the tree, and of each leaf its name, dtype, itemsize, placing, and memory.
+    """A rank's description of its state: the tree, and the name, dtype, itemsize, sharding and memory of each leaf.
 
-    A placing is as a manifest has it, or `[None, shape]` for a plain tensor, which all that have it hold whole. `same`
-    has, for each leaf, the number of the first that is the same memory (it may be itself). `unsure` are leaves of which
-    the rank holds nothing: where it does not say that they are another's memory, it does not know.
+    A sharding is encoded as in a manifest, or as `[None, shape]` for a plain tensor, which every rank that has it holds
+    in full. `same` has, for each leaf, the index of the first leaf with the same memory (possibly itself). `unsure` has
+    the leaves of which the rank holds nothing: it cannot tell whether they share memory.
     """
 
     tree: Any
@@ -42,25 +42,25 @@ class StateDescription(NamedTuple):
 
 
 class PerRankDescription(NamedTuple):
-    """What a rank says of a value that is marked PerRank: the keys that lead to it, and what is in it."""
+    """A rank's description of a `PerRank` value: its key path, and its state."""
 
     keys: list[Any]
-    said: StateDescription
+    description: StateDescription
 
 
 @final
 @dataclass(frozen=True)
 class Merged:
-    """The state of all: its tree, its tensors, and the number that each leaf of each part has among them."""
+    """The merged state: its tree, its tensor table, and the index of each leaf of each part in the table."""
 
     tree: Any
     table: TensorTable
     numbers: list[list[int]]
-    own_numbers: Mapping[int, list[list[int]]]  # by rank, of each of its PerRank values
+    own_numbers: Mapping[int, list[list[int]]]  # by rank, for each of its PerRank values
 
 
 def describe_sharding(sharding: Sharding, ranks: Ranks) -> Any:
-    """A placing as it is said among these ranks.
+    """Encode a sharding for a description among these ranks.
 
     >>> describe_sharding(Layout(Mesh((2,)), [Replicate()], (3,)), (0, 1))
     [None, [3]]
@@ -72,8 +72,8 @@ def describe_sharding(sharding: Sharding, ranks: Ranks) -> Any:
 def joined_slices(shardings: Sequence[Sharding]) -> Layout | None:
     """Return the layout of one tensor on several slices of a mesh, as replicas; None if they are not such slices.
 
-    Where a mesh has a dimension of tensor parallel and a parameter is not cut by it, FSDP holds that parameter on the
-    slice of each rank of that dimension: alike on disjoint meshes of one shape.
+    If a mesh has a tensor-parallel dimension that does not shard a parameter, FSDP holds that parameter once for each
+    rank of that dimension: with equal layouts on disjoint meshes of the same shape.
 
     >>> from shardwright.layout import Shard
     >>> slices = [Layout(Mesh((2,), ranks=ranks), [Shard(0)], (4,)) for ranks in ((0, 2), (1, 3))]
@@ -111,16 +111,16 @@ def merge(
     ranks: Ranks,
     own: Mapping[int, Sequence[PerRankDescription]] | None = None,
 ) -> Merged:
-    """One state of what ranks say; each part is said by several ranks alike, `own` by each rank for itself.
+    """Merge the descriptions of all ranks; each part is common to several ranks, `own` has each rank's PerRank values.
 
-    `ranks` are all of them, in the order of their group. It raises a `StateDiffersError` that lists every difference.
+    `ranks` has all ranks in the order of their group. Raise a `StateDiffersError` that lists every difference.
     """
     return _Merge(parts, ranks).run(own or {})
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A tensor of the merged state: which leaf of which parts it is."""
+    """A tensor of the merged state: the leaf that it is in each part."""
 
     leaves: dict[int, int]
     name: str
@@ -132,44 +132,51 @@ class _Merge:
         self._parts, self._ranks = parts, ranks
         self._slots: list[_Slot] = []
         self._rows: list[tuple[str, str, int, Sharding]] = []
-        self._taken: dict[str, int] = {"__metadata__": 1}  # the one name that a safetensors file keeps for itself
+        self._taken: dict[str, int] = {"__metadata__": 1}  # the only reserved name in a safetensors file
         self._by_object: dict[tuple[int, tuple[int, ...]], tuple[Sharding, list[int]]] = {}
         self._by_text: dict[str, tuple[Sharding, list[int]]] = {}
         self._differ: list[str] = []
-        self._unsure = [frozenset(said.unsure) for _, said in parts]
+        self._unsure = [frozenset(description.unsure) for _, description in parts]
 
     def run(self, own: Mapping[int, Sequence[PerRankDescription]]) -> Merged:
         if len(self._parts) == 1:
             tree, rows = self._parts[0][1].tree, self._rows_of_one()
             numbers = [rows]
         else:
-            tree = self._tree([(part, said.tree) for part, (_, said) in enumerate(self._parts)], "")
+            tree = self._tree([(part, description.tree) for part, (_, description) in enumerate(self._parts)], "")
             self._fill_rows()
             rows = [slot.row for slot in self._slots]
-            numbers = [[-1] * len(said.names) for _, said in self._parts]
+            numbers = [[-1] * len(description.names) for _, description in self._parts]
             for slot in self._slots:
                 for part, leaf in slot.leaves.items():
                     numbers[part][leaf] = slot.row
         self._raise()
         own_numbers: dict[int, list[list[int]]] = {}
         if own or len(self._rows) < len(rows):
-            tree = _finished(tree, rows, self._own_trees(own, own_numbers), ())
+            tree = _numbered(tree, rows, self._own_trees(own, own_numbers), ())
         names, dtypes, itemsizes, shardings = zip(*self._rows, strict=True) if self._rows else ((), (), (), ())
         return Merged(tree, TensorTable.of(names, dtypes, itemsizes, shardings), numbers, own_numbers)
 
     def _rows_of_one(self) -> list[int]:
-        """The rows of what all ranks say alike, which is nearly always: nothing is to be compared."""
-        said = self._parts[0][1]
+        """Return the rows if all ranks have the same description, the usual case: nothing has to be compared."""
+        description = self._parts[0][1]
         rows: list[int] = []
         for number, (name, dtype, itemsize, sharding, same) in enumerate(
-            zip(said.names, said.dtypes, said.itemsizes, said.shardings, said.same, strict=True)
+            zip(
+                description.names,
+                description.dtypes,
+                description.itemsizes,
+                description.shardings,
+                description.same,
+                strict=True,
+            )
         ):
             if same < number:
                 rows.append(rows[same])
                 continue
-            made, lacking = self._sharding(sharding, (0,))
-            if lacking:
-                self._lacks(name, made, lacking)
+            made, missing = self._sharding(sharding, (0,))
+            if missing:
+                self._add_missing_holders(name, made, missing)
             rows.append(len(self._rows))
             self._rows.append((self._unique(name or "state"), dtype, itemsize, made))
         return rows
@@ -177,7 +184,7 @@ class _Merge:
     # --- the tree -----------------------------------------------------------------------------------------------------
 
     def _tree(self, nodes: Sequence[tuple[int, Any]], name: str) -> Any:
-        """The nodes of several parts at one place of the tree as one, its tensors numbered by their slots."""
+        """Merge the nodes of several parts at one position of the tree; tensors are numbered by their slots."""
         first_part, first = nodes[0]
         kind = _kind(first)
         for part, node in nodes[1:]:
@@ -200,7 +207,7 @@ class _Merge:
                         return ["v", None]
                 return ["x", first[1], self._tree([(part, node[2]) for part, node in nodes], name)]
         for part, node in nodes[1:]:
-            if repr(node) != repr(first):  # 1 is not True, nor 1.0
+            if repr(node) != repr(first):  # 1 differs from True and 1.0
                 self._differs(name, first_part, _brief(first), part, _brief(node))
                 break
         return first
@@ -214,7 +221,7 @@ class _Merge:
         first: dict[Any, tuple[int, Any]] = {}
         for (_, key), children in found.items():
             part, other = first.setdefault(key, (children[0][0], key))
-            if type(other) is not type(key):  # one dict cannot hold both: True is 1, and 1.0
+            if type(other) is not type(key):  # one dict cannot hold both: True == 1 == 1.0
                 self._differs(joined(name, key), part, f"key {other!r}", children[0][0], f"key {key!r}")
                 continue
             merged += (key, self._tree(children, joined(name, key)))
@@ -229,8 +236,8 @@ class _Merge:
         return [
             first[0],
             *(
-                self._tree([(part, node[place]) for part, node in nodes], joined(name, place - 1))
-                for place in range(1, len(first))
+                self._tree([(part, node[index]) for part, node in nodes], joined(name, index - 1))
+                for index in range(1, len(first))
             ),
         ]
 
@@ -241,10 +248,10 @@ class _Merge:
     # --- the tensors --------------------------------------------------------------------------------------------------
 
     def _fill_rows(self) -> None:
-        """Gives every slot its row in the table: one for all that are the same memory on all ranks."""
-        known: dict[tuple[int, int], list[_Group]] = {}  # those that hold this memory of this part
+        """Assign a row of the table to every slot: one row for all slots that share memory on all ranks."""
+        known: dict[tuple[int, int], list[_Group]] = {}  # the groups that use this memory of this part
         for slot in self._slots:
-            dtype, itemsize, sharding = self._agreed(slot)
+            dtype, itemsize, sharding = self._agreed_tensor(slot)
             classes = {
                 part: self._parts[part][1].same[leaf]
                 for part, leaf in slot.leaves.items()
@@ -264,47 +271,47 @@ class _Merge:
                 if group not in known.setdefault(pair, []):
                     known[pair].append(group)
 
-    def _agreed(self, slot: _Slot) -> tuple[str, int, Sharding]:
-        """The dtype and the placing of a tensor, on which all that have it agree."""
+    def _agreed_tensor(self, slot: _Slot) -> tuple[str, int, Sharding]:
+        """Return the dtype and sharding on which all parts that have a tensor agree."""
         (first, leaf), *others = slot.leaves.items()
-        said = self._parts[first][1]
-        dtype, sharding = said.dtypes[leaf], said.shardings[leaf]
-        made, lacking = self._sharding(sharding, tuple(slot.leaves))
+        description = self._parts[first][1]
+        dtype, sharding = description.dtypes[leaf], description.shardings[leaf]
+        made, missing = self._sharding(sharding, tuple(slot.leaves))
         slices = {first: made}
         for part, other_leaf in others:
             other = self._parts[part][1]
             if other.dtypes[other_leaf] != dtype:
                 self._differs(slot.name, first, dtype, part, other.dtypes[other_leaf])
             elif other.shardings[other_leaf] != sharding:
-                slices[part], lacking_too = self._sharding(other.shardings[other_leaf], tuple(slot.leaves))
-                lacking = lacking or lacking_too
-        if lacking:
-            self._lacks(slot.name, made, lacking)
+                slices[part], missing_too = self._sharding(other.shardings[other_leaf], tuple(slot.leaves))
+                missing = missing or missing_too
+        if missing:
+            self._add_missing_holders(slot.name, made, missing)
         elif len(slices) > 1:
-            joint = joined_slices(list(slices.values()))
-            if joint is not None:
-                return dtype, said.itemsizes[leaf], joint
+            merged_layout = joined_slices(list(slices.values()))
+            if merged_layout is not None:
+                return dtype, description.itemsizes[leaf], merged_layout
             for part, other_sharding in list(slices.items())[1:]:
-                self._differs(slot.name, first, _shown(made), part, _shown(other_sharding))
-        return dtype, said.itemsizes[leaf], made
+                self._differs(slot.name, first, _describe(made), part, _describe(other_sharding))
+        return dtype, description.itemsizes[leaf], made
 
-    def _sharding(self, said: Any, parts: tuple[int, ...]) -> tuple[Sharding, list[int]]:
-        """A placing that these parts have, and the ranks that should have it and do not."""
-        known = self._by_object.get((id(said), parts))  # a rank says equal placings by one object
+    def _sharding(self, description: Any, parts: tuple[int, ...]) -> tuple[Sharding, list[int]]:
+        """Return the sharding that these parts have, and the ranks that should hold it but do not."""
+        known = self._by_object.get((id(description), parts))  # a rank encodes equal shardings as one object
         if known is None:
-            key = repr((said, parts))
+            key = repr((description, parts))
             known = self._by_text.get(key)
             if known is None:
-                known = self._by_text[key] = self._make_sharding(said, parts)
-            self._by_object[id(said), parts] = known
+                known = self._by_text[key] = self._make_sharding(description, parts)
+            self._by_object[id(description), parts] = known
         return known
 
-    def _make_sharding(self, said: Any, parts: tuple[int, ...]) -> tuple[Sharding, list[int]]:
+    def _make_sharding(self, description: Any, parts: tuple[int, ...]) -> tuple[Sharding, list[int]]:
         holders = {rank for part in parts for rank in self._parts[part][0]}
-        if said[0] is None:
+        if description[0] is None:
             whole = [rank for rank in self._ranks if rank in holders]
-            return Layout(Mesh((len(whole),), ranks=whole), [Replicate()], said[1]), []
-        sharding = sharding_from_json(said)
+            return Layout(Mesh((len(whole),), ranks=whole), [Replicate()], description[1]), []
+        sharding = sharding_from_json(description)
         members = sharding.mesh.ranks if isinstance(sharding, Layout) else sharding.ranks
         return sharding, sorted(set(members) - holders)
 
@@ -318,47 +325,47 @@ class _Merge:
     def _own_trees(
         self, own: Mapping[int, Sequence[PerRankDescription]], numbers: dict[int, list[list[int]]]
     ) -> dict[tuple[Any, ...], list[Any]]:
-        """Puts every rank's own tensors behind the others; gives its trees by the keys that lead to them."""
+        """Append the tensors of PerRank values to the table; return their trees by key path."""
         found: dict[tuple[Any, ...], list[Any]] = {}
         for rank in self._ranks:
             numbers[rank] = []
-            for keys, said in own.get(rank, ()):
+            for keys, description in own.get(rank, ()):
                 rows: list[int] = []
-                for number, first in enumerate(said.same):
+                for number, first in enumerate(description.same):
                     if first < number:
                         rows.append(rows[first])
                         continue
                     rows.append(len(self._rows))
-                    alone = Layout(Mesh((1,), ranks=(rank,)), [Replicate()], said.shardings[number][1])
-                    name = self._unique(f"{said.names[number] or 'state'}.rank{rank}")
-                    self._rows.append((name, said.dtypes[number], said.itemsizes[number], alone))
+                    alone = Layout(Mesh((1,), ranks=(rank,)), [Replicate()], description.shardings[number][1])
+                    name = self._unique(f"{description.names[number] or 'state'}.rank{rank}")
+                    self._rows.append((name, description.dtypes[number], description.itemsizes[number], alone))
                 numbers[rank].append(rows)
-                found.setdefault(tuple(keys), []).append([rank, _finished(said.tree, rows, {}, ())])
+                found.setdefault(tuple(keys), []).append([rank, _numbered(description.tree, rows, {}, ())])
         return found
 
     # --- what differs -------------------------------------------------------------------------------------------------
 
     def _differs(self, name: str, first: int, one: str, second: int, other: str) -> None:
-        who, whom = _listed(self._parts[first][0]), _listed(self._parts[second][0])
-        self._differ.append(f"{name or 'the state'}: {one} on {who}, and {other} on {whom}")
+        first_ranks, other_ranks = _listed(self._parts[first][0]), _listed(self._parts[second][0])
+        self._differ.append(f"{name or 'the state'}: {one} on {first_ranks}, and {other} on {other_ranks}")
 
-    def _lacks(self, name: str, sharding: Sharding, ranks: Sequence[int]) -> None:
+    def _add_missing_holders(self, name: str, sharding: Sharding, ranks: Sequence[int]) -> None:
         self._differ.append(
-            f"{name}: {_shown(sharding)} is held by {_listed(ranks)}, too, and not in the state given there"
+            f"{name}: {_describe(sharding)} is also held by {_listed(ranks)}, but it is not in their state"
         )
 
     def _raise(self) -> None:
         if self._differ:
             raise StateDiffersError(
                 f"ranks have different values under {len(self._differ)} "
-                f"{'name' if len(self._differ) == 1 else 'names'}; mark what belongs to one rank with PerRank\n  "
-                + join_first(self._differ, _MAX_LISTED, "\n  ")
+                f"{'name' if len(self._differ) == 1 else 'names'}; mark values that differ between ranks with "
+                "PerRank\n  " + join_first(self._differ, _MAX_LISTED, "\n  ")
             )
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Slots that are one memory: what each part says that memory is."""
+    """Slots that share memory: the class of that memory in each part."""
 
     row: int
     dtype: str
@@ -366,7 +373,7 @@ class _Group:
     classes: dict[int, int]
 
     def fits(self, classes: Mapping[int, int], dtype: str, sharding: Sharding) -> bool:
-        """Whether what is said of another slot contradicts this one nowhere."""
+        """Return True if another slot's memory does not contradict this group in any part."""
         return (
             dtype == self.dtype
             and sharding is self.sharding
@@ -374,8 +381,8 @@ class _Group:
         )
 
 
-def _finished(tree: Any, rows: Sequence[int], own: Mapping[tuple[Any, ...], list[Any]], keys: tuple[Any, ...]) -> Any:
-    """A tree with the tensors numbered by their rows, and with what each rank said put in where it is marked."""
+def _numbered(tree: Any, rows: Sequence[int], own: Mapping[tuple[Any, ...], list[Any]], keys: tuple[Any, ...]) -> Any:
+    """Return the tree with tensors numbered by their rows, and with the values of all ranks for PerRank nodes."""
     if isinstance(tree, int):
         return rows[tree]
     match tree:
@@ -384,24 +391,24 @@ def _finished(tree: Any, rows: Sequence[int], own: Mapping[tuple[Any, ...], list
         case ["r"]:
             return ["r", *own.get(keys, ())]
         case ["d", *pairs]:
-            return ["d", *_finished_pairs(pairs, rows, own, keys)]
+            return ["d", *_numbered_pairs(pairs, rows, own, keys)]
         case ["l" | "t" as kind, *items]:
-            return [kind, *(_finished(item, rows, own, (*keys, place)) for place, item in enumerate(items))]
+            return [kind, *(_numbered(item, rows, own, (*keys, index)) for index, item in enumerate(items))]
         case ["x", name, inner]:
-            return ["x", name, _finished(inner, rows, own, keys)]
+            return ["x", name, _numbered(inner, rows, own, keys)]
     return tree
 
 
-def _finished_pairs(
+def _numbered_pairs(
     pairs: Sequence[Any], rows: Sequence[int], own: Mapping[tuple[Any, ...], list[Any]], keys: tuple[Any, ...]
 ) -> Iterator[Any]:
     for key, child in zip(pairs[::2], pairs[1::2], strict=True):
         yield key
-        yield _finished(child, rows, own, (*keys, key))
+        yield _numbered(child, rows, own, (*keys, key))
 
 
 def _kind(node: Any) -> str:
-    """The kind of a node that is merged by its own rule; plain values are all of one kind, and compared."""
+    """Return the kind of a node that is merged by its own rule; all plain values are one kind."""
     if isinstance(node, int):
         return "tensor"
     kind = node[0]
@@ -414,7 +421,7 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
 
 
-def _shown(sharding: Sharding) -> str:
+def _describe(sharding: Sharding) -> str:
     return (
         str(sharding) if isinstance(sharding, Layout) else f"{list(sharding.shape)} in {len(sharding.regions)} shards"
     )

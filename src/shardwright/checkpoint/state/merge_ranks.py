@@ -1,7 +1,7 @@
-"""One state out of what every rank has: nobody plans for the others, and nothing is gathered that is the same.
+"""Merge the states of all ranks into one global state. Identical states exchange only a digest.
 
-Ranks exchange a digest of names, dtypes, layouts and plain values. Where all are equal, that is all that was said.
-Else one rank of each kind says what it has, and all merge it alike. What is marked `PerRank` is said by every rank.
+Ranks exchange a digest of names, dtypes, layouts and plain values. If all are equal, that is all. Otherwise one rank of
+each kind sends its description, and all ranks merge them in the same way. `PerRank` values are sent by every rank.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = ["GlobalState", "describe", "flatten_nested_shards", "merge_states"]
 @final
 @dataclass(frozen=True)
 class GlobalState:
-    """The state of all ranks: its tree, its tensors, and this rank's leaves by their numbers."""
+    """The state of all ranks: its tree, its tensor table, and this rank's leaves by their index in the table."""
 
     tree: Any
     table: TensorTable
     leaves: dict[int, Leaf]
 
 
-class _Head(NamedTuple):
-    """What every rank says first: the digest of all it has, whether some is its own, whether some is nested."""
+class _Summary(NamedTuple):
+    """The first message of every rank: the digest of its description, and whether it has own or nested values."""
 
     digest: str
     has_own: bool
@@ -42,7 +42,7 @@ class _Head(NamedTuple):
 
 
 def describe(flat: FlatState, ranks: tuple[int, ...]) -> StateDescription:
-    """What a rank says of its state among these ranks."""
+    """Describe a rank's state among these ranks."""
     encoded: dict[int, Any] = {}
     first: dict[Any, int] = {}
     shardings, same = [], []
@@ -59,69 +59,74 @@ def describe(flat: FlatState, ranks: tuple[int, ...]) -> StateDescription:
 
 
 def merge_states(flat: FlatState, group: comm.Group) -> GlobalState:
-    """The state of all ranks of the group. They talk; whatever is wrong is raised on all of them alike."""
-    own, heads = _compare(flat, group)
-    if any(head.is_nested for head in heads):
+    """Merge the states of all ranks of the group. Collective; any error is raised on all of them."""
+    own, summaries = _compare(flat, group)
+    if any(summary.is_nested for summary in summaries):
         flatten_nested_shards(flat, group)
-        own, heads = _compare(flat, group)
-    parts, place = [(group.ranks, own)], 0
-    if any(head.digest != heads[0].digest for head in heads):
-        parts, place = _gather(own, flat, group)
-    mine = per_rank_nodes(flat.root)
+        own, summaries = _compare(flat, group)
+    parts, index = [(group.ranks, own)], 0
+    if any(summary.digest != summaries[0].digest for summary in summaries):
+        parts, index = _gather(own, flat, group)
+    own_nodes = per_rank_nodes(flat.root)
     rank = group.global_rank
-    everyones: dict[int, list[PerRankDescription]] = {}
-    if any(head.has_own for head in heads):
-        words = msgspec.json.encode([PerRankDescription(list(one.keys), describe(one.flat, (rank,))) for one in mine])
-        said = comm.gather_bytes(words, group, what="save: what each rank has for itself")
-        everyones = {
+    by_rank: dict[int, list[PerRankDescription]] = {}
+    if any(summary.has_own for summary in summaries):
+        message = msgspec.json.encode(
+            [PerRankDescription(list(one.keys), describe(one.flat, (rank,))) for one in own_nodes]
+        )
+        gathered = comm.gather_bytes(message, group, what="save: what each rank has for itself")
+        by_rank = {
             each: msgspec.json.decode(one, type=list[PerRankDescription])
-            for each, one in zip(group.ranks, said, strict=True)
+            for each, one in zip(group.ranks, gathered, strict=True)
         }
-    merged = merge(parts, group.ranks, everyones)
-    leaves = _by_number(flat.leaves, merged.numbers[place])
-    for one, numbers in zip(mine, merged.own_numbers.get(rank, []), strict=True):
+    merged = merge(parts, group.ranks, by_rank)
+    leaves = _by_number(flat.leaves, merged.numbers[index])
+    for one, numbers in zip(own_nodes, merged.own_numbers.get(rank, []), strict=True):
         leaves |= _by_number(one.flat.leaves, numbers)
     return GlobalState(merged.tree, merged.table, leaves)
 
 
-def _compare(flat: FlatState, group: comm.Group) -> tuple[StateDescription, list[_Head]]:
-    """What this rank says, and the heads of all."""
+def _compare(flat: FlatState, group: comm.Group) -> tuple[StateDescription, list[_Summary]]:
+    """Return this rank's description, and the summaries of all ranks."""
     own = describe(flat, group.ranks)
-    head = _Head(digest(msgspec.json.encode(own)), bool(per_rank_nodes(flat.root)), flat.is_nested)
-    said = comm.gather_bytes(msgspec.json.encode(head), group, what="save: comparing states")
-    return own, [msgspec.json.decode(one, type=_Head) for one in said]
+    summary = _Summary(digest(msgspec.json.encode(own)), bool(per_rank_nodes(flat.root)), flat.is_nested)
+    gathered = comm.gather_bytes(msgspec.json.encode(summary), group, what="save: comparing states")
+    return own, [msgspec.json.decode(one, type=_Summary) for one in gathered]
 
 
 def _gather(
     own: StateDescription, flat: FlatState, group: comm.Group
 ) -> tuple[list[tuple[tuple[int, ...], StateDescription]], int]:
-    """What is said in the group, by whom, each once; and which of it this rank says.
+    """Return the distinct descriptions in the group, each with its ranks, and the index of this rank's.
 
-    Only now that it may matter does a rank say what it is unsure of: ranks without elements would all be of kinds of
-    their own else.
+    Ranks list the leaves that they are unsure of only now, when it may matter: otherwise every rank without elements
+    would have a description of its own.
     """
-    text = msgspec.json.encode(own._replace(unsure=[at for at, leaf in enumerate(flat.leaves) if not leaf.is_held]))
+    encoded = msgspec.json.encode(own._replace(unsure=[at for at, leaf in enumerate(flat.leaves) if not leaf.is_held]))
     kinds: dict[bytes, list[int]] = {}
-    for place, head in enumerate(comm.gather_bytes(digest(text).encode(), group, what="save: grouping states")):
-        kinds.setdefault(head, []).append(place)
-    mine = kinds[digest(text).encode()]
-    texts = comm.gather_bytes(text if group.rank == mine[0] else b"", group, what="save: uniting states")
+    for index, summary in enumerate(comm.gather_bytes(digest(encoded).encode(), group, what="save: grouping states")):
+        kinds.setdefault(summary, []).append(index)
+    own_nodes = kinds[digest(encoded).encode()]
+    descriptions = comm.gather_bytes(encoded if group.rank == own_nodes[0] else b"", group, what="save: uniting states")
     parts = [
-        (tuple(group.ranks[place] for place in places), msgspec.json.decode(texts[places[0]], type=StateDescription))
-        for places in kinds.values()
+        (
+            tuple(group.ranks[index] for index in indices),
+            msgspec.json.decode(descriptions[indices[0]], type=StateDescription),
+        )
+        for indices in kinds.values()
     ]
-    return parts, list(kinds.values()).index(mine)
+    return parts, list(kinds.values()).index(own_nodes)
 
 
 def _by_number(leaves: Sequence[Leaf], numbers: Sequence[int]) -> dict[int, Leaf]:
-    """The leaves by their numbers; of several that are one tensor any will do, as they are one memory."""
+    """Return the leaves by their index; any of several that share memory will do."""
     return dict(zip(numbers, leaves, strict=True))
 
 
 def flatten_nested_shards(flat: FlatState, group: comm.Group) -> None:
-    """Has ShardedTensors whose shards are sharded again hold their innermost boxes.
+    """Replace ShardedTensors whose shards are sharded again by their innermost shards.
 
-    All ranks of the group call it, once any of them knows of one: the others may hold nothing of it.
+    All ranks of the group call it, if any of them knows of one: the others may hold nothing of it.
     """
     by_name: dict[str, int] = {}
     for number in flat.sharded:

@@ -1,7 +1,7 @@
-"""The objects of a state, asked for their own states in one order on all ranks.
+"""Call the objects of a state for their own states, in the same order on all ranks.
 
 `state_dict` and `load_state_dict` of an object may communicate, and ranks may have built their dicts in different
-orders. Called in the order of each rank's dict, they would wait for each other for ever: the keys are sorted.
+orders. In the order of each rank's dict, the calls could deadlock: the keys are sorted.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from shardwright.checkpoint.format.values import Codec
 from shardwright.checkpoint.state.marks import PerRank, Stateful
 
-__all__ = ["Asked", "ask_objects", "in_order", "is_object"]
+__all__ = ["ObjectStates", "in_order", "is_object", "object_states_of"]
 
 Keys: TypeAlias = tuple[Any, ...]
-Asked: TypeAlias = dict[tuple[Keys, int], Any]
-"""What an object or a codec gave, by the keys that lead to the value and the value's id."""
+ObjectStates: TypeAlias = dict[tuple[Keys, int], Any]
+"""What an object or a codec returned, by the key path and the id of the value."""
 
 _TENSORS = (Tensor, np.ndarray)
 _PLAIN = (str, bytes, int, float, complex, type(None))
@@ -35,7 +35,7 @@ def in_order(keys: Iterable[Any]) -> list[Any]:
 
 
 def is_object(value: Any) -> bool:
-    """Return whether a value gives its state itself.
+    """Return True if a value has `state_dict` and `load_state_dict`.
 
     >>> import torch
     >>> is_object(torch.nn.Linear(1, 1)), is_object({})
@@ -44,41 +44,41 @@ def is_object(value: Any) -> bool:
     return type(value) not in (dict, list, tuple) and isinstance(value, Stateful)
 
 
-def ask_objects(state: Any, codecs: Mapping[type, Codec], most_depth: int) -> Asked:
-    """Return the states of all objects within a state, and what codecs make of values.
+def object_states_of(state: Any, codecs: Mapping[type, Codec], max_depth: int) -> ObjectStates:
+    """Return the states of all objects in a state, and what codecs return for their values.
 
-    What cannot be stored is left for `flatten` to name: a state within itself, or one nested too deep.
+    What cannot be stored is left for `flatten` to report: a state that contains itself, or is nested too deeply.
 
     >>> import torch
-    >>> [keys for keys, _ in ask_objects({"b": torch.nn.Linear(1, 1), "a": torch.nn.Linear(1, 1)}, {}, 60)]
+        >>> [keys for keys, _ in object_states_of({"b": torch.nn.Linear(1, 1), "a": torch.nn.Linear(1, 1)}, {}, 60)]
     [('a',), ('b',)]
     """
-    asked: Asked = {}
-    above: set[int] = set()
+    states: ObjectStates = {}
+    ancestors: set[int] = set()
 
     def is_leaf(value: Any) -> bool:
         return isinstance(value, _TENSORS) or (isinstance(value, _PLAIN) and type(value) not in codecs)
 
     def visit(value: Any, keys: Keys, depth: int) -> None:
-        if is_leaf(value) or depth > most_depth or id(value) in above:
+        if is_leaf(value) or depth > max_depth or id(value) in ancestors:
             return
-        above.add(id(value))
+        ancestors.add(id(value))
         codec = codecs.get(type(value))
         if codec is not None:
-            asked[keys, id(value)] = made = codec.encode(value)
-            visit(made, keys, depth + 1)
+            states[keys, id(value)] = inner = codec.encode(value)
+            visit(inner, keys, depth + 1)
         elif isinstance(value, PerRank):
             visit(value.value, keys, 0)
         elif is_object(value):
-            asked[keys, id(value)] = made = value.state_dict()
-            visit(made, keys, depth + 1)
+            states[keys, id(value)] = inner = value.state_dict()
+            visit(inner, keys, depth + 1)
         elif isinstance(value, Mapping):
             for key in in_order(key for key, child in value.items() if not is_leaf(child)):
                 visit(value[key], (*keys, key), depth + 1)
         elif isinstance(value, list | tuple):
-            for place, item in enumerate(value):
-                visit(item, (*keys, place), depth + 1)
-        above.discard(id(value))
+            for index, item in enumerate(value):
+                visit(item, (*keys, index), depth + 1)
+        ancestors.discard(id(value))
 
     visit(state, (), 0)
-    return asked
+    return states

@@ -1,4 +1,4 @@
-"""Optimizers in checkpoints: their state by the names of parameters."""
+"""Optimizer state in checkpoints, by parameter name."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["OptimizerState", "optimizer_state", "parameters_of"]
 
 
 def optimizer_state(model: nn.Module | Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """The state of an optimizer by the names that the model (or a mapping) has for its parameters.
+    """Return the state of an optimizer by the names of its parameters in the model (or in a mapping).
 
-    An optimizer's own `state_dict` counts parameters, so it fits only the same parameters in the same order. This fits
-    any optimizer of the same kind over parameters of these names: in another order, in other groups, some of them only,
-    on other ranks.
+    An optimizer's own `state_dict` numbers its parameters, so it can be loaded only for the same parameters in the same
+    order. This one can be loaded into any optimizer of the same type whose parameters have these names: in another
+    order, in other groups, for some of them only, on other ranks.
 
     >>> import tempfile, torch
     >>> from shardwright import checkpoint
@@ -40,7 +40,7 @@ def optimizer_state(model: nn.Module | Mapping[str, Tensor], optimizer: torch.op
 
 @final
 class OptimizerState(Stateful):
-    """What `optimizer_state` gives: `{"state": {name: ...}, "options": {name: ...}}`, the options of each group.
+    """The result of `optimizer_state`: `{"state": {name: ...}, "options": {name: ...}}`, with the options by parameter.
 
     >>> import torch
     >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -51,19 +51,19 @@ class OptimizerState(Stateful):
 
     def __init__(self, model: nn.Module | Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ArgumentTypeError(f"optimizer_state: {type(optimizer).__name__} is not an optimizer")
+            raise ArgumentTypeError(f"optimizer_state: expected an optimizer, got {type(optimizer).__name__}")
         if isinstance(model, nn.Module):
             named: Mapping[str, Tensor] = dict(named_params_with_sharded_tensor(model))
         elif isinstance(model, Mapping):
             named = model
         else:
             raise ArgumentTypeError(
-                f"optimizer_state: {type(model).__name__} is neither a module nor a mapping of names to parameters"
+                f"optimizer_state: expected a module or a mapping of names to parameters, got {type(model).__name__}"
             )
         self._optimizer = optimizer
         names: dict[int, str] = {}
         for name, tensor in named.items():
-            names.setdefault(id(tensor), name)  # of several names, the first
+            names.setdefault(id(tensor), name)  # the first of several names
         parameters = parameters_of(optimizer) or {}
         own = {key: names.get(id(tensor)) for key, tensor in parameters.items()}
         keys = iter(own)
@@ -72,23 +72,24 @@ class OptimizerState(Stateful):
         nameless = [key for key, name in own.items() if name is None]
         if nameless:
             raise StateError(
-                f"optimizer_state: {len(nameless)} of {len(own)} parameters of the {type(optimizer).__name__} are not "
-                f"among those that have names; the first is {nameless[0]!r}. Give the model that it optimizes"
+                f"optimizer_state: {len(nameless)} of {len(own)} parameters of the {type(optimizer).__name__} have no "
+                "name; "
+                f"the first is {nameless[0]!r}. Pass the model that it optimizes"
             )
         self._names: dict[Any, str] = {key: name for key, name in own.items() if name is not None}
         self.parameters: dict[str, Tensor] = {name: named[name] for name in self._names.values()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state and the options of every parameter, by name; tensors are the optimizer's own."""
+        """Return the state and the options of every parameter, by name; tensors are not copied."""
         given = self._optimizer.state_dict()
         options: dict[str, Any] = {}
         for keys, group in zip(self._groups, given["param_groups"], strict=True):
             for key in keys:
-                options[self._names[key]] = {name: group[name] for name in group if name not in _OF_THE_GROUP}
+                options[self._names[key]] = {name: group[name] for name in group if name not in _NOT_OPTIONS}
         return {"state": {self._names[key]: one for key, one in given["state"].items()}, "options": options}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Gives it to the optimizer; parameters of one group must have been given the same options."""
+        """Load the state into the optimizer; parameters of one group must have been saved with the same options."""
         state, options = state_dict["state"], state_dict["options"]
         numbered = {key: state[name] for key, name in self._names.items() if name in state}
         own = self._optimizer.state_dict()["param_groups"]
@@ -105,8 +106,8 @@ class OptimizerState(Stateful):
                 one, other = options[known[0]].get(option), options[name][option]
                 if not _is_same(one, other):
                     raise LoadMismatchError(
-                        f"{known[0]!r} and {name!r} are in one group of this optimizer, and were saved with "
-                        f"{option}={one!r} and {option}={other!r}: put them in groups of their own"
+                        f"{known[0]!r} and {name!r} are in one group of this optimizer, but were saved with "
+                        f"{option}={one!r} and {option}={other!r}; put them into separate groups"
                     )
         return options[known[0]] if known else {}
 
@@ -115,7 +116,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
     return [list(group["params"]) for group in optimizer.param_groups]
 
 
-_OF_THE_GROUP = ("params", "param_names")
+_NOT_OPTIONS = ("params", "param_names")
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -125,7 +126,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def parameters_of(value: Any) -> Mapping[Any, Tensor] | None:
-    """The parameters of an optimizer by the keys that its state dict has for them; None of what is none."""
+    """Return the parameters of an optimizer by their state-dict keys; None if the object is not an optimizer."""
     if isinstance(value, OptimizerState):
         return value.parameters
     if isinstance(value, ShardedOptimizer):
