@@ -136,9 +136,9 @@ def test_dtypes_change_only_where_that_is_said(folder: Path) -> None:
     state = target(model={"layer.weight": torch.zeros(2, 3).half(), "layer.bias": torch.zeros(2).double()})
     assert len(mismatch(state, folder)) == 2
     (line,) = mismatch(state, folder, cast={"*.weight": True})
-    assert "'model.layer.bias' is float64 here" in line
+    assert "'model.layer.bias' is float64 in the state" in line
     (line,) = mismatch(state, folder, cast={"*.bias": False, "*": True})  # the first that fits
-    assert "'model.layer.bias' is float64 here" in line
+    assert "'model.layer.bias' is float64 in the state" in line
     checkpoint.load(state, folder, cast=True)
     assert state["model"]["layer.weight"].dtype == torch.half
     assert state["model"]["layer.weight"].all()

@@ -197,7 +197,7 @@ def test_enums_come_back_as_values_unless_the_target_names_the_type(tmp_path: Pa
         GREEN = 1
 
     with pytest.raises(
-        LoadMismatchError, match=r"'a' is Colour.BLUE \('blue'\) in the checkpoint, and no member of Other"
+        LoadMismatchError, match=r"'a' is Colour.BLUE \('blue'\) in the checkpoint, which is not a member of Other"
     ):
         checkpoint.load({"a": Other.GREEN}, tmp_path, only="a")
 
@@ -530,7 +530,7 @@ def test_partial_dtensors_are_refused_with_the_fix(tmp_path: Path) -> None:
         with pytest.raises(StateError, match=r"g: \[2\] \(0: P\(sum\)\) is partial.*redistribute it to Replicate"):
             checkpoint.save({"g": made}, tmp_path)
         own = sw.ones(4, mesh=mesh, placements=[sw.Shard(0)])
-        with pytest.raises(StateError, match=r"x: a DTensor in a PerRank: it belongs to several ranks"):
+        with pytest.raises(StateError, match=r"x: a DTensor in a PerRank; it belongs to several ranks"):
             checkpoint.save({"x": PerRank(own)}, tmp_path)
 
     run_ranks(2, work)

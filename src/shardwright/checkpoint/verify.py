@@ -102,7 +102,7 @@ def verify(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     checkpoint.save({"w": torch.ones(4)}, folder)
     ...     print(checkpoint.verify(folder))
-        LocalStorage(...) is intact: 1 file, 4112 bytes
+    LocalStorage(...) is intact: 1 file, 4112 bytes
     """
     storage = as_storage(path)
     wait_for_saves_to(location_id(storage))

@@ -20,7 +20,7 @@ def folder_of(path: str | os.PathLike[str]) -> str:
     '/data/run 1'
     >>> folder_of("s3://bucket/run")
     Traceback (most recent call last):
-        shardwright.errors.StorageError: 's3://bucket/run': the scheme s3:// is not supported, only paths and ...
+    shardwright.errors.StorageError: 's3://bucket/run': the scheme s3:// is not supported, only paths and ...
     """
     text = os.fspath(path)
     url = _URL.fullmatch(text) if isinstance(text, str) else None

@@ -50,7 +50,7 @@ def object_states_of(state: Any, codecs: Mapping[type, Codec], max_depth: int) -
     What cannot be stored is left for `flatten` to report: a state that contains itself, or is nested too deeply.
 
     >>> import torch
-        >>> [keys for keys, _ in object_states_of({"b": torch.nn.Linear(1, 1), "a": torch.nn.Linear(1, 1)}, {}, 60)]
+    >>> [keys for keys, _ in object_states_of({"b": torch.nn.Linear(1, 1), "a": torch.nn.Linear(1, 1)}, {}, 60)]
     [('a',), ('b',)]
     """
     states: ObjectStates = {}

@@ -34,7 +34,7 @@ def may_be_removed(storage: Storage, key: str) -> bool:
 
     >>> from shardwright.storage import MemoryStorage
     >>> place = MemoryStorage()
-        >>> place.replace("5f3a9c21b07e-00000-0.safetensors", b"a file of the user's, which is not a checkpoint")
+    >>> place.replace("5f3a9c21b07e-00000-0.safetensors", b"a file of the user's, which is not a checkpoint")
     >>> may_be_removed(place, "5f3a9c21b07e-00000-0.safetensors")
     False
     """
