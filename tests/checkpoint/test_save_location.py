@@ -140,7 +140,10 @@ def test_a_bad_path_on_one_rank_raises_on_all(found: Found, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["save", "async_save"])
 def test_a_bad_process_group_on_one_rank_raises_on_all(found: Found, name: str) -> None:
-    assert "rank 0: ArgumentTypeError: process_group must be a torch process group or None, got int: 5" in found[0][f"{name} group"]
+    assert (
+        "rank 0: ArgumentTypeError: process_group must be a torch process group or None, got int: 5"
+        in found[0][f"{name} group"]
+    )
 
 
 @pytest.mark.parametrize("name", ["save", "async_save"])
@@ -151,7 +154,10 @@ def test_an_error_common_to_all_ranks_is_raised_unwrapped(found: Found, name: st
 def test_a_bad_argument_of_load_on_one_rank_raises_on_all(found: Found) -> None:
     zero, _ = found
     assert "rank 0: ArgumentTypeError: path must be a str, os.PathLike or Storage, got int" in zero["load path"]
-    assert "rank 0: ArgumentTypeError: process_group must be a torch process group or None, got str: 'x'" in zero["load group"]
+    assert (
+        "rank 0: ArgumentTypeError: process_group must be a torch process group or None, got str: 'x'"
+        in zero["load group"]
+    )
     assert zero["load one"].startswith("RankFailedError: ")
 
 
