@@ -231,6 +231,18 @@ def test_a_step_that_torch_refuses_too_is_not_a_fault():
     assert str(found.results[-1]) == "right"
 
 
+def test_hooks_that_ran_before_a_backward_raised_are_not_a_fault():
+    steps = (
+        "a = leaf([0], (1, 1), torch.float64, [Replicate()], requires_grad=True)",
+        "b = a.square()",
+        "b.register_hook(keep('b'))",
+        "c = torch.autograd.grad(b.sum(), [a])[0].clone()",
+        "(b * 2).sum().backward()",
+    )
+    found = judge(Program(steps, mesh=(1,)))
+    assert [str(result) for result in found.results] == ["right"] * 4 + ["refused"]
+
+
 def test_the_script_of_a_program_runs_under_torchrun(tmp_path):
     program = Program(PROGRAM.steps[:3], mesh=(2,))
     script = tmp_path / "program.py"
