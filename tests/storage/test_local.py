@@ -344,7 +344,7 @@ def test_permission_denied_is_told(tmp_path):
         os.seteuid(0)
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(small_disk):
+def test_a_full_disk_raises_and_leaves_nothing(small_disk):
     storage = LocalStorage(small_disk)
     fill(storage, "old", b"x" * 1000)
     with pytest.raises(StorageError, match="no space is left"):

@@ -19,7 +19,7 @@ def status_of(calls: Calls, path: str, *, follow: bool = False) -> os.stat_resul
     """Return the status of a path, or None if the file system says that it does not exist.
 
     Only ENOENT (and ENOTDIR: a parent is a file) means that. Every other failure is raised: a server that does not
-    respond has not said that a file is gone.
+    respond does not show that a file is gone.
 
     >>> status_of(Calls(), "/nothing/here") is None
     True
