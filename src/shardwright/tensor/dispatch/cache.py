@@ -61,8 +61,8 @@ FAST: set[Any] = set()  # functions that always return one new tensor: their pla
 def mark_fast(*names: str) -> None:
     """Declare that these operators always return one new tensor, so that the fast path applies."""
     for name in names:
-        for place in (torch, torch.Tensor, torch.nn.functional, torch.special):
-            function = getattr(place, name, None)
+        for home in (torch, torch.Tensor, torch.nn.functional, torch.special):
+            function = getattr(home, name, None)
             if function is not None and not isinstance(function, FunctionType):
                 FAST.add(function)
 
@@ -70,9 +70,9 @@ def mark_fast(*names: str) -> None:
 def mark_uniform(*names: str) -> None:
     """Declare that these operators are elementwise: on inputs of one layout they need no plan."""
     for name in names:
-        for place in (torch, torch.Tensor):
+        for home in (torch, torch.Tensor):
             for spelling, inplace in ((name, False), (f"{name}_", True)):
-                function = getattr(place, spelling, None)
+                function = getattr(home, spelling, None)
                 if function is not None and not isinstance(function, FunctionType):
                     UNIFORM[function] = inplace
 

@@ -79,7 +79,7 @@ PASS = frozenset(
     )
 )
 PASS_FUNCTIONS = frozenset(
-    function for name in PASS for place in (torch, Tensor) if (function := getattr(place, name, None)) is not None
+    function for name in PASS for home in (torch, Tensor) if (function := getattr(home, name, None)) is not None
 )
 
 
