@@ -1,4 +1,4 @@
-"""PyTorch's DTensors become ours and ours become PyTorch's: the same memory, the same regions, no message."""
+"""PyTorch's DTensors convert to ours and back: the same memory, the same regions, no communication."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwright.interop import from_torch_dtensor, to_shardwright, to_torch_dte
 from shardwright.testing import run_ranks
 
 
-def test_pytorchs_dtensors_are_ours_in_place() -> None:
+def test_pytorchs_dtensors_are_converted_without_copying() -> None:
     def work() -> None:
         flat = sw.init_device_mesh("cpu", (4,))
         grid = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -42,7 +42,7 @@ def test_pytorchs_dtensors_are_ours_in_place() -> None:
     run_ranks(4, work)
 
 
-def test_partials_keep_their_reduction() -> None:
+def test_partial_placements_keep_their_reduction() -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         for op in ("sum", "avg", "max", "min"):
@@ -56,7 +56,7 @@ def test_partials_keep_their_reduction() -> None:
     run_ranks(2, work)
 
 
-def test_a_cut_that_comes_after_one_further_right_goes_there_and_back() -> None:
+def test_strided_shards_round_trip() -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         for rows in (8, 7, 3):
@@ -72,7 +72,7 @@ def test_a_cut_that_comes_after_one_further_right_goes_there_and_back() -> None:
     run_ranks(4, work)
 
 
-def test_gradients_flow_back_and_leaves_may_be_parameters() -> None:
+def test_conversions_are_differentiable_and_accept_parameters() -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         parameter = torch.nn.Parameter(theirs.distribute_tensor(torch.ones(5, 2), mesh, [theirs.Shard(0)]))
@@ -91,7 +91,7 @@ def test_gradients_flow_back_and_leaves_may_be_parameters() -> None:
     run_ranks(2, work)
 
 
-def test_what_pytorch_cannot_say_is_refused() -> None:
+def test_layouts_that_pytorch_cannot_express_raise() -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         ragged = sw.distribute_tensor(torch.ones(5), mesh, [sw.Ragged(0, (4, 1))])
@@ -107,7 +107,7 @@ def test_what_pytorch_cannot_say_is_refused() -> None:
         to_torch_dtensor(torch.ones(2))
 
 
-def test_to_shardwright_changes_pytorchs_and_nothing_else() -> None:
+def test_to_shardwright_converts_only_pytorchs_tensors() -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         made = theirs.distribute_tensor(torch.arange(3.0), mesh, [theirs.Shard(0)])
@@ -120,7 +120,7 @@ def test_to_shardwright_changes_pytorchs_and_nothing_else() -> None:
     assert to_shardwright(plain) is plain
 
 
-def test_importing_and_saving_does_not_import_pytorchs_own() -> None:
+def test_importing_and_saving_does_not_import_pytorchs_dtensor() -> None:
     code = (
         "import sys, tempfile, torch, shardwright as sw\n"
         "from shardwright import checkpoint\n"

@@ -1,4 +1,4 @@
-"""PyTorch's ShardedTensors become ours and ours become PyTorch's: the same memory, the same boxes, no message."""
+"""PyTorch's ShardedTensors convert to ours and back: the same memory, the same boxes, no communication."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gathered(tensor: theirs.ShardedTensor, dst: int = 0) -> torch.Tensor | None:
     return out if here else None
 
 
-def test_pytorchs_chunks_are_ours_in_place() -> None:
+def test_pytorchs_chunks_are_converted_without_copying() -> None:
     def work() -> None:
         rank = comm.rank()
         for dim, placements, size in [
@@ -97,7 +97,7 @@ def test_pytorchs_chunks_are_ours_in_place() -> None:
     run_ranks(4, work)
 
 
-def test_pytorchs_local_shards_are_ours_in_any_boxes() -> None:
+def test_pytorchs_local_shards_are_converted_for_any_boxes() -> None:
     def work() -> None:
         rank = comm.rank()
         # Two boxes on ranks 0 and 1, one on rank 3, none on rank 2.
@@ -134,7 +134,7 @@ def test_pytorchs_local_shards_are_ours_in_any_boxes() -> None:
     run_ranks(4, work)
 
 
-def test_random_boxes_and_foreign_specs_go_there_and_back() -> None:
+def test_random_boxes_and_user_specs_round_trip() -> None:
     def work() -> None:
         rank = comm.rank()
         rng = random.Random(4)
@@ -173,7 +173,7 @@ def test_random_boxes_and_foreign_specs_go_there_and_back() -> None:
     run_ranks(4, work)
 
 
-def test_a_process_group_of_some_ranks_is_kept() -> None:
+def test_a_subgroup_is_kept() -> None:
     def work() -> None:
         pair = dist.new_group([1, 3])
         if comm.rank() not in (1, 3):
@@ -224,7 +224,7 @@ def test_metadata_and_specs_are_converted_both_ways() -> None:
     assert rows == to_torch_spec(listed)
 
 
-def test_what_cannot_be_converted_is_refused_with_the_reason() -> None:
+def test_invalid_conversions_raise_with_the_reason() -> None:
     class Mine(sharded.ShardingSpec):
         def build_metadata(
             self, tensor_sizes: torch.Size, tensor_properties: sharded.TensorProperties

@@ -1,4 +1,4 @@
-"""Lets the tests here import `tilings`, which lies beside them."""
+"""Put this directory on sys.path, so that tests can import `tilings`."""
 
 from __future__ import annotations
 

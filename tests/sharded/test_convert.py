@@ -1,4 +1,4 @@
-"""ShardedTensors become DTensors and back: the same memory where regions agree, else not a byte more than is due."""
+"""ShardedTensors and DTensors convert into each other, sharing memory if regions agree, else with minimal traffic."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def values(shape: Sequence[int]) -> torch.Tensor:
 
 
 def mark(shape: Sequence[int], regions: Sequence[Region]) -> Any:
-    """Which elements lie in any of these regions: counted one by one, without our plans."""
+    """Return a mask of the elements in any of these regions, without using plans."""
     held = np.zeros(tuple(shape), bool)
     for region in regions:
         held[region.slices()] = True
@@ -68,7 +68,7 @@ def refused(step: Callable[[], object], kind: type[Exception]) -> str:
 
 
 @given(st.lists(some_layouts, min_size=8, max_size=8))
-def test_a_dtensors_regions_become_shards_and_a_dtensor_again(cases: list[Layout]) -> None:
+def test_a_dtensor_converted_to_shards_and_back_shares_memory(cases: list[Layout]) -> None:
     def work() -> None:
         for layout in cases:
             whole, rank = values(layout.shape), comm.rank()
@@ -97,7 +97,7 @@ def test_a_dtensors_regions_become_shards_and_a_dtensor_again(cases: list[Layout
 
 
 @given(st.lists(st.tuples(cut_layouts, st.integers(0, 10**6)), min_size=8, max_size=8))
-def test_any_shards_become_any_dtensor_and_any_dtensor_any_shards(cases: list[tuple[Layout, int]]) -> None:
+def test_any_sharding_converts_to_any_layout_and_back(cases: list[tuple[Layout, int]]) -> None:
     def work() -> None:
         for layout, seed in cases:
             whole, rank = values(layout.shape), comm.rank()
@@ -122,7 +122,7 @@ def test_any_shards_become_any_dtensor_and_any_dtensor_any_shards(cases: list[tu
 
 
 @given(layouts(shapes(max_dims=3), meshes(max_size=8), partial=False), layouts(mesh=meshes(max_size=8), partial=False))
-def test_every_rank_lists_its_own_part_of_the_same_moves_from_replicas(layout: Layout, other: Layout) -> None:
+def test_every_rank_plans_its_part_of_the_same_transfers_from_replicas(layout: Layout, other: Layout) -> None:
     source = layout.table()
     target = Layout(other.mesh, [Replicate()] * other.mesh.ndim, layout.shape).table()
     every = sharded.plan_transfer(source, target)
@@ -138,7 +138,7 @@ def test_every_rank_lists_its_own_part_of_the_same_moves_from_replicas(layout: L
         assert every.received(rank, 4) == lacking(layout.shape, held, wanted)
 
 
-def test_replicas_take_turns_to_give() -> None:
+def test_replicas_serve_receivers_in_turn() -> None:
     source = Layout(Mesh((4,)), [Replicate()], (6,)).table()
     target = Layout(Mesh((8,)), [Replicate()], (6,)).table()
     moves = sharded.plan_transfer(source, target)
@@ -146,7 +146,7 @@ def test_replicas_take_turns_to_give() -> None:
     assert sorted(moves.senders[away].tolist()) == [0, 1, 2, 3]
 
 
-def test_without_placements_the_shards_say_them() -> None:
+def test_placements_are_inferred_from_the_shards() -> None:
     def work() -> None:
         def placements(spec: sharded.ShardingSpec, *size: int) -> tuple[object, ...]:
             made = sharded.rand(spec, *size)
@@ -185,7 +185,7 @@ def test_without_placements_the_shards_say_them() -> None:
     run_ranks(4, work)
 
 
-def test_every_dtype_is_moved_and_wrapped() -> None:
+def test_every_dtype_is_converted() -> None:
     def work() -> None:
         for dtype in (torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.uint16):
             whole = (values((5, 3)) % 2).to(dtype)
@@ -236,12 +236,12 @@ def test_gradients_of_the_dtensor_reach_the_shards_once(shards: list[ShardMetada
                 assert shard.tensor.grad is not None
                 torch.testing.assert_close(shard.tensor.grad, expected[shard.metadata.region.slices()])
             if placements == [Replicate()]:
-                assert traffic.bytes == 0  # each rank has the whole gradient already
+                assert traffic.bytes == 0  # each rank already has the full gradient
 
     run_ranks(4, work)
 
 
-def test_gradients_of_gradients_pass_through() -> None:
+def test_conversions_are_twice_differentiable() -> None:
     whole = torch.rand(5, 4, dtype=torch.float64) + 1
 
     def work() -> None:
@@ -250,7 +250,7 @@ def test_gradients_of_gradients_pass_through() -> None:
             tensors = [shard.tensor for shard in made.local_shards()]
             x = sharded.to_dtensor(made, Mesh((4,)), placements)
             first = torch.autograd.grad((x**3).sum(), tensors, create_graph=True)
-            # Each rank's own addend: what one shard's loss says of another's reaches it through the moves.
+            # Gradients from another rank's loss reach a shard through the transfer.
             torch.stack([(one**2).sum() for one in first]).sum().backward()
             for shard in made.local_shards():
                 part = whole[shard.metadata.region.slices()]
@@ -282,7 +282,7 @@ def test_gradients_of_the_shards_reach_the_dtensor() -> None:
         for placements in ([Shard(1)], [Replicate()], [Replicate(), Shard(0)]):
             check(x := leaf(*placements), sharded.from_dtensor(x, ChunkShardingSpec(1, FOUR)))
 
-        # Three of four replicas would never hear of a gradient: refused, not guessed.
+        # Three of four replicas would get no gradient: an error.
         x = leaf(Replicate())
         assert "ranks [1, 2, 3]" in refused(lambda: sharded.from_dtensor(x), UnsupportedError)
         made = sharded.from_dtensor(x.detach())
@@ -294,7 +294,7 @@ def test_gradients_of_the_shards_reach_the_dtensor() -> None:
     run_ranks(4, work)
 
 
-def test_resharding_with_history_takes_gradients_back_to_ranks_that_held_nothing() -> None:
+def test_gradients_reach_ranks_that_held_no_shards() -> None:
     whole, weight = torch.randn(6, 2), torch.randn(6, 2)
 
     def work() -> None:
@@ -309,7 +309,7 @@ def test_resharding_with_history_takes_gradients_back_to_ranks_that_held_nothing
     run_ranks(4, work)
 
 
-def test_addends_are_added_up_first() -> None:
+def test_partial_values_are_reduced_before_conversion() -> None:
     def work() -> None:
         for mesh, placements, size in [
             (Mesh((4,)), [Partial()], (5, 3)),
@@ -330,7 +330,7 @@ def test_addends_are_added_up_first() -> None:
     run_ranks(4, work)
 
 
-def test_meshes_and_groups_need_not_have_the_same_ranks() -> None:
+def test_mesh_and_group_may_have_different_ranks() -> None:
     whole = values((6, 4))
 
     def work() -> None:
@@ -373,7 +373,7 @@ def test_meshes_and_groups_need_not_have_the_same_ranks() -> None:
     run_ranks(4, work)
 
 
-def test_what_cannot_be_converted_is_refused_alike_on_all_ranks() -> None:
+def test_invalid_conversions_raise_the_same_error_on_all_ranks() -> None:
     def work() -> list[str]:
         made = sharded.rand(ChunkShardingSpec(0, FOUR), 6, 4)
         x = sw.distribute_tensor(torch.ones(6, 4), Mesh((4,)), [Shard(0)])
@@ -406,7 +406,7 @@ def test_what_cannot_be_converted_is_refused_alike_on_all_ranks() -> None:
     assert "ranks [1] hold parts of" in first[-1]
 
 
-def test_a_local_tensor_that_is_not_contiguous_is_copied_and_the_rest_is_not() -> None:
+def test_only_non_contiguous_local_tensors_are_copied() -> None:
     def work() -> None:
         whole = values((6, 4))
         x = sw.distribute_tensor(whole, Mesh((4,)), [Shard(0)])
@@ -422,7 +422,7 @@ def test_a_local_tensor_that_is_not_contiguous_is_copied_and_the_rest_is_not() -
     run_ranks(4, work)
 
 
-def test_a_world_of_one_needs_no_set_up() -> None:
+def test_a_single_process_needs_no_set_up() -> None:
     made = sharded.ones(ChunkShardingSpec(0, ["rank:0/cpu"] * 2), 4)
     x = sharded.to_dtensor(made, Mesh((1,)), [Replicate()])
     assert torch.equal(x.to_local(), torch.ones(4))

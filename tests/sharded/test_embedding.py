@@ -1,10 +1,11 @@
-"""Sharded `embedding` and `embedding_bag`: torch's values and gradients, whatever the tiling and the arguments."""
+"""Sharded `embedding` and `embedding_bag` equal torch's in values and gradients, for every tiling and argument."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from shardwright.errors import (
     ShardwrightError,
     UnsupportedError,
 )
+from shardwright.sharded.ops import rows
 from shardwright.testing import run_ranks
 from tests.sharded.tilings import random_tiling
 
@@ -87,7 +89,7 @@ class Case:
 
 
 def reference(case: Case) -> tuple[Tensor, list[Tensor], Tensor, list[Tensor | None]]:
-    """Of one process with the whole table and the whole batch: the table, results and gradients, by rank."""
+    """Compute table, results and gradients in one process with the full table and all batches, by rank."""
     table, one = case.whole.requires_grad_(), case.everything()
     divided = case.mode is not None and case.options.get("scale_grad_by_freq", False)
     if divided:  # torch 2.13 divides gradients of bags by the frequency of another row: its own divisor is not used
@@ -153,7 +155,7 @@ def check(cases: list[Case]) -> None:
 
 @st.composite
 def tables(draw: st.DrawFn, **given: Any) -> Case:
-    """A table with its tiling, what the ranks look up, and what both functions can be told."""
+    """Strategy: a table with its tiling, the indices of each rank, and options of both functions."""
     shape = draw(st.tuples(st.integers(1, 9), st.integers(1, 6)))
     tiling = random_tiling(random.Random(draw(st.integers(0, 10**6))), shape, RANKS)
     bag = st.lists(st.integers(0, shape[0] - 1), max_size=4).map(tuple)
@@ -196,16 +198,16 @@ def bags(draw: st.DrawFn) -> Case:
 
 
 @given(st.lists(tables(), min_size=1, max_size=12))
-def test_embedding_is_torchs_for_any_tiling_and_any_arguments(cases: list[Case]) -> None:
+def test_embedding_equals_torch_for_any_tiling_and_arguments(cases: list[Case]) -> None:
     check(cases)
 
 
 @given(st.lists(bags(), min_size=1, max_size=12))
-def test_embedding_bag_is_torchs_for_any_tiling_and_any_arguments(cases: list[Case]) -> None:
+def test_embedding_bag_equals_torch_for_any_tiling_and_arguments(cases: list[Case]) -> None:
     check(cases)
 
 
-def test_bags_scaled_by_frequency_are_torchs_where_its_divisor_is_right() -> None:
+def test_scale_grad_by_freq_equals_torch_where_its_divisor_is_right() -> None:
     # It is, where the only index that occurs twice is the largest: 8, on ranks 1 and 3.
     inputs = [torch.tensor(indices, dtype=torch.int64) for indices in ([0, 2], [8, 3, 8], [], [5, 8, 8])]
 
@@ -224,7 +226,7 @@ def test_bags_scaled_by_frequency_are_torchs_where_its_divisor_is_right() -> Non
     run_ranks(RANKS, on_a_rank)
 
 
-def test_shapes_of_the_input_are_kept_and_modules_work_as_they_are() -> None:
+def test_input_shapes_are_kept_and_unmodified_modules_work() -> None:
     def on_a_rank() -> None:
         rank = comm.rank()
         torch.manual_seed(0)
@@ -248,7 +250,7 @@ def test_shapes_of_the_input_are_kept_and_modules_work_as_they_are() -> None:
     run_ranks(RANKS, on_a_rank)
 
 
-def test_a_rank_receives_the_pieces_of_its_distinct_rows_that_it_lacks_and_nothing_else() -> None:
+def test_a_rank_receives_only_the_missing_pieces_of_its_distinct_rows() -> None:
     rng = random.Random(5)
     tilings = [random_tiling(rng, (40, 6), RANKS) for _ in range(12)]
 
@@ -270,7 +272,7 @@ def test_a_rank_receives_the_pieces_of_its_distinct_rows_that_it_lacks_and_nothi
     assert any(received for received, _ in pairs)
 
 
-def test_gradients_can_be_differentiated_again() -> None:
+def test_gradients_are_differentiable() -> None:
     # The shard of rank 2 is empty, and rank 3 looks nothing up.
     boxes = [([0, 0], [4, 2], 0), ([0, 2], [4, 2], 1), ([4, 0], [5, 4], 3), ([9, 0], [0, 4], 2)]
     tiling = [sharded.ShardMetadata(offsets, sizes, f"rank:{rank}/cpu") for offsets, sizes, rank in boxes]
@@ -291,7 +293,7 @@ def test_gradients_can_be_differentiated_again() -> None:
     run_ranks(RANKS, on_a_rank)
 
 
-def test_what_is_wrong_on_one_rank_is_raised_on_all_and_names_it() -> None:
+def test_invalid_arguments_on_one_rank_raise_on_all() -> None:
     i, w = torch.tensor([0, 3, 1]), torch.ones(3)
     bag, embed = functional.embedding_bag, functional.embedding
     wrong: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
@@ -335,7 +337,7 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all_and_names_it() -> None:
                 raise ShardwrightError(text)
 
 
-def test_ranks_that_call_it_differently_are_told_so() -> None:
+def test_different_arguments_on_ranks_raise_on_all() -> None:
     def on_a_rank() -> None:
         rank, index = comm.rank(), torch.tensor([0])
         table = sharded.ones(sharded.ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 8, 4)
@@ -350,9 +352,23 @@ def test_ranks_that_call_it_differently_are_told_so() -> None:
     run_ranks(2, on_a_rank)
 
 
-def test_tables_that_are_no_matrices_and_sharded_inputs_are_refused() -> None:
+def test_a_table_must_be_a_matrix_and_the_input_plain() -> None:
     spec = sharded.ChunkShardingSpec(0, ["rank:0/cpu"])
     with pytest.raises(ShardError, match=r"must have two dimensions, got a ShardedTensor of size \[4\]"):
         functional.embedding(torch.tensor([0]), sharded.ones(spec, 4))
     with pytest.raises(UnsupportedError, match="got a weight of type Tensor"):
         functional.embedding(sharded.ones(spec, 4), torch.ones(2, 2))
+
+
+def test_lookups_are_the_same_when_counts_go_through_all_to_all() -> None:
+    def on_rank() -> None:
+        spec = sharded.ChunkShardingSpec(0, ["rank:0/cpu", "rank:2/cpu", "rank:0/cpu"])
+        table = sharded.rand(spec, 7, 2, requires_grad=True)
+        indices = torch.arange(comm.rank() * 2)
+        found = functional.embedding(indices, table)
+        with mock.patch.object(rows, "_MAX_GATHERED_RANKS", 1):
+            again = functional.embedding(indices, table)
+        assert torch.equal(found, again)
+        again.sum().backward()
+
+    run_ranks(3, on_rank)

@@ -1,4 +1,4 @@
-"""`gather` puts the whole tensor on one rank: into a new tensor, into a buffer, in another dtype, over a sub-group."""
+"""`gather` returns the global tensor on one rank: new or into a buffer, with another dtype, over a subgroup."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def place(*ranks: int) -> list[str]:
     return [f"rank:{rank}/cpu" for rank in ranks]
 
 
-def test_the_result_goes_where_and_as_it_is_asked_for() -> None:
+def test_gather_honours_dst_out_and_dtype() -> None:
     def work() -> None:
         rank = comm.world().rank
         made = ChunkShardingSpec(1, place(3, 1, 1)).shard(WHOLE)
@@ -52,13 +52,13 @@ def test_the_result_goes_where_and_as_it_is_asked_for() -> None:
     run_ranks(4, work)
 
 
-def test_no_gradient_is_recorded_and_parameters_can_be_gathered() -> None:
+def test_gather_is_not_differentiable_and_accepts_parameters() -> None:
     made = ChunkShardingSpec(0, ["rank:0/cpu"] * 2).shard(WHOLE).requires_grad_()
     assert not made.gather().requires_grad
     assert torch.equal(made.gather(), WHOLE)
 
 
-def test_channels_last_and_conjugated_shards_are_gathered_by_value() -> None:
+def test_channels_last_and_conjugate_shards_are_gathered_by_value() -> None:
     pictures = torch.randn(4, 3, 2, 5)
     made = sharded.empty(ChunkShardingSpec(0, ["rank:0/cpu"] * 3), 4, 3, 2, 5, memory_format=torch.channels_last)
     for shard in made.local_shards():
@@ -70,7 +70,7 @@ def test_channels_last_and_conjugated_shards_are_gathered_by_value() -> None:
     assert torch.equal(sharded.init_from_local_shards(halves, 8, 5).gather(), values.conj().resolve_conj())
 
 
-def test_a_group_of_some_ranks_counts_them_by_their_global_numbers() -> None:
+def test_a_subgroup_uses_global_ranks() -> None:
     def work() -> Any:
         rank = comm.world().rank
         group = dist.new_group([1, 3])
@@ -87,7 +87,7 @@ def test_a_group_of_some_ranks_counts_them_by_their_global_numbers() -> None:
             lambda: made.gather(0),
             lambda: made.reshard(ChunkShardingSpec(0, place(0, 1))),
             lambda: sharded.zeros(ChunkShardingSpec(0, place(2)), 4, process_group=group),
-            lambda: spec.shard(WHOLE, process_group=group),  # rank 0 is the source, and not in the group
+            lambda: spec.shard(WHOLE, process_group=group),  # the source, rank 0, is not in the group
         ):
             try:
                 wrong()

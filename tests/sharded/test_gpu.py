@@ -1,4 +1,4 @@
-"""ShardedTensors on a CUDA device: in a world of one, and on ranks that share the device over gloo."""
+"""ShardedTensors on a CUDA device, in a single process and on ranks that share the device over gloo."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def on(device: str, *ranks: int, dim: int = 0) -> ChunkShardingSpec:
     return ChunkShardingSpec(dim, [f"rank:{rank}/{device}" for rank in ranks])
 
 
-def test_factories_make_shards_on_the_device_with_the_cpus_values() -> None:
+def test_factories_give_the_same_values_on_cpu_and_device() -> None:
     for make in (sharded.rand, sharded.randn):
         drawn = []
         for device in ("cpu", "cuda:0"):
@@ -34,7 +34,7 @@ def test_factories_make_shards_on_the_device_with_the_cpus_values() -> None:
     assert sharded.ones(on("cuda:0", 0), 3).gather().is_cuda
 
 
-def test_tensors_go_to_the_device_and_back() -> None:
+def test_tensors_move_to_the_device_and_back() -> None:
     here = on("cpu", 0, 0).shard(WHOLE)
     there = here.cuda()
     assert there.device == torch.device("cuda", torch.cuda.current_device())
@@ -50,7 +50,7 @@ def test_tensors_go_to_the_device_and_back() -> None:
     assert there.gather().is_cuda
 
 
-def test_pinned_shards_are_what_their_metadata_say() -> None:
+def test_pinned_shards_match_their_metadata() -> None:
     made = sharded.zeros(on("cpu", 0), 4, pin_memory=True)
     assert made.local_tensor().is_pinned()
     assert TensorProperties.create_from_tensor(made.local_tensor()).pin_memory
@@ -62,7 +62,7 @@ def test_pinned_shards_are_what_their_metadata_say() -> None:
         sharded.init_from_local_shards(pinned + plain, 4)
 
 
-def test_resharding_keeps_shards_pinned_and_copies_are_not() -> None:
+def test_reshard_keeps_shards_pinned_and_copies_are_pageable() -> None:
     made = sharded.rand(on("cpu", 0, 0), 9, 5, pin_memory=True, requires_grad=True)
     whole = made.gather()
     for tensor in (copy.deepcopy(made), made * 1, (made * 1).reshard(on("cpu", 0, dim=1))):
@@ -81,7 +81,7 @@ def test_resharding_keeps_shards_pinned_and_copies_are_not() -> None:
         sharded.zeros(on("cuda:0", 0), 4, pin_memory=True)
 
 
-def test_a_change_of_device_numbers_the_devices_of_this_rank_only() -> None:
+def test_to_sets_the_device_index_of_local_shards_only() -> None:
     def work() -> tuple[list[str], list[str]]:
         there = on("cpu", 0, 1).shard(WHOLE).cuda()
         double = there.to(torch.float64)

@@ -1,4 +1,4 @@
-"""Sharded `linear`: torch's values and gradients for any tiling of the weight, and no byte more than it takes."""
+"""Sharded `linear` equals torch's in values and gradients for every tiling of the weight, with minimal traffic."""
 
 from __future__ import annotations
 
@@ -114,12 +114,12 @@ def weights(draw: st.DrawFn) -> Case:
 
 
 @given(st.lists(weights(), min_size=1, max_size=12))
-def test_linear_is_torchs_for_any_tiling_any_batches_and_any_gradients_wanted(cases: list[Case]) -> None:
+def test_linear_equals_torch_for_any_tiling_batches_and_gradients(cases: list[Case]) -> None:
     wrong = [text for said in run_ranks(RANKS, all_of, cases) for text in said]
     assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:4])
 
 
-def test_a_slice_of_the_batch_goes_to_each_owner_once_and_one_sum_comes_back() -> None:
+def test_each_owner_receives_its_columns_of_the_batch_once_and_returns_one_sum() -> None:
     rng = random.Random(3)
     tilings = [random_tiling(rng, (12, 10), RANKS) for _ in range(12)]
 
@@ -145,7 +145,7 @@ def test_a_slice_of_the_batch_goes_to_each_owner_once_and_one_sum_comes_back() -
     assert any(received for received, _ in pairs)
 
 
-def test_gradients_can_be_differentiated_again_also_on_a_rank_without_shards() -> None:
+def test_gradients_are_differentiable_also_on_a_rank_without_shards() -> None:
     boxes = [([0, 0], [3, 2], 0), ([0, 2], [3, 3], 1), ([3, 0], [2, 5], 3)]
     tiling = [sharded.ShardMetadata(offsets, sizes, f"rank:{rank}/cpu") for offsets, sizes, rank in boxes]
 
@@ -167,7 +167,7 @@ def test_gradients_can_be_differentiated_again_also_on_a_rank_without_shards() -
     run_ranks(RANKS, on_a_rank)
 
 
-def test_layers_on_one_another_go_back_in_the_order_in_which_they_were_called() -> None:
+def test_backward_through_stacked_layers_runs_in_the_same_order_on_all_ranks() -> None:
     # Rank 2 holds nothing and has an empty batch; the table is looked up twice.
     rng = random.Random(1)
     owners = (0, 1, 3)
@@ -200,7 +200,7 @@ def test_layers_on_one_another_go_back_in_the_order_in_which_they_were_called() 
     run_ranks(RANKS, on_a_rank)
 
 
-def test_a_module_works_as_it_is_and_under_autocast() -> None:
+def test_an_unmodified_module_works_also_under_autocast() -> None:
     def on_a_rank() -> None:
         torch.manual_seed(0)
         module, x = nn.Linear(6, 5), torch.randn(3, 6)
@@ -224,7 +224,7 @@ def test_a_module_works_as_it_is_and_under_autocast() -> None:
     run_ranks(RANKS, on_a_rank)
 
 
-def test_what_is_wrong_on_one_rank_is_raised_on_all_and_names_it() -> None:
+def test_invalid_arguments_on_one_rank_raise_on_all() -> None:
     wrong: list[tuple[Any, Any, str]] = [
         (torch.ones(2, 5), None, r"must be 6 for a weight of size \[4, 6\], got size \[2, 5\]"),
         (torch.tensor(1.0), None, r"got size \[\]"),

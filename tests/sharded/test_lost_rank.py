@@ -1,4 +1,4 @@
-"""A rank that dies while ShardedTensors move: the others are told which, soon, and none of them waits for it."""
+"""A rank that dies during a transfer is named by the others at once, and none of them waits for it."""
 
 from __future__ import annotations
 

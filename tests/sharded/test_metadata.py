@@ -1,4 +1,4 @@
-"""Metadata are values: they survive every way of writing them down, and say the first thing that is wrong with them."""
+"""Metadata round-trip through every serialisation, and validation names the first problem."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_properties_survive_pickle_json_and_copies(
 
 
 @pytest.mark.parametrize("memory_format", FORMATS, ids=str)
-def test_memory_formats_are_written_as_pytorch_writes_them(memory_format: torch.memory_format) -> None:
+def test_memory_formats_are_encoded_as_in_pytorch(memory_format: torch.memory_format) -> None:
     ours = TensorProperties(memory_format=memory_format)
     theirs = TorchTensorProperties(memory_format=memory_format).__getstate__()
     assert ours.__getstate__()[:3] == theirs[:3]
     assert (ours.__getstate__()[3].name, ours.to_json()["memory_format"]) == (theirs[3].name, theirs[3].value)
 
 
-def test_an_unknown_memory_format_is_refused_when_written_and_when_read() -> None:
+def test_an_unknown_memory_format_raises_when_encoded_and_decoded() -> None:
     properties = TensorProperties(memory_format=torch.channels_last_3d)
     for write in (pickle.dumps, copy.deepcopy, TensorProperties.to_json):
         with pytest.raises(UnsupportedError, match=r"torch\.channels_last_3d cannot be encoded: use one of"):
@@ -68,13 +68,13 @@ def test_an_unknown_memory_format_is_refused_when_written_and_when_read() -> Non
 
 
 @pytest.mark.parametrize("name", ["float31", "Tensor", "nn", 7, None])
-def test_a_dtype_that_is_none_is_refused(name: Any) -> None:
+def test_an_unknown_dtype_raises(name: Any) -> None:
     with pytest.raises(ArgumentTypeError, match=r"does not name a torch\.dtype"):
         TensorProperties.from_json(TensorProperties().to_json() | {"dtype": name})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.complex64, torch.float8_e5m2], ids=str)
-def test_properties_of_a_tensor_are_those_pytorch_finds(dtype: torch.dtype) -> None:
+def test_properties_of_a_tensor_equal_pytorchs(dtype: torch.dtype) -> None:
     needs = dtype.is_floating_point or dtype.is_complex
     tensors = [torch.zeros(2, 3, dtype=dtype, requires_grad=needs), torch.zeros((), dtype=dtype)]
     tensors.append(torch.zeros(0, 2, 3, 4, dtype=dtype))
@@ -87,7 +87,7 @@ def test_properties_of_a_tensor_are_those_pytorch_finds(dtype: torch.dtype) -> N
 
 
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 7), min_size=1, max_size=3))
-def test_metadata_of_any_tiling_is_valid_and_survives(seed: int, shape: list[int]) -> None:
+def test_metadata_of_any_tiling_are_valid_and_round_trip(seed: int, shape: list[int]) -> None:
     shards = random_tiling(random.Random(seed), shape, 5)
     metadata = ShardedTensorMetadata(shards, torch.Size(shape), TensorProperties(torch.float16))
     metadata.validate()
@@ -98,7 +98,7 @@ def test_metadata_of_any_tiling_is_valid_and_survives(seed: int, shape: list[int
     assert [ShardMetadata(o, s, f"rank:{r}/cpu") for r, o, s in zip(*map(list, table), strict=True)] == shards
 
 
-def test_equal_placements_that_are_different_objects_have_one_owner() -> None:
+def test_equal_placements_have_the_same_owner() -> None:
     places = [RemoteDevice("rank:3/cpu"), RemoteDevice("rank:3/cpu"), "rank:2/cpu", _remote_device("rank:3/cpu")]
     shards = [ShardMetadata([n], [1], place) for n, place in enumerate(places)]
     assert places[0] is not places[1]
@@ -107,7 +107,7 @@ def test_equal_placements_that_are_different_objects_have_one_owner() -> None:
 
 
 @pytest.mark.parametrize("text", ["rank:1/cuda:0", "rank:0/cpu", "trainer0/cuda:3", "cuda:1", "cpu", "rank:12/meta"])
-def test_placements_read_as_pytorchs(text: str) -> None:
+def test_placements_are_parsed_as_in_pytorch(text: str) -> None:
     ours, theirs = RemoteDevice(text), _remote_device(text)
     assert (ours.rank(), ours.worker_name(), ours.device()) == (theirs.rank(), theirs.worker_name(), theirs.device())
     assert ours == RemoteDevice(theirs) == RemoteDevice.of(str(theirs)) == pickle.loads(pickle.dumps(ours))
@@ -118,7 +118,7 @@ def test_placements_read_as_pytorchs(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["rank:-1/cpu", "rank:/cpu", "rank:1/gpu9", "/cpu", "", "rank:²/cpu", "rank:1/"])
-def test_nonsense_placements_are_refused_with_what_to_write(text: str) -> None:
+def test_invalid_placements_raise_with_the_right_syntax(text: str) -> None:
     with pytest.raises(PlacementError, match=r"write rank:1/cuda:0"):
         ShardMetadata([0], [1], text)
 
@@ -134,7 +134,7 @@ def test_nonsense_placements_are_refused_with_what_to_write(text: str) -> None:
         ("0", [2], ArgumentTypeError, "shard offsets must be a sequence of ints, got str: '0'"),
     ],
 )
-def test_a_box_that_cannot_be_is_refused(offsets: Any, sizes: Any, error: type[Exception], words: str) -> None:
+def test_an_invalid_box_raises(offsets: Any, sizes: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         ShardMetadata(offsets, sizes, "rank:0/cpu")
 
@@ -143,7 +143,7 @@ def many_rows(count: int) -> list[ShardMetadata]:
     return [ShardMetadata([10 * n, 0], [10, 4], f"rank:{n % 4096}/cpu") for n in range(count)]
 
 
-def test_of_100_000_shards_the_first_overlap_gap_or_stray_is_named() -> None:
+def test_the_first_overlap_gap_or_outside_of_100_000_shards_is_named() -> None:
     shards, size = many_rows(100_000), torch.Size([1_000_000, 4])
     ShardedTensorMetadata(shards, size).validate()
     longer = shards.copy()
@@ -168,12 +168,12 @@ def test_of_100_000_shards_the_first_overlap_gap_or_stray_is_named() -> None:
         ShardedTensorMetadata(shards, torch.Size([999_999, 4])).validate()
 
 
-def test_many_copies_of_one_shard_are_refused_at_once() -> None:
+def test_many_identical_shards_are_rejected_quickly() -> None:
     with pytest.raises(TilingError, match=r"overlap: shard 0 .* and shard 1 "):
         EnumerableShardingSpec(many_rows(1) * 100_000)
 
 
-def test_shards_of_other_dimensions_are_refused() -> None:
+def test_shards_of_different_dimensionality_raise() -> None:
     mixed = [ShardMetadata([0], [2]), ShardMetadata([0, 0], [2, 2], "rank:1/cpu")]
     with pytest.raises(TilingError, match=r"shard 1 \[0:2, 0:2\] on rank:1/cpu has 2 dimensions, .* size \[2\] has 1"):
         ShardedTensorMetadata(mixed, torch.Size([2])).validate()
@@ -181,7 +181,7 @@ def test_shards_of_other_dimensions_are_refused() -> None:
         EnumerableShardingSpec(mixed)
 
 
-def test_a_tensor_without_elements_needs_no_shards_and_takes_empty_ones() -> None:
+def test_an_empty_tensor_may_have_no_shards_or_empty_ones() -> None:
     for shards in (
         [],
         [ShardMetadata([0, 0], [0, 5], "rank:0/cpu")],

@@ -1,4 +1,4 @@
-"""Operators computed shard by shard give what torch gives for the whole tensor, on every rank, with gradients."""
+"""Operators computed shard by shard equal torch's on unsharded tensors, on every rank, with gradients."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def part(whole: Tensor, shard: sharded.Shard) -> Tensor:
 
 
 def check(found: Any, expected: Any, what: str) -> None:
-    """Each rank sees to its own shards, and to what it knows of the whole."""
+    """Compare this rank's shards and the global attributes with the plain tensor."""
     if isinstance(expected, tuple):
         assert type(found) is type(expected), what
         for one, other in zip(found, expected, strict=True):
@@ -181,7 +181,7 @@ def check_pointwise(name: str, spec: ShardingSpec) -> int:
 
 # There are many: all of them where a rank has no shard and others have several; some where shards are empty.
 @pytest.mark.parametrize(("count", "spec", "every"), [(1, "columns of one", 4), (3, "boxes", 1), (4, "rows", 4)])
-def test_every_pointwise_operator_equals_torchs_on_the_whole_with_gradients(count: int, spec: str, every: int) -> None:
+def test_every_pointwise_operator_equals_torch_with_gradients(count: int, spec: str, every: int) -> None:
     def on_a_rank() -> list[str]:
         with comm.count() as traffic:
             missed = [name for name in NAMES[::every] if not check_pointwise(name, specs()[spec])]
@@ -193,7 +193,7 @@ def test_every_pointwise_operator_equals_torchs_on_the_whole_with_gradients(coun
 
 
 def reductions() -> dict[str, Callable[[Any], Any]]:
-    """Functions of a tensor whose second dimension is whole in every shard."""
+    """Functions of a tensor whose second dimension is not sharded."""
     along: dict[str, Callable[[Any], Any]] = {
         "sum": lambda x: x.sum(1),
         "sum, kept": lambda x: torch.sum(input=x, dim=(-1,), keepdim=True),
@@ -253,7 +253,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 
 
 @ranks
-def test_reductions_and_views_that_keep_to_a_shard_equal_torchs(count: int) -> None:
+def test_local_reductions_and_views_equal_torch(count: int) -> None:
     def on_a_rank() -> None:
         chosen = specs()
         rows = {name: chosen[name] for name in ("rows", "whole on the last")}
@@ -271,7 +271,7 @@ def test_reductions_and_views_that_keep_to_a_shard_equal_torchs(count: int) -> N
     run_ranks(count, on_a_rank, timeout=60)
 
 
-def test_whole_truths_are_one_plain_answer_on_every_rank() -> None:
+def test_all_and_any_return_a_plain_tensor_on_every_rank() -> None:
     def on_a_rank() -> list[bool]:
         found = []
         for spec in specs().values():
@@ -288,7 +288,7 @@ def test_whole_truths_are_one_plain_answer_on_every_rank() -> None:
         assert run_ranks(count, on_a_rank) == [expected] * count
 
 
-def test_a_reduction_without_dimensions_is_local_where_one_rank_has_everything() -> None:
+def test_a_full_reduction_is_local_if_one_rank_holds_everything() -> None:
     def on_a_rank() -> None:
         tensor = cut(OPERANDS["x"], specs()["whole on the last"])
         for function in (torch.sum, torch.mean, torch.amax, torch.argmax, torch.prod, torch.linalg.vector_norm):
@@ -297,7 +297,7 @@ def test_a_reduction_without_dimensions_is_local_where_one_rank_has_everything()
     run_ranks(3, on_a_rank)
 
 
-def test_over_a_cut_dimension_a_reduction_is_refused_and_says_what_to_do() -> None:
+def test_a_reduction_over_a_sharded_dimension_raises_with_a_remedy() -> None:
     def on_a_rank() -> None:
         boxes, rows = cut(OPERANDS["x"], specs()["boxes"]), cut(OPERANDS["x"], specs()["rows"])
         for function, words in (
@@ -319,7 +319,7 @@ def test_over_a_cut_dimension_a_reduction_is_refused_and_says_what_to_do() -> No
     run_ranks(3, on_a_rank)
 
 
-def test_operands_that_do_not_fit_are_refused_and_named() -> None:
+def test_incompatible_operands_raise() -> None:
     def on_a_rank() -> None:
         x = OPERANDS["x"].detach()
         rows, boxes = cut(x, specs()["rows"]), cut(x, specs()["boxes"])
@@ -360,13 +360,13 @@ def test_operands_that_do_not_fit_are_refused_and_named() -> None:
         ):
             with pytest.raises(kind, match=words):
                 function()
-        assert torch.equal(rows, cut(x, specs()["rows"]))  # nothing was written
+        assert torch.equal(rows, cut(x, specs()["rows"]))  # unchanged
 
     run_ranks(3, on_a_rank)
 
 
 @ranks
-def test_writes_in_place_mean_what_they_mean_in_torch(count: int) -> None:
+def test_in_place_operations_equal_torch(count: int) -> None:
     def on_a_rank() -> None:
         for name, spec in specs().items():
             whole = fresh(OPERANDS["x"])
@@ -379,7 +379,7 @@ def test_writes_in_place_mean_what_they_mean_in_torch(count: int) -> None:
                 whole.mul_(2)
             check(tensor, whole, name)
             made, plain = torch.zeros_like(tensor), torch.zeros_like(whole)
-            check(made.add_(tensor), plain.add_(whole), name)  # it has a history now
+            check(made.add_(tensor), plain.add_(whole), name)  # it has autograd history now
             check(made.detach_(), plain.detach_(), name)
             made[made > 0.5] = 0.25
             plain[plain > 0.5] = 0.25
@@ -396,7 +396,7 @@ def test_writes_in_place_mean_what_they_mean_in_torch(count: int) -> None:
 
 
 @ranks
-def test_copy_from_a_tensor_cut_in_another_way_reshards_with_gradients(count: int) -> None:
+def test_copy_from_another_sharding_reshards_with_gradients(count: int) -> None:
     def on_a_rank() -> None:
         for first, into in specs().items():
             for second, out_of in specs().items():
@@ -426,7 +426,7 @@ def test_copy_from_a_tensor_cut_in_another_way_reshards_with_gradients(count: in
 
 
 @ranks
-def test_comparisons_give_every_rank_the_same_answer(count: int) -> None:
+def test_comparisons_have_the_same_result_on_every_rank(count: int) -> None:
     def on_a_rank() -> list[bool]:
         found = []
         for spec in specs().values():
@@ -449,7 +449,7 @@ def test_comparisons_give_every_rank_the_same_answer(count: int) -> None:
     assert run_ranks(count, on_a_rank) == [answers * 4] * count
 
 
-def test_what_is_cut_differently_is_not_compared() -> None:
+def test_tensors_with_different_shardings_cannot_be_compared() -> None:
     def on_a_rank() -> None:
         rows, boxes = (cut(OPERANDS["x"].detach(), specs()[name]) for name in ("rows", "boxes"))
         for compare in (torch.equal, torch.allclose):
@@ -493,7 +493,7 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
 
 
 @ranks
-def test_random_numbers_are_those_of_the_dtensor_whatever_the_spec(count: int) -> None:
+def test_random_numbers_equal_the_dtensors_for_every_spec(count: int) -> None:
     def on_a_rank() -> None:
         mesh = sw.init_device_mesh("cpu", (comm.world().size,))
         for name, draw in DRAWS.items():
@@ -515,7 +515,7 @@ def test_random_numbers_are_those_of_the_dtensor_whatever_the_spec(count: int) -
     run_ranks(count, on_a_rank)
 
 
-def test_fans_are_those_of_the_whole_tensor() -> None:
+def test_init_uses_the_fans_of_the_global_tensor() -> None:
     def on_a_rank() -> None:
         for spec in specs().values():
             weight = nn.init.kaiming_uniform_(cut(torch.zeros(SIZE), spec), a=0, nonlinearity="relu")
@@ -527,7 +527,7 @@ def test_fans_are_those_of_the_whole_tensor() -> None:
     run_ranks(3, on_a_rank)
 
 
-def test_a_generator_and_parameters_that_are_tensors_are_refused() -> None:
+def test_generators_and_tensor_parameters_raise() -> None:
     tensor = sharded.zeros(ChunkShardingSpec(0, ["rank:0/cpu"]), 4)
     with pytest.raises(UnsupportedError, match="'generator' is not supported, because its state is local to each rank"):
         tensor.normal_(generator=torch.Generator())
@@ -537,7 +537,7 @@ def test_a_generator_and_parameters_that_are_tensors_are_refused() -> None:
         nn.functional.dropout(tensor, 2)
 
 
-def test_parameters_that_a_distribution_does_not_have_are_refused_on_every_rank() -> None:
+def test_invalid_distribution_parameters_raise_on_every_rank() -> None:
     def on_a_rank() -> None:
         for spec in specs().values():
             tensor = cut(torch.zeros(SIZE), spec)
@@ -581,7 +581,7 @@ QUESTIONS |= {
 }
 
 
-def test_questions_are_answered_for_the_whole_tensor_on_every_rank() -> None:
+def test_attributes_describe_the_global_tensor_on_every_rank() -> None:
     def on_a_rank() -> None:
         for letter in "xifb":
             for spec in specs().values():
@@ -605,7 +605,7 @@ class Table(nn.Module):
 
 
 @ranks
-def test_a_module_treats_sharded_parameters_like_its_own(count: int) -> None:
+def test_modules_accept_sharded_parameters(count: int) -> None:
     def on_a_rank() -> None:
         x = OPERANDS["f"]
         for name, spec in specs().items():
@@ -633,7 +633,7 @@ def test_a_module_treats_sharded_parameters_like_its_own(count: int) -> None:
             module.half().float().requires_grad_(False)
             assert not weight.requires_grad
             others = {"weight": cut(x * 2, specs()["boxes"]), "seen": cut(torch.ones(SIZE, dtype=torch.int64), spec)}
-            module.load_state_dict(others)  # cut differently: resharded
+            module.load_state_dict(others)  # another sharding: resharded
             check(module.state_dict()["weight"], x * 2, name)
             check(module.seen, torch.ones(SIZE, dtype=torch.int64), name)
             module.load_state_dict(copied.state_dict(), assign=True)
@@ -642,7 +642,7 @@ def test_a_module_treats_sharded_parameters_like_its_own(count: int) -> None:
     run_ranks(count, on_a_rank)
 
 
-def test_a_memory_format_that_is_asked_for_is_written_down() -> None:
+def test_a_requested_memory_format_is_in_the_metadata() -> None:
     images = sharded.rand(ChunkShardingSpec(0, ["rank:0/cpu"] * 2), 4, 3, 2, 2)
     for made in (images.contiguous(memory_format=torch.channels_last), images.float(memory_format=torch.channels_last)):
         assert made is not images
@@ -652,7 +652,7 @@ def test_a_memory_format_that_is_asked_for_is_written_down() -> None:
 
 
 @given(st.data())
-def test_turning_dimensions_is_an_algebra_for_any_boxes(data: st.DataObject) -> None:
+def test_permutations_compose_for_any_boxes(data: st.DataObject) -> None:
     size = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
     shards = random_tiling(data.draw(st.randoms(use_true_random=False)), size, 1)
     order = data.draw(st.permutations(range(len(size))))
@@ -677,7 +677,7 @@ def test_turning_dimensions_is_an_algebra_for_any_boxes(data: st.DataObject) -> 
             assert torch.equal(tensor.sum(dim), (tensor + tensor).sum(dim) - tensor.sum(dim))
 
 
-def test_an_operator_of_ones_own_is_called_with_the_sharded_tensors_and_their_group() -> None:
+def test_a_custom_operator_is_called_with_the_tensors_and_their_group() -> None:
     def work() -> None:
         @sharded.custom_sharded_op_impl(torch.linalg.cond)
         def largest_over_smallest(types: Any, args: Any, kwargs: Any, process_group: Any) -> float:

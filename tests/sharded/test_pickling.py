@@ -1,4 +1,4 @@
-"""Pickle, torch.save, torch.load and deepcopy carry a rank's own shards, and bind to the group that loads them."""
+"""Pickle, torch.save, torch.load and deepcopy handle a rank's own shards, and bind to the group that loads them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _check_copy(copied: Any, original: sharded.ShardedTensor) -> None:
         assert not mine.tensor.numel() or mine.tensor.data_ptr() != theirs.tensor.data_ptr()
 
 
-def test_copies_hold_what_the_originals_do_and_work() -> None:
+def test_pickled_and_copied_tensors_equal_the_originals() -> None:
     def on_rank() -> None:
         for spec in SPECS:
             tensor = spec.shard(_whole())
@@ -85,7 +85,7 @@ def test_copies_hold_what_the_originals_do_and_work() -> None:
     run_ranks(3, on_rank)
 
 
-def test_a_module_is_copied_and_saved_whole() -> None:
+def test_a_module_with_sharded_parameters_is_copied_and_saved() -> None:
     def on_rank() -> None:
         layer = nn.Linear(3, 5)
         sharded.shard_parameter(layer, "weight", SPECS[0])
@@ -96,7 +96,7 @@ def test_a_module_is_copied_and_saved_whole() -> None:
     run_ranks(3, on_rank)
 
 
-def test_tensors_of_a_sub_group_load_inside_it_and_nowhere_else() -> None:
+def test_tensors_of_a_subgroup_load_only_in_that_group() -> None:
     def on_rank() -> list[str]:
         if comm.rank() == 0:
             return []
@@ -131,7 +131,7 @@ def test_tensors_of_a_sub_group_load_inside_it_and_nowhere_else() -> None:
     assert "load it inside `with sharded.load_with_process_group(group):`" in second[1]
 
 
-def test_the_part_of_another_rank_and_of_another_world_are_refused() -> None:
+def test_loading_the_part_of_another_rank_or_world_raises() -> None:
     def save() -> bytes:
         return pickle.dumps(SPECS[0].shard(_whole()))
 
@@ -147,7 +147,7 @@ def test_the_part_of_another_rank_and_of_another_world_are_refused() -> None:
     assert "pickled by rank 1 in a group of ranks [0, 1, 2]" in run_ranks(3, swapped)[0]
 
 
-def test_without_a_process_group_this_process_is_the_world() -> None:
+def test_pickling_works_without_a_process_group() -> None:
     tensor = sharded.ChunkShardingSpec(0, ["rank:0/cpu"] * 2).shard(_whole())
     for way in WAYS.values():
         _check_copy(way(tensor), tensor)
@@ -155,7 +155,7 @@ def test_without_a_process_group_this_process_is_the_world() -> None:
         _check_copy(pickle.loads(pickle.dumps(tensor)), tensor)
 
 
-def test_what_has_a_history_comes_back_without_it() -> None:
+def test_unpickled_tensors_have_no_autograd_history() -> None:
     leaf = sharded.ChunkShardingSpec(0, ["rank:0/cpu"]).shard(_whole().requires_grad_())
     computed = leaf._with([shard.tensor * 2 for shard in leaf.local_shards()], requires_grad=True)
     assert not computed.is_leaf
@@ -165,10 +165,10 @@ def test_what_has_a_history_comes_back_without_it() -> None:
     assert copied.local_tensor().is_leaf
 
 
-def test_a_spec_of_a_user_is_pickled_with_its_tensor() -> None:
+def test_user_defined_specs_are_pickled() -> None:
     tensor = Halves().shard(_whole())
     with pytest.raises(pickle.UnpicklingError, match="Halves"):
-        torch.load(_saved(tensor), weights_only=True)  # torch was not told that it is safe
+        torch.load(_saved(tensor), weights_only=True)  # not registered as safe
     copied = torch.load(_saved(tensor), weights_only=False)
     _check_copy(copied, tensor)
     assert type(copied.sharding_spec()) is Halves

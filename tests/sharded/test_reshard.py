@@ -1,6 +1,6 @@
-"""Resharding, gathering and sharding equal cutting the whole tensor with torch, and move no byte that need not move.
+"""Resharding, gathering and sharding equal slicing the unsharded tensor with torch, with minimal traffic.
 
-The lower bound is found element by element: a rank receives those that it is to hold and does not hold.
+The lower bound is computed element by element: a rank receives those of its new shards that it does not hold.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def run_cases(cases: list[Case]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_tilings_equal_gather_then_split_and_move_the_least(seed: int) -> None:
+def test_resharding_random_tilings_equals_gather_then_split_with_minimal_traffic(seed: int) -> None:
     cases = random_cases(10_000 * seed, 2 * settings.default.max_examples)  # 50, so 200 in all; 8,000 in test-full
     seen = sum(run_ranks(RANKS, run_cases, cases, timeout=170.0), Counter())
     for what in ("rounds", "several", "none", "empty", "scalar"):
@@ -155,9 +155,7 @@ NOT_ON_2 = [on(0, (0, 5)), on(1, (5, 7)), on(3, (7, 8))]
 
 
 @pytest.mark.parametrize(("source", "target"), [(EVERYWHERE, ELSEWHERE), (NOT_ON_2, ELSEWHERE), (NOT_ON_2, NOT_ON_2)])
-def test_gradients_go_back_to_where_the_values_came_from(
-    source: list[ShardMetadata], target: list[ShardMetadata]
-) -> None:
+def test_gradients_flow_back_to_the_source_shards(source: list[ShardMetadata], target: list[ShardMetadata]) -> None:
     def work() -> None:
         rank = comm.world().rank
         whole = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -180,7 +178,7 @@ def test_gradients_go_back_to_where_the_values_came_from(
     run_ranks(RANKS, work)
 
 
-def test_a_reshard_can_be_differentiated_twice() -> None:
+def test_reshard_is_twice_differentiable() -> None:
     def work() -> None:
         rank = comm.world().rank
         whole = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -200,7 +198,7 @@ def test_a_reshard_can_be_differentiated_twice() -> None:
     run_ranks(RANKS, work)
 
 
-def test_a_rank_that_would_not_hear_of_its_gradient_is_named_on_all_ranks() -> None:
+def test_resharding_away_from_a_rank_that_needs_a_gradient_raises_on_all_ranks() -> None:
     def work() -> list[Any]:
         x = leaf(torch.ones(8, 3), EVERYWHERE)
         with pytest.raises(UnsupportedError) as caught:
@@ -216,7 +214,7 @@ def test_a_rank_that_would_not_hear_of_its_gradient_is_named_on_all_ranks() -> N
     assert [count for _, count in found] == [1, 1, 0, 1]
 
 
-def test_leaves_become_new_leaves_without_gradients() -> None:
+def test_resharded_leaves_are_new_leaves_without_gradients() -> None:
     def work() -> None:
         x = leaf(torch.ones(8, 3), EVERYWHERE)
         for shard in x.local_shards():
@@ -232,7 +230,7 @@ def test_leaves_become_new_leaves_without_gradients() -> None:
     run_ranks(RANKS, work)
 
 
-def test_a_converted_tensor_with_a_history_keeps_it() -> None:
+def test_to_keeps_autograd_history() -> None:
     x = leaf(torch.ones(4, 3), [ShardMetadata([0, 0], [4, 3], "rank:0/cpu")])
     y = x.to(torch.float64)
     assert not y.is_leaf

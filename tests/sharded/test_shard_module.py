@@ -1,4 +1,4 @@
-"""shard_parameter and shard_module put ShardedTensors in the place of parameters, as one plan says."""
+"""shard_parameter and shard_module replace parameters by ShardedTensors according to a plan."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_buffers_and_attributes_become_parameters() -> None:
     assert not module.rows.requires_grad
 
 
-def test_a_parameter_that_cannot_be_sharded_is_refused_with_the_reason() -> None:
+def test_a_parameter_that_cannot_be_sharded_raises_with_the_reason() -> None:
     layer = nn.Linear(4, 6)
     layer.wide = nn.Parameter(torch.zeros(3, 4).T)
     layer.done = nn.Parameter(sharded.ones(ALONE, 4))
@@ -108,7 +108,7 @@ def test_a_parameter_that_cannot_be_sharded_is_refused_with_the_reason() -> None
             sharded.shard_parameter(layer, name, spec)  # type: ignore[arg-type]  # one of them is a mistake
 
 
-def test_ranks_that_disagree_are_told_so_alike() -> None:
+def test_disagreement_raises_the_same_error_on_all_ranks() -> None:
     def on_rank() -> list[str]:
         rank = comm.rank()
         layer = nn.Linear(4, 6) if rank else nn.Linear(4, 5)
@@ -136,7 +136,7 @@ def test_ranks_that_disagree_are_told_so_alike() -> None:
     assert "rank 0 has ['weight', 'bias']" in first[4]
 
 
-def test_a_plan_shards_parameters_and_modules_and_keeps_ties() -> None:
+def test_a_plan_shards_parameters_and_modules_and_keeps_tied_weights() -> None:
     def on_rank() -> None:
         torch.manual_seed(0)
         model = Tables()
@@ -155,7 +155,7 @@ def test_a_plan_shards_parameters_and_modules_and_keeps_ties() -> None:
     run_ranks(3, on_rank)
 
 
-def test_a_plan_with_faults_lists_them_all_and_changes_nothing() -> None:
+def test_an_invalid_plan_lists_all_problems_and_changes_nothing() -> None:
     model = Tables()
     before = dict(model.named_parameters(remove_duplicate=False))
     plan = sharded.ShardingPlan(
@@ -194,7 +194,7 @@ def test_a_plan_with_faults_lists_them_all_and_changes_nothing() -> None:
         sharded.shard_module(model, sharded.ShardingPlan({"second": Nothing()}))
 
 
-def test_a_plan_takes_none_for_what_it_does_not_use() -> None:
+def test_a_plan_accepts_none_for_unused_parts() -> None:
     plan = sharded.ShardingPlan({}, output_plan=None, return_local_tensor=None)  # type: ignore[arg-type]  # PyTorch's way
     assert (plan.output_plan, plan.return_local_tensor) == ({}, [])
 
@@ -230,7 +230,7 @@ def test_outputs_are_resharded_and_collected_with_gradients() -> None:
     run_ranks(3, on_rank)
 
 
-def test_the_tensor_that_a_module_keeps_stays_as_it_is() -> None:
+def test_resharding_an_output_does_not_change_the_own_tensor_of_the_module() -> None:
     kept = nn.Parameter(sharded.ones(ALONE, 4, 2))
     sideways = sharded.ChunkShardingSpec(1, ["rank:0/cpu", "rank:0/cpu"])
     cut = sharded.reshard_output(nn.Identity(), sideways)(kept)
@@ -240,7 +240,7 @@ def test_the_tensor_that_a_module_keeps_stays_as_it_is() -> None:
     assert kept.grad.gather().tolist() == [[1.0, 2.0]] * 4
 
 
-def test_outputs_that_are_no_sharded_tensors() -> None:
+def test_outputs_of_other_types_raise() -> None:
     plain = torch.ones(2)
     assert sharded.collect_local_shard(nn.Identity())(plain) is plain
     with pytest.raises(ArgumentTypeError, match="Identity must return a tensor, got tuple"):

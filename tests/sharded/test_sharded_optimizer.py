@@ -1,4 +1,4 @@
-"""Training with ShardedOptimizer equals training the whole tensors with torch's optimizer in one process."""
+"""Training with ShardedOptimizer equals training unsharded tensors with torch's optimizer in one process."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _train_whole(kind: type[torch.optim.Optimizer], how: dict[str, Any], steps: 
 
 
 def _gathered(tensor: sharded.ShardedTensor) -> Tensor:
-    """The whole on every rank."""
+    """The full tensor, on every rank."""
     whole = tensor.detach().gather()
     return comm.broadcast(torch.empty(tensor.shape, dtype=tensor.dtype) if whole is None else whole)
 
@@ -92,7 +92,7 @@ def _made(spec: sharded.ShardingSpec, name: str) -> tuple[sharded.ShardedTensor,
     return table, scale, sharded.ShardedOptimizer({"table": table, "scale": scale}, kind, **how)
 
 
-def test_training_shards_equals_training_the_whole() -> None:
+def test_training_shards_equals_training_unsharded_tensors() -> None:
     def on_rank() -> None:
         for spec in (SEVERAL, EMPTY):
             for name, (kind, how) in OPTIMIZERS.items():
@@ -107,7 +107,7 @@ def test_training_shards_equals_training_the_whole() -> None:
     run_ranks(3, on_rank)
 
 
-def test_state_goes_by_name_and_is_that_of_the_whole_on_every_rank() -> None:
+def test_the_state_dict_is_keyed_by_name_and_complete_on_every_rank() -> None:
     def on_rank() -> None:
         for spec in (SEVERAL, EMPTY):
             for name, (kind, how) in OPTIMIZERS.items():
@@ -131,7 +131,7 @@ def test_state_goes_by_name_and_is_that_of_the_whole_on_every_rank() -> None:
     run_ranks(3, on_rank)
 
 
-def test_a_state_dict_continues_identically_on_shards_cut_another_way() -> None:
+def test_a_state_dict_continues_identically_with_another_sharding() -> None:
     def on_rank() -> None:
         for name in OPTIMIZERS:
             table, scale, optimizer = _made(SEVERAL, name)
@@ -178,7 +178,7 @@ def test_a_module_with_a_sharded_table_trains_as_in_one_process() -> None:
     run_ranks(3, on_rank)
 
 
-def test_groups_schedulers_closures_and_hooks_work_as_with_torch() -> None:
+def test_param_groups_schedulers_closures_and_hooks_work_as_in_torch() -> None:
     def on_rank() -> None:
         table, scale = SEVERAL.shard(_table()).requires_grad_(), _scale().requires_grad_()
         optimizer = sharded.ShardedOptimizer({"table": table}, torch.optim.SGD, lr=1.0, momentum=0.5)
@@ -214,7 +214,7 @@ def test_groups_schedulers_closures_and_hooks_work_as_with_torch() -> None:
     run_ranks(3, on_rank)
 
 
-def test_a_rank_with_nothing_at_all_steps_and_saves() -> None:
+def test_a_rank_without_shards_steps_and_saves() -> None:
     def on_rank() -> list[str]:
         table = sharded.ChunkShardingSpec(0, ["rank:0/cpu"]).shard(_table()).requires_grad_()
         optimizer = sharded.ShardedOptimizer({"table": table}, torch.optim.Adam)
@@ -231,7 +231,7 @@ def test_a_rank_with_nothing_at_all_steps_and_saves() -> None:
     assert first == second == ["step", "exp_avg", "exp_avg_sq"]
 
 
-def test_what_does_not_fit_is_refused_with_its_name() -> None:
+def test_mismatched_state_dicts_raise_with_the_name() -> None:
     def on_rank() -> dict[str, str]:
         table, scale, optimizer = _made(SEVERAL, "Adam")
         _train(table, scale, optimizer, 1)
@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_refused_with_its_name() -> None:
     assert "the shards of 'table' have been replaced since the optimizer was created" in found["resharded"]
 
 
-def test_ranks_that_stepped_differently_or_load_differently_are_told_so() -> None:
+def test_ranks_with_different_states_raise_the_same_error() -> None:
     def on_rank() -> tuple[str, str]:
         table = sharded.ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]).shard(_table()).requires_grad_()
         optimizer = sharded.ShardedOptimizer({"table": table}, torch.optim.Adam)
@@ -288,7 +288,7 @@ def test_ranks_that_stepped_differently_or_load_differently_are_told_so() -> Non
     assert first == second
 
 
-def test_optimizers_that_need_whole_tensors_are_refused() -> None:
+def test_optimizers_that_are_not_elementwise_raise() -> None:
     table = sharded.ones(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 4, 4, requires_grad=True)
     for kind in (torch.optim.LBFGS, torch.optim.Adafactor):
         with pytest.raises(UnsupportedError, match=f"{kind.__name__} is not elementwise"):
@@ -307,7 +307,7 @@ def test_optimizers_that_need_whole_tensors_are_refused() -> None:
         optimizer.state_dict()
 
 
-def test_arguments_of_a_wrong_kind_are_named() -> None:
+def test_invalid_arguments_raise() -> None:
     table = sharded.ones(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), 4, requires_grad=True)
     with pytest.raises(ShardError, match="'b' and 'a' are the same tensor"):
         sharded.ShardedOptimizer({"a": table, "b": table}, torch.optim.SGD)
@@ -326,7 +326,7 @@ def test_arguments_of_a_wrong_kind_are_named() -> None:
         torch.save(optimizer, "/dev/null")
 
 
-def test_parameters_and_attributes_are_found_each_once() -> None:
+def test_named_params_yields_parameters_and_attributes_once() -> None:
     spec = sharded.ChunkShardingSpec(0, ["rank:0/cpu"])
     model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(2, 3))
     model[1].weight = model[0].weight

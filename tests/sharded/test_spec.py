@@ -1,4 +1,4 @@
-"""Specs cut tensors as PyTorch's do, whatever the size, and users may write their own."""
+"""Specs shard tensors as PyTorch's do, for every size, and users may write their own."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def shards_of(spec: ShardingSpec, shape: Any) -> list[ShardMetadata]:
 
 
 @given(SHAPES, st.data())
-def test_chunks_are_pytorchs_with_empty_ones_at_the_end(shape: list[int], data: st.DataObject) -> None:
+def test_chunks_equal_pytorchs_with_empty_ones_at_the_end(shape: list[int], data: st.DataObject) -> None:
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
     ranks = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
     places = [f"rank:{rank}/cpu" for rank in ranks]
@@ -60,7 +60,7 @@ def test_chunks_are_pytorchs_with_empty_ones_at_the_end(shape: list[int], data: 
 
 
 @given(st.integers(0, 2**32), SHAPES)
-def test_the_inferred_spec_gives_the_same_shards(seed: int, shape: list[int]) -> None:
+def test_the_inferred_spec_builds_the_same_shards(seed: int, shape: list[int]) -> None:
     shards = random_tiling(random.Random(seed), shape, 4)
     spec = infer_sharding_spec(shards, shape)
     assert shards_of(spec, shape) == shards
@@ -76,14 +76,14 @@ def test_chunks_are_inferred_as_chunks(shape: list[int], dim: int, ranks: list[i
 
 
 @pytest.mark.parametrize("shape", [[], [3]])
-def test_one_shard_or_none_is_inferred_for_scalars_too(shape: list[int]) -> None:
+def test_specs_of_one_shard_or_none_are_inferred_for_scalars(shape: list[int]) -> None:
     whole = [ShardMetadata([0] * len(shape), shape, "rank:1/cpu")]
     assert shards_of(infer_sharding_spec(whole, shape), shape) == whole
     assert isinstance(infer_sharding_spec([], [0, 2]), EnumerableShardingSpec)
 
 
 @given(layouts(partial=False))
-def test_a_layouts_tiles_tile_exactly_and_its_first_ranks_own_them(layout: Any) -> None:
+def test_the_regions_of_a_layout_tile_exactly_and_the_first_ranks_own_them(layout: Any) -> None:
     spec = LayoutShardingSpec(layout.mesh, layout.placements, layout.order)
     shards = shards_of(spec, layout.shape)
     for shard in shards:
@@ -94,7 +94,7 @@ def test_a_layouts_tiles_tile_exactly_and_its_first_ranks_own_them(layout: Any) 
     assert pickle.loads(pickle.dumps(spec)) == spec
 
 
-def test_a_layout_of_addends_is_refused() -> None:
+def test_a_partial_layout_raises() -> None:
     spec = LayoutShardingSpec(Mesh((2,)), [Partial()])
     with pytest.raises(PlacementError, match=r"is partial, but shards hold complete values: use Shard\(dim\)"):
         spec.build_metadata(torch.Size([4]), PROPERTIES)
@@ -102,7 +102,7 @@ def test_a_layout_of_addends_is_refused() -> None:
     assert [str(shard.placement) for shard in shards_of(on_gpu, [4])] == ["rank:0/cuda", "rank:1/cuda"]
 
 
-def test_specs_survive_pickle_and_copies() -> None:
+def test_specs_can_be_pickled_and_copied() -> None:
     for spec in (
         ChunkShardingSpec(1, ["rank:0/cpu", "trainer1/cuda:1"]),
         EnumerableShardingSpec([ShardMetadata([0], [3], "rank:0/cpu"), ShardMetadata([3], [2], "rank:1/cpu")]),
@@ -113,7 +113,7 @@ def test_specs_survive_pickle_and_copies() -> None:
             assert repr(copied) == repr(spec)
 
 
-def test_pytorch_users_spellings_work() -> None:
+def test_pytorchs_spellings_are_accepted() -> None:
     places = ["rank:0/cpu", "rank:1/cpu"]
     ours, theirs = (made(dim=0, placements=places) for made in (ChunkShardingSpec, TorchChunkShardingSpec))
     assert (ours.dim, list(map(str, ours.placements))) == (theirs.dim, list(map(str, theirs.placements)))
@@ -143,13 +143,13 @@ def test_pytorch_users_spellings_work() -> None:
         (lambda: sharded.empty(TorchChunkShardingSpec(0, ["rank:0/cpu"]), 4), ArgumentTypeError, "is not a sharded.Sh"),
     ],
 )
-def test_a_spec_that_cannot_be_is_refused(make: Any, error: type[Exception], words: str) -> None:
+def test_an_invalid_spec_raises(make: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         make()
 
 
 class Written(ShardingSpec):
-    """A spec as users write them: here it says whatever it is told to."""
+    """A user-defined spec that returns the given answer."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
@@ -175,7 +175,7 @@ class Written(ShardingSpec):
         ),
     ],
 )
-def test_what_a_users_spec_says_is_checked(answer: Any, error: type[Exception], words: str) -> None:
+def test_the_result_of_a_user_defined_spec_is_validated(answer: Any, error: type[Exception], words: str) -> None:
     table = sharded.ones(ChunkShardingSpec(0, ["rank:0/cpu"]), 4)
     for use in (lambda s: sharded.zeros(s, 4), lambda s: s.shard(torch.ones(4)), table.reshard):
         with pytest.raises(error, match=words):
@@ -183,7 +183,7 @@ def test_what_a_users_spec_says_is_checked(answer: Any, error: type[Exception], 
     assert table.gather().tolist() == [1.0] * 4
 
 
-def test_a_users_spec_says_how_to_cut_and_the_tensor_what_it_is() -> None:
+def test_a_user_defined_spec_decides_the_shards_and_not_the_properties() -> None:
     shards = [ShardMetadata([1], [3], "rank:0/cpu"), ShardMetadata([0], [1], "rank:0/cpu")]
     spec = Written(ShardedTensorMetadata(shards, torch.Size([4])))  # its properties are the default ones
     made = spec.shard(torch.arange(4, dtype=torch.int16))

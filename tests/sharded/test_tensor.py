@@ -1,4 +1,4 @@
-"""A ShardedTensor answers for the whole tensor without talking, and its shards are what was asked for."""
+"""A ShardedTensor describes the global tensor without communication, and has the shards of its spec."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chunks(dim: int, *ranks: int) -> ChunkShardingSpec:
 
 
 def specs() -> list[ShardingSpec]:
-    """Strategies to cut 9 x 5 elements for four ranks."""
+    """Strategy: specs of 9 x 5 elements for four ranks."""
     boxes = [((0, 0), (4, 5), 2), ((4, 0), (5, 2), 0), ((4, 2), (3, 3), 2), ((7, 2), (2, 3), 1)]
     return [
         chunks(0, 0, 1, 2, 3),
@@ -39,7 +39,7 @@ def specs() -> list[ShardingSpec]:
     ]
 
 
-def test_factories_give_the_same_values_whatever_the_spec() -> None:
+def test_factories_give_the_same_values_for_every_spec() -> None:
     def work() -> None:
         rank = comm.world().rank
         mesh = sw.init_device_mesh("cpu", (4,))
@@ -77,7 +77,7 @@ def test_factories_give_the_same_values_whatever_the_spec() -> None:
     run_ranks(4, work)
 
 
-def test_factories_take_torchs_arguments() -> None:
+def test_factories_accept_torchs_arguments() -> None:
     made = sharded.empty(ALONE, 4, 3, 2, 2, memory_format=torch.channels_last, requires_grad=True, dtype=torch.float16)
     properties = made.metadata().tensor_properties
     assert (properties.memory_format, properties.requires_grad) == (torch.channels_last, True)
@@ -99,11 +99,11 @@ def test_factories_take_torchs_arguments() -> None:
         sharded.zeros(ALONE, "rows")
 
 
-def test_one_rank_alone_can_ask_what_the_tensor_is() -> None:
+def test_attributes_need_no_communication() -> None:
     def work() -> None:
         made = sharded.zeros(chunks(0, 0, 1, 1), 9, 5, requires_grad=True)
         if comm.world().rank != 1:
-            return  # nobody would answer
+            return  # the other ranks do not take part
         with comm.count() as traffic:
             assert made.size() == made.shape == torch.Size([9, 5])
             assert (made.size(0), made.size(-1), made.size(dim=1)) == (9, 5, 5)
@@ -122,7 +122,7 @@ def test_one_rank_alone_can_ask_what_the_tensor_is() -> None:
     run_ranks(2, work)
 
 
-def test_local_tensor_is_the_only_shard_or_says_how_many_there_are() -> None:
+def test_local_tensor_returns_the_only_shard_or_raises() -> None:
     def work() -> str:
         made = sharded.zeros(chunks(0, 0, 1, 1), 9, 5)
         try:
@@ -137,7 +137,7 @@ def test_local_tensor_is_the_only_shard_or_says_how_many_there_are() -> None:
     assert found[2].endswith("rank 2 has 0 shards, expected exactly one: use local_shards()")
 
 
-def test_to_changes_dtype_and_device_of_all_ranks_alike() -> None:
+def test_to_changes_dtype_and_device_on_all_ranks() -> None:
     def work() -> list[Any]:
         made = sharded.ones(chunks(0, 0, 1, 1), 9, 5)
         assert made.to(torch.float32) is made is made.cpu() is made.to("cpu") is made.to(torch.device("cpu"))
@@ -163,7 +163,7 @@ def test_to_changes_dtype_and_device_of_all_ranks_alike() -> None:
         assert found[2] is False
 
 
-def test_to_another_memory_format_says_so_on_every_rank() -> None:
+def test_to_a_memory_format_updates_the_metadata_on_every_rank() -> None:
     def work() -> bool:
         made = sharded.ones(chunks(0, 0, 1), 4, 3, 2, 2).to(memory_format=torch.channels_last)
         assert all(s.tensor.is_contiguous(memory_format=torch.channels_last) for s in made.local_shards())
@@ -176,7 +176,7 @@ def test_to_another_memory_format_says_so_on_every_rank() -> None:
     assert run_ranks(3, work) == [True] * 3
 
 
-def test_copies_have_memory_of_their_own_and_views_do_not() -> None:
+def test_clones_copy_memory_and_detached_tensors_share_it() -> None:
     made = sharded.ones(ALONE, 4, requires_grad=True)
     for copied, shared in ((made.clone(), False), (copy.deepcopy(made), False), (made.detach(), True)):
         with torch.no_grad():
@@ -223,7 +223,7 @@ def test_gradients_are_those_of_the_shards() -> None:
     assert first.requires_grad
 
 
-def test_data_is_replaced_as_a_module_does_when_it_moves() -> None:
+def test_assigning_data_replaces_the_shards() -> None:
     made = sharded.ones(ALONE, 4, requires_grad=True)
     assert not made.data.requires_grad
     assert made.data.local_shards()[0].tensor.data_ptr() == made.local_shards()[0].tensor.data_ptr()
@@ -235,7 +235,7 @@ def test_data_is_replaced_as_a_module_does_when_it_moves() -> None:
             made.data = wrong
 
 
-def test_its_truth_and_values_are_not_guessed() -> None:
+def test_bool_and_values_raise() -> None:
     made = sharded.ones(ALONE, 4)
     with pytest.raises(UnsupportedError, match=r"the truth value of ShardedTensor.* is distributed over ranks"):
         bool(made)

@@ -22,7 +22,7 @@ def random_tiling(rng: random.Random, shape: Sequence[int], ranks: int) -> list[
 
 
 def _dims(rng: random.Random, ndim: int) -> list[int]:
-    """The dimensions that are cut: often one alone, else any."""
+    """Strategy: the sharded dimensions, often only one."""
     return [rng.randrange(ndim)] if rng.random() < 0.5 else list(range(ndim))
 
 

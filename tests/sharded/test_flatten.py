@@ -1,4 +1,4 @@
-"""Shards that are sharded again become flat lists of boxes, with offsets in the whole tensor and the same memory."""
+"""Nested shards are flattened to boxes with global offsets, sharing memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shard_at(tensor: torch.Tensor, *offsets: int) -> Shard:
 
 
 def inner_columns(rows: slice, ranks: list[int]) -> sharded.ShardedTensor:
-    """These rows of the whole, their columns cut over a pair of ranks."""
+    """Rows of the global tensor whose columns are sharded over a pair of ranks."""
     spec = ChunkShardingSpec(1, [f"rank:{rank}/cpu" for rank in ranks])
     return spec.shard(WHOLE[rows].clone(), src_rank=ranks[0], process_group=comm.subgroup(ranks))
 
@@ -49,7 +49,7 @@ GRID = [
 ]
 
 
-def test_an_outer_group_of_all_ranks_gives_every_box_its_place_and_owner() -> None:
+def test_flattening_over_all_ranks_gives_global_offsets_and_owners() -> None:
     def work() -> None:
         rank = comm.rank()
         start = rank // 2 * 4
@@ -69,7 +69,7 @@ def test_an_outer_group_of_all_ranks_gives_every_box_its_place_and_owner() -> No
     run_ranks(4, work)
 
 
-def test_outer_groups_that_are_lines_of_a_grid_find_the_ranks_of_all_lines() -> None:
+def test_flattening_over_rows_of_a_grid_finds_the_ranks_of_all_rows() -> None:
     """As fully sharded training over tensor parallelism has it: neither group knows all ranks."""
 
     def work() -> None:
@@ -91,7 +91,7 @@ def test_outer_groups_that_are_lines_of_a_grid_find_the_ranks_of_all_lines() -> 
     run_ranks(4, work)
 
 
-def test_any_depth_and_mixed_shards_are_flattened() -> None:
+def test_nested_tensors_of_any_depth_are_flattened() -> None:
     def work() -> None:
         rank = comm.rank()
         # Rows 0 to 4 are a tensor of ranks 0 and 1, whose columns 0 to 4 are again one of the same ranks, by rows.
@@ -123,7 +123,7 @@ def test_any_depth_and_mixed_shards_are_flattened() -> None:
     run_ranks(4, work)
 
 
-def test_replicas_of_an_inner_dtensor_are_owned_by_the_first() -> None:
+def test_the_first_replica_of_an_inner_dtensor_is_the_owner() -> None:
     def work() -> None:
         rank = comm.rank()
         start = rank // 2 * 4
@@ -135,7 +135,7 @@ def test_replicas_of_an_inner_dtensor_are_owned_by_the_first() -> None:
     run_ranks(4, work)
 
 
-def test_a_state_keeps_its_structure_and_all_that_is_not_nested() -> None:
+def test_flattening_keeps_the_structure_of_a_state() -> None:
     inner = ChunkShardingSpec(0, ["rank:0/cpu"] * 2).shard(torch.arange(4.0))
     nested = sharded.init_from_local_shards([Shard.from_tensor_and_offsets(inner, [0])], 4)
     flat = ChunkShardingSpec(0, ["rank:0/cpu"]).shard(torch.ones(2))
@@ -163,7 +163,7 @@ def test_a_state_keeps_its_structure_and_all_that_is_not_nested() -> None:
     assert sharded.flatten_sharded_tensors(made) is made
 
 
-def test_what_does_not_fit_together_is_refused_alike_on_all_ranks() -> None:
+def test_inconsistent_nested_tensors_raise_on_all_ranks() -> None:
     def work() -> list[str]:
         rank = comm.rank()
         said = []
@@ -173,7 +173,7 @@ def test_what_does_not_fit_together_is_refused_alike_on_all_ranks() -> None:
                 sharded.flatten_sharded_tensors(state)
             said.append(str(caught.value))
 
-        # All four hold the one outer box, and two pairs cut it differently: the boxes of the pairs overlap.
+        # All four hold the outer box, but two pairs shard it differently: their boxes overlap.
         pair = pair_of(rank)
         spec = ChunkShardingSpec(rank // 2, [f"rank:{one}/cpu" for one in pair])
         inner = spec.shard(WHOLE.clone(), src_rank=pair[0], process_group=comm.subgroup(pair))
@@ -183,7 +183,7 @@ def test_what_does_not_fit_together_is_refused_alike_on_all_ranks() -> None:
         made = sharded.rand(ChunkShardingSpec(0, ["rank:0/cpu"]), 4)
         flatten({"w": made, "v": made} if rank else {"w": made, "x": made}, DisagreementError)
 
-        # A mistake within an inner group is told to the ranks outside it.
+        # An error within an inner group is raised on the ranks outside it, too.
         shards = []
         if rank < 2:
             spec = ChunkShardingSpec(rank, ["rank:0/cpu", "rank:1/cpu"])
@@ -210,7 +210,7 @@ def test_what_does_not_fit_together_is_refused_alike_on_all_ranks() -> None:
     assert "overlap" in inside
 
 
-def test_shards_that_are_sharded_are_checked_like_others() -> None:
+def test_nested_shards_are_validated_like_others() -> None:
     inner = ChunkShardingSpec(0, ["rank:0/cpu"] * 2).shard(torch.arange(4.0))
     with pytest.raises(ShardError, match=r"dtype is torch\.int64, but torch\.float32 in shard 0"):
         sharded.init_from_local_shards(

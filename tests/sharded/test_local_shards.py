@@ -1,4 +1,4 @@
-"""Bad input: whatever is wrong, on whichever rank, every rank raises the same error and says rank, shard and numbers.
+"""Invalid local shards on any rank raise the same error on every rank, with rank, shard and sizes.
 
 All cases run on the same four ranks, one after the other: one that left a rank waiting would break those after it.
 """
@@ -97,7 +97,7 @@ def nobody_holds_anything(rank: int) -> None:
     build()
 
 
-# A tensor that is not what its metadata says.
+# A tensor that does not match its metadata.
 
 
 @case("ShardError", r"^rank 1, shard 0: the tensor has size \[1, 3\], but its metadata says \[2, 3\]$")
@@ -386,7 +386,7 @@ def reshard_with_gradients_on_some(rank: int) -> None:
         y.reshard(COLUMNS)
 
 
-# Sharding a whole tensor.
+# Sharding a plain tensor.
 
 
 @case("DisagreementError", r"shard: ranks disagree: rank 0 has \[8, 3\] .*; rank 1 has \[8, 4\] of torch.float32")
@@ -480,7 +480,7 @@ def test_every_rank_raises_the_same_error(wrong: Case, found: dict[str, list[tup
     assert re.search(wrong.words, texts[0], re.DOTALL), texts[0]
 
 
-def test_shards_are_taken_as_they_are_several_one_or_none_a_rank() -> None:
+def test_local_shards_are_used_without_copying() -> None:
     def work() -> tuple[Any, ...]:
         rank = comm.world().rank
         boxes = {0: [(0, 1), (5, 8)], 1: [], 2: [(1, 5)], 3: [(8, 8)]}[rank]
@@ -507,14 +507,14 @@ def test_shards_are_taken_as_they_are_several_one_or_none_a_rank() -> None:
     assert all(same)
 
 
-def test_the_spec_of_what_ranks_hold_is_inferred() -> None:
+def test_the_spec_of_local_shards_is_inferred() -> None:
     def work() -> sharded.ShardingSpec:
         return build(rows(comm.world().rank)).sharding_spec()
 
     assert run_ranks(RANKS, work) == [EVEN] * RANKS
 
 
-def test_one_local_tensor_becomes_the_one_shard_of_its_rank() -> None:
+def test_a_local_tensor_becomes_the_only_shard_of_its_rank() -> None:
     def work() -> list[Any]:
         rank = comm.world().rank
         local = torch.full((2 if rank else 3, 3), float(rank))
@@ -546,7 +546,7 @@ def test_one_local_tensor_becomes_the_one_shard_of_its_rank() -> None:
     assert found[3][1] == [0, 0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_known_metadata_need_no_talk_and_put_shards_in_their_order() -> None:
+def test_known_metadata_need_no_communication_and_define_the_order_of_shards() -> None:
     def work() -> list[Any]:
         rank = comm.world().rank
         spec = ChunkShardingSpec(0, [f"rank:{n % 2 * 3}/cpu" for n in range(4)])  # ranks 0 and 3, two each

@@ -1,4 +1,4 @@
-"""Plain torch.optim optimizers over ShardedTensor parameters take the steps they take on whole tensors."""
+"""Plain torch.optim optimizers over ShardedTensor parameters take the same steps as on unsharded tensors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def cut(whole: Tensor, spec: ShardingSpec) -> Any:
 
 
 def loss_of(parameters: list[Any], step: int) -> Tensor | None:
-    """Of whole tensors, or of this rank's shards: an element's gradient depends on that element alone."""
+    """Compute elementwise gradients of plain tensors, or of this rank's shards."""
     pieces = [
         piece
         for parameter in parameters
@@ -97,7 +97,7 @@ def compare(parameters: list[Any], wholes: list[nn.Parameter], what: str) -> Non
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
-def test_steps_equal_those_on_the_whole_tensors_and_survive_a_state_dict(count: int) -> None:
+def test_steps_equal_those_on_unsharded_tensors_also_after_a_state_dict(count: int) -> None:
     def on_a_rank() -> None:
         generator = torch.Generator().manual_seed(2)
         initial = [torch.randn(SIZE, dtype=torch.float64, generator=generator) for _ in specs()]
@@ -122,7 +122,7 @@ def test_steps_equal_those_on_the_whole_tensors_and_survive_a_state_dict(count: 
     run_ranks(count, on_a_rank)
 
 
-def test_the_state_of_a_parameter_has_same_shards_it() -> None:
+def test_the_state_of_a_parameter_has_its_sharding() -> None:
     def on_a_rank() -> None:
         for spec in specs():
             weight = cut(torch.ones(SIZE), spec)

@@ -1,4 +1,4 @@
-"""Shards of other ranks over real RPC between 3 processes. One run of RPC serves all cases, as it can run only once."""
+"""Remote shards over real RPC between 3 processes; one run serves all cases, as RPC can run only once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _filled(spec: sharded.ShardingSpec, **how: Any) -> sharded.ShardedTensor:
     with torch.no_grad():
         for shard in made.local_shards():
             shard.tensor.copy_(_whole()[shard.metadata.region.slices()])
-    comm.gather_bytes(b"")  # nobody fetches before all have filled theirs
+    comm.gather_bytes(b"")  # wait until all ranks have filled their shards
     return made
 
 
@@ -201,7 +201,7 @@ def test_every_rank_fetches_the_shards_of_all_others(found: dict[str, list[Any]]
     assert found["_several_and_none"] == [{2: one}, {0: two, 2: one}, {0: two}]
 
 
-def test_a_reference_fetches_the_values_of_the_moment(found: dict[str, list[Any]]) -> None:
+def test_an_rref_fetches_the_current_values(found: dict[str, list[Any]]) -> None:
     assert found["_values_are_those_of_now"] == [[True, True]] * 3
 
 
@@ -210,12 +210,12 @@ def test_remote_shards_follow_a_reshard(found: dict[str, list[Any]]) -> None:
     assert found["_after_reshard"] == [{1: second, 2: first}, {2: first}, {1: second}]
 
 
-def test_a_rank_that_is_cut_otherwise_says_so(found: dict[str, list[Any]]) -> None:
+def test_requesting_a_shard_during_a_reshard_raises(found: dict[str, list[Any]]) -> None:
     message = found["_cut_otherwise_there"][0]
     assert "rank 1 has no shard of sizes [1, 2] at offsets [0, 0]: the tensor is sharded differently there" in message
 
 
-def test_placements_name_workers_whatever_their_numbers(found: dict[str, list[Any]]) -> None:
+def test_placements_may_name_rpc_workers(found: dict[str, list[Any]]) -> None:
     remote, local, unknown = zip(*found["_worker_names"], strict=True)
     two, one = [([0, 0], True), ([4, 0], True)], [([1, 0], True)]
     assert list(remote) == [{1: two, 2: one}, {2: one}, {1: two}]
@@ -223,7 +223,7 @@ def test_placements_name_workers_whatever_their_numbers(found: dict[str, list[An
     assert all(message.startswith("worker 'trainer9' did not return its rank") for message in unknown)
 
 
-def test_a_worker_that_is_named_must_be_the_one_that_gives_the_shard(found: dict[str, list[Any]]) -> None:
+def test_a_placement_must_name_the_worker_that_passes_the_shard(found: dict[str, list[Any]]) -> None:
     told, checked = found["_other_workers"][0]
     assert found["_other_workers"] == [(told, checked)] * 3
     for me in range(3):
@@ -232,22 +232,22 @@ def test_a_worker_that_is_named_must_be_the_one_that_gives_the_shard(found: dict
         assert fault in checked
 
 
-def test_remote_shards_of_a_sub_group_are_by_global_rank(found: dict[str, list[Any]]) -> None:
+def test_remote_shards_of_a_subgroup_are_keyed_by_global_rank(found: dict[str, list[Any]]) -> None:
     nothing, (first, outside), (second, _) = found["_sub_group"]
     assert nothing is None
     assert (first, second) == ({2: [([3, 0], True)]}, {1: [([0, 0], True)]})
     assert outside == "placement trainer0/cpu: rank 0 is not in the group of ranks [1, 2]"
 
 
-def test_a_reference_holds_its_shard_after_the_owner_has_freed_the_tensor(found: dict[str, list[Any]]) -> None:
+def test_an_rref_keeps_its_shard_alive(found: dict[str, list[Any]]) -> None:
     assert found["_freed"] == [True, None, True]
 
 
-def test_remote_shards_after_the_shutdown_of_rpc_say_so(found: dict[str, list[Any]]) -> None:
+def test_remote_shards_after_rpc_shutdown_raise(found: dict[str, list[Any]]) -> None:
     assert all("RPC is not running here" in message for message in found["shut down"])
 
 
-def test_without_rpc_all_ranks_are_told_the_same() -> None:
+def test_init_rrefs_without_rpc_raises_the_same_error_on_all_ranks() -> None:
     def on_rank() -> tuple[str, str, str]:
         spec = sharded.ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
         plain = sharded.zeros(spec, 4)

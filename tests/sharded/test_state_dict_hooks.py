@@ -1,4 +1,4 @@
-"""ShardedTensors that are attributes of modules are in the state dict under their names, and are loaded from it."""
+"""ShardedTensor attributes of modules are in the state dict under their names, and are loaded from it."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def _holds(tensor: Any, start: float) -> None:
 KEYS = ["table", "left.table", "right.0.table", "again.0.table"]
 
 
-def test_attributes_are_saved_and_loaded_under_their_dotted_names() -> None:
+def test_attributes_are_in_the_state_dict_under_their_dotted_names() -> None:
     def on_rank() -> None:
-        for spec in (ROWS, COLUMNS):  # the model that loads is cut by rows: like the one that saves, and otherwise
+        for spec in (ROWS, COLUMNS):  # the model that loads is sharded by rows
             saved = _hooked(_model(spec, 0)).state_dict(prefix="model.")
             tables = [key for key, value in saved.items() if isinstance(value, sharded.ShardedTensor)]
             assert tables == [f"model.{key}" for key in KEYS]
@@ -68,12 +68,12 @@ def test_attributes_are_saved_and_loaded_under_their_dotted_names() -> None:
             for start, tensor in ((0, model.table), (100, model["left"].table), (200, model["right"][0].table)):
                 _holds(tensor, start)
                 assert tensor.sharding_spec() == ROWS
-            assert loaded["table"].sharding_spec() == spec  # what was given stays as it is
+            assert loaded["table"].sharding_spec() == spec  # the loaded tensor is unchanged
 
     run_ranks(2, on_rank)
 
 
-def test_parameters_that_are_cut_otherwise_are_resharded_too() -> None:
+def test_parameters_with_another_sharding_are_resharded() -> None:
     def on_rank() -> None:
         saved = _hooked(_model(COLUMNS, 0, parameter=True)).state_dict()
         assert "weight" in saved
@@ -87,7 +87,7 @@ def test_parameters_that_are_cut_otherwise_are_resharded_too() -> None:
     run_ranks(2, on_rank)
 
 
-def test_what_is_missing_unexpected_or_of_another_size_is_reported() -> None:
+def test_missing_unexpected_and_mismatched_keys_are_reported() -> None:
     def on_rank() -> list[str]:
         saved = _hooked(_model(ROWS, 0)).state_dict()
         model = _hooked(_model(ROWS, -7))
@@ -126,7 +126,7 @@ def test_hooks_on_a_module_and_on_its_children_load_each_tensor_once() -> None:
     run_ranks(2, on_rank)
 
 
-def test_an_attribute_without_a_value_and_assign_take_the_loaded_tensor() -> None:
+def test_assign_and_none_attributes_take_the_loaded_tensor() -> None:
     def on_rank() -> None:
         saved = _hooked(_model(COLUMNS, 0)).state_dict()
         model = _hooked(_model(ROWS, -7))
@@ -142,7 +142,7 @@ def test_an_attribute_without_a_value_and_assign_take_the_loaded_tensor() -> Non
     run_ranks(2, on_rank)
 
 
-def test_loading_moves_what_a_rank_lacks_and_nothing_else() -> None:
+def test_loading_transfers_only_what_a_rank_lacks() -> None:
     def on_rank() -> tuple[int, int]:
         moved = []
         for spec in (ROWS, COLUMNS):

@@ -1,4 +1,4 @@
-"""Plans of moves: what every rank lists for itself is what the list of all moves says of it."""
+"""Transfer plans: the plan of each rank is its part of the full plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def held(regions: RegionTable, shape: list[int], what: np.ndarray) -> np.ndarray
 
 
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 8), min_size=1, max_size=3))
-def test_moves_carry_every_element_once_from_its_shard_to_its_shard(seed: int, shape: list[int]) -> None:
+def test_a_plan_transfers_every_element_exactly_once(seed: int, shape: list[int]) -> None:
     source, target = table(seed, shape), table(seed + 1, shape)
     moves = plan_transfer(source, target)
     old, new = (held(side, shape, np.arange(len(side.ranks))) for side in (source, target))
@@ -48,7 +48,7 @@ def test_moves_carry_every_element_once_from_its_shard_to_its_shard(seed: int, s
 
 
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 8), min_size=1, max_size=3))
-def test_a_ranks_own_list_is_its_part_of_all_moves_in_their_order(seed: int, shape: list[int]) -> None:
+def test_the_plan_of_a_rank_is_its_part_of_the_full_plan(seed: int, shape: list[int]) -> None:
     source, target = table(seed, shape), table(seed + 1, shape)
     everything = plan_transfer(source, target)
     before, after = (held(side, shape, side.ranks) for side in (source, target))
@@ -60,7 +60,7 @@ def test_a_ranks_own_list_is_its_part_of_all_moves_in_their_order(seed: int, sha
         assert everything.sent(rank, 4) == 4 * int(((before == rank) & (after != rank)).sum())
 
 
-def test_text_counts_what_travels_and_what_stays() -> None:
+def test_the_text_of_a_plan_counts_boxes_and_elements() -> None:
     rows = RegionTable(np.array([0, 1]), np.array([[0], [2]]), np.array([[2], [2]]))
     whole = RegionTable(np.array([1]), np.array([[0]]), np.array([[4]]))
     assert str(plan_transfer(rows, whole)) == "1 boxes of 2 elements travel, 1 boxes stay"
