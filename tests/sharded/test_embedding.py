@@ -307,7 +307,7 @@ def test_invalid_arguments_on_one_rank_raise_on_all() -> None:
         (embed, (torch.ones(2),), {}, "the input must be torch.int32 or torch.int64, got torch.float32"),
         (embed, ([1, 2],), {}, "the input must be a plain tensor of indices, got list"),
         (embed, (i,), {"padding_idx": 9}, "padding_idx 9 is out of range for a table of 9 rows"),
-        (bag, (torch.tensor([9]), torch.tensor([0])), {}, r"index 9, at \[0\] of the input"),
+        (bag, (torch.tensor([9]), torch.tensor([0])), {}, r"index 9 at \[0\] of the input"),
         (bag, (i.view(1, 3), torch.tensor([0])), {}, "offsets has to be None"),
         (bag, (i,), {}, "offsets has to be a 1D Tensor"),
         (bag, (i, torch.tensor([0.0])), {}, "offsets must be torch.int32 or torch.int64, got torch.float32"),
