@@ -38,7 +38,7 @@ VERDICTS = ("right", "some", "refused", "wrong", "hung", "none")
 class Theirs:
     """torch.distributed.tensor."""
 
-    draws_alike = False
+    reproducible_random = False
     meshes: ClassVar[dict[Any, Any]] = {}
 
     def begin(self, mesh: tuple[int, ...]) -> Any:

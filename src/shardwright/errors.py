@@ -437,7 +437,7 @@ class StateDiffersError(StateError):
 
 
 class NotACheckpointError(CheckpointError):
-    """There is no complete checkpoint at this location.
+    """This location does not hold a complete checkpoint.
 
     >>> import tempfile
     >>> from shardwright import checkpoint

@@ -23,7 +23,7 @@ def test_a_beacon_bound_to_one_interface_answers_its_own_host(monkeypatch: pytes
     store = HashStore()
     beacon = Beacon(store, "place", lambda asker: {"asker": asker})
     try:
-        assert ask({3: json.loads(store.get("place"))}, 5, 3.0) == {3: Reply(State.HERE, {"asker": 5})}
+        assert ask({3: json.loads(store.get("place"))}, 5, 3.0) == {3: Reply(State.ANSWERED, {"asker": 5})}
     finally:
         beacon.close()
     assert ask({3: json.loads(store.get("place"))}, 5, 3.0)[3].state is State.ENDED
@@ -36,7 +36,7 @@ def test_a_refusal_at_one_address_does_not_count_if_another_answers(monkeypatch:
     beacon = Beacon(store, "place", lambda asker: {})
     try:
         place = json.loads(store.get("place")) | {"machine": "another", "addresses": ["127.0.0.3", "127.0.0.2"]}
-        assert ask({0: place}, 1, 3.0)[0].state is State.HERE
+        assert ask({0: place}, 1, 3.0)[0].state is State.ANSWERED
     finally:
         beacon.close()
 
@@ -77,7 +77,7 @@ def test_an_old_failure_to_reach_a_rank_expires(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SHARDWRIGHT_TIMEOUT", "300")
     now = 1000.0
     monkeypatch.setattr(peers.time, "monotonic", lambda: now)
-    unreachable, here = Reply(State.UNREACHABLE, {}), Reply(State.HERE, {})
+    unreachable, here = Reply(State.UNREACHABLE, {}), Reply(State.ANSWERED, {})
     replies = {1: here, 2: here}
     view = peers_of(monkeypatch, replies, rank1=OTHER_HOST, rank2=OTHER_HOST)
     assert view.lost_for_long(view.ask([1, 2])) == ()
@@ -118,9 +118,9 @@ def test_a_host_that_was_never_reached_is_not_reported_lost(monkeypatch: pytest.
 def test_hosts_are_probed_early_to_learn_which_are_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(peers.time, "monotonic", lambda: now)
-    replies = {1: Reply(State.HERE, {})}
+    replies = {1: Reply(State.ANSWERED, {})}
     view = peers_of(monkeypatch, replies, rank1=OTHER_HOST)
-    view.meet([Group((0, 1, 2), 0, None)])  # rank 2 has not published its address
+    view.probe_neighbours([Group((0, 1, 2), 0, None)])  # rank 2 has not published its address
     replies[1] = Reply(State.ENDED, {})
     assert view.ended(view.ask([1]), finished=()) == (1,)
 
@@ -132,7 +132,7 @@ def test_a_rank_that_returns_is_queried_at_its_new_address() -> None:
     assert view.ask([1])[1].state is State.UNKNOWN
     beacon = Beacon(store, "shardwright/beacon/1", lambda asker: {})
     try:
-        assert view.ask([1])[1].state is State.HERE
+        assert view.ask([1])[1].state is State.ANSWERED
     finally:
         beacon.close()
 

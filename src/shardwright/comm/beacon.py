@@ -36,8 +36,8 @@ _REQUEST_SECONDS = 2.0  # timeout for receiving a request
 class State(Enum):
     """The state of a queried rank."""
 
-    HERE = "it has answered"
-    SILENT = "its process is there, but has not answered yet"
+    ANSWERED = "it has answered"
+    SILENT = "its process is running, but has not answered yet"
     ENDED = "its process has ended"
     UNREACHABLE = "its host does not answer"
     UNKNOWN = "it has not published its address"
@@ -65,14 +65,14 @@ class Beacon:
         self._token = token or secrets.token_hex(16)
         self._describe = describe
         bound, port = self._listener.getsockname()[:2]
-        address = {
+        endpoint = {
             "machine": machine(),
             "bound": bound,
             "addresses": addresses(),
             "port": port,
             "token": self._token,
         }
-        store.set(key, json.dumps(address))
+        store.set(key, json.dumps(endpoint))
         self._thread = threading.Thread(target=self._serve, name="shardwright beacon", daemon=True)
         self._thread.start()
 
@@ -113,20 +113,20 @@ def ask(published: Mapping[int, dict[str, Any]], asker: int, timeout: float) -> 
 
     A rank is queried at all its addresses: one that refuses may belong to another host.
     """
-    found = {rank: Reply(State.UNKNOWN, {}) for rank in published}
+    replies = {rank: Reply(State.UNKNOWN, {}) for rank in published}
     calls: dict[socket.socket, tuple[int, bytearray]] = {}
     with selectors.DefaultSelector() as selector:
-        for rank, place in published.items():
-            for address in _addresses_to_ask(place):
+        for rank, endpoint in published.items():
+            for address in _usable_addresses(endpoint):
                 sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
                 sock.setblocking(False)
-                code = sock.connect_ex((address, place["port"]))
+                code = sock.connect_ex((address, endpoint["port"]))
                 if code in (0, errno.EINPROGRESS):
                     calls[sock] = (rank, bytearray())
                     selector.register(sock, selectors.EVENT_WRITE)
                 else:
                     sock.close()
-                    found[rank] = _more_certain(found[rank], Reply(_failure(code), {}))
+                    replies[rank] = _more_certain(replies[rank], Reply(_failure(code), {}))
         deadline = time.monotonic() + timeout
         connected: set[socket.socket] = set()
         while calls and (left := deadline - time.monotonic()) > 0:
@@ -137,32 +137,32 @@ def ask(published: Mapping[int, dict[str, Any]], asker: int, timeout: float) -> 
                 rank, received = calls[sock]
                 reply = _advance(sock, received, connected, published[rank], asker)
                 if reply is not None:
-                    found[rank] = _more_certain(found[rank], reply)
-                    answered = reply.state is State.HERE
-                    for done in [each for each, (of, _) in calls.items() if each is sock or (answered and of == rank)]:
+                    replies[rank] = _more_certain(replies[rank], reply)
+                    answered = reply.state is State.ANSWERED
+                    for done in [s for s, (peer, _) in calls.items() if s is sock or (answered and peer == rank)]:
                         selector.unregister(done)
                         done.close()
                         del calls[done]
                 elif sock in connected:
                     selector.modify(sock, selectors.EVENT_READ)
         for sock, (rank, _) in calls.items():
-            found[rank] = _more_certain(
-                found[rank], Reply(State.SILENT if sock in connected else State.UNREACHABLE, {})
+            replies[rank] = _more_certain(
+                replies[rank], Reply(State.SILENT if sock in connected else State.UNREACHABLE, {})
             )
             sock.close()
-    return found
+    return replies
 
 
-_BY_CERTAINTY = (State.HERE, State.SILENT, State.ENDED, State.UNREACHABLE, State.UNKNOWN)
+_BY_CERTAINTY = (State.ANSWERED, State.SILENT, State.ENDED, State.UNREACHABLE, State.UNKNOWN)
 
 
-def _more_certain(one: Reply, other: Reply) -> Reply:
+def _more_certain(left: Reply, right: Reply) -> Reply:
     """Return the more conclusive of two replies from different addresses of a rank."""
-    return min(one, other, key=lambda reply: _BY_CERTAINTY.index(reply.state))
+    return min(left, right, key=lambda reply: _BY_CERTAINTY.index(reply.state))
 
 
 def _advance(
-    sock: socket.socket, received: bytearray, connected: set[socket.socket], place: dict[str, Any], asker: int
+    sock: socket.socket, received: bytearray, connected: set[socket.socket], endpoint: dict[str, Any], asker: int
 ) -> Reply | None:
     """Continue an exchange; return the reply once it is complete, else None."""
     try:
@@ -170,7 +170,7 @@ def _advance(
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 return Reply(_failure(code), {})
-            sock.sendall(_REQUEST.pack(bytes.fromhex(place["token"]), asker))
+            sock.sendall(_REQUEST.pack(bytes.fromhex(endpoint["token"]), asker))
             connected.add(sock)
             return None
         data = sock.recv(1 << 16)
@@ -182,7 +182,7 @@ def _advance(
         received += data
         return None
     try:
-        return Reply(State.HERE, json.loads(received))
+        return Reply(State.ANSWERED, json.loads(received))
     except ValueError:  # the connection was closed before the end of the reply
         return Reply(State.SILENT, {})
 
@@ -191,10 +191,10 @@ def _failure(code: int) -> State:
     return State.ENDED if code == errno.ECONNREFUSED else State.UNREACHABLE
 
 
-def _addresses_to_ask(place: dict[str, Any]) -> list[str]:
+def _usable_addresses(endpoint: dict[str, Any]) -> list[str]:
     """Return the addresses to query; loopback addresses of another machine are useless."""
-    if place.get("machine") == machine():
-        bound: str = place.get("bound", "")
+    if endpoint.get("machine") == machine():
+        bound: str = endpoint.get("bound", "")
         return ["127.0.0.1" if bound in ("", "::", "0.0.0.0") else bound]
-    usable: Iterable[str] = place.get("addresses", ())
-    return [each for each in usable if not ipaddress.ip_address(each.partition("%")[0]).is_loopback]
+    published: Iterable[str] = endpoint.get("addresses", ())
+    return [address for address in published if not ipaddress.ip_address(address.partition("%")[0]).is_loopback]

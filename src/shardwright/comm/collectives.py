@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwright.comm.exchange import Operation, as_bytes, begin, dense, post
 from shardwright.comm.group import Group, world
-from shardwright.comm.native import few, native
+from shardwright.comm.native import is_small, native
 from shardwright.comm.pending import Pending
 from shardwright.comm.traffic import report
 from shardwright.errors import CollectiveArgumentError
@@ -179,7 +179,7 @@ def start_broadcast(tensor: Tensor, group: Group | None = None, src: int = 0) ->
         return Pending("broadcast", group, (), lambda: result)
     report("broadcast", 0 if src == group.rank else result.nbytes, group)
     operation = begin(group, "broadcast", tensor.dtype, tuple(tensor.shape), src)
-    if few(result, group):
+    if is_small(result, group):
         sends = [(peer, result) for peer in others_in(group)] if src == group.rank else []
         flights = post(sends, [] if src == group.rank else [(src, result)], group, operation)
     else:

@@ -20,8 +20,8 @@ from typing import final
 import torch.distributed as dist
 
 from shardwright.comm.group import ControlChannel, Group, world
-from shardwright.comm.losses import Inquiry
-from shardwright.comm.rendezvous import Listener, LostNoteError, leave_note, reach, read_note
+from shardwright.comm.losses import LossPoll
+from shardwright.comm.rendezvous import ClosedAfterLossError, Listener, connect, publish_loss, read_loss
 from shardwright.comm.stores import STORE_SECONDS, within
 from shardwright.comm.timeout import default_timeout
 from shardwright.comm.wire import Frame, Kind, Link, LinkError, readable
@@ -90,35 +90,35 @@ class Channel:
         with self._lock:
             self._refuse_after_loss(what)
             if self._parent is not None and self._parent not in self._links:
-                self._find_parent(self._parent, what, timeout)
+                self._connect_parent(self._parent, what, timeout)
             if self._listener is not None:
-                self._await_children(self._listener, what, timeout)
+                self._accept_children(self._listener, what, timeout)
 
-    def _find_parent(self, parent: int, what: str, timeout: float) -> None:
+    def _connect_parent(self, parent: int, what: str, timeout: float) -> None:
         try:
             deadline = time.monotonic() + timeout
             key, owner = f"{self._prefix}/{parent}", self._group.ranks[parent]
-            self._links[parent] = reach(self._store, key, self._group.rank, owner, deadline)
+            self._links[parent] = connect(self._store, key, self._group.rank, owner, deadline)
         except RankLostError as loss:
             raise self._lose([parent], what, loss) from None
-        except LostNoteError as note:
-            raise self._spread(_about(str(note), note.ranks, what), parent) from None
+        except ClosedAfterLossError as closed:
+            raise self._spread(_about(str(closed), closed.ranks, what), parent) from None
         except TimeoutError:
             raise self._lose([parent], what, f"did not arrive within {timeout:g} s") from None
         except LinkError as error:
             raise self._lose([parent], what, str(error)) from error
 
-    def _await_children(self, listener: Listener, what: str, timeout: float) -> None:
+    def _accept_children(self, listener: Listener, what: str, timeout: float) -> None:
         deadline = time.monotonic() + timeout + _SLACK * self._height
-        inquiry = Inquiry()
+        poll = LossPoll()
         while missing := sorted(set(self._children) - self._links.keys()):
             if (left := deadline - time.monotonic()) <= 0:
                 raise self._lose(missing, what, f"did not arrive within {timeout:g} s")
             ready = readable([*listener.sockets, *(link.sock for link in self._links.values())], min(left, _SLACK))
             self._pull(ready, what)
             # The death of a child that is not connected breaks no connection: query the watch.
-            loss = None if ready else inquiry.lost([self._group.ranks[index] for index in missing])
-            self._links.update(listener.admit())
+            loss = None if ready else poll.lost([self._group.ranks[index] for index in missing])
+            self._links.update(listener.accept())
             if loss is not None:
                 gone = [self._group.ranks.index(rank) for rank in loss.ranks]
                 raise self._lose(gone, what, loss)
@@ -186,7 +186,7 @@ class Channel:
         while True:
             _, frame = self._next_frame({parent}, deadline, what)
             if frame is None:
-                raise self._lose([parent], what, f"gave no answer within {timeout:g} s")
+                raise self._lose([parent], what, f"did not answer within {timeout:g} s")
             if frame.kind == Kind.DOWN:
                 return frame.body
             deadline = time.monotonic() + seconds
@@ -263,9 +263,9 @@ class Channel:
         if self._parent is not None and self._parent in indices:
             # It may have closed its socket before it could send the reason.
             key, owner = f"{self._prefix}/{self._parent}", self._group.ranks[self._parent]
-            note = within(STORE_SECONDS, lambda: read_note(self._store, key, owner))
-            if note is not None:
-                return self._spread(_about(str(note), note.ranks, what), self._parent)
+            closed = within(STORE_SECONDS, lambda: read_loss(self._store, key, owner))
+            if closed is not None:
+                return self._spread(_about(str(closed), closed.ranks, what), self._parent)
         if isinstance(why, RankLostError):
             return self._spread(_about(str(why), why.ranks, what), None)
         ranks = tuple(self._group.ranks[index] for index in indices)
@@ -275,19 +275,19 @@ class Channel:
     def _spread(self, loss: RankLostError, source: int | None) -> RankLostError:
         self._lost = loss
         if self._listener is not None:
-            self._links.update(self._listener.admit())
+            self._links.update(self._listener.accept())
             key = f"{self._prefix}/{self._group.rank}"
-            within(STORE_SECONDS, lambda: leave_note(self._store, key, str(loss), loss.ranks))
+            within(STORE_SECONDS, lambda: publish_loss(self._store, key, str(loss), loss.ranks))
             self._listener.close()
             self._listener = None
         body = json.dumps({"ranks": loss.ranks, "why": str(loss)}).encode()
-        self._send(Frame(Kind.LOST, self._round, body), [near for near in self._neighbours() if near != source])
+        self._send(Frame(Kind.LOST, self._round, body), [index for index in self._neighbours() if index != source])
         return loss
 
 
 def _loss_of(frame: Frame, what: str) -> RankLostError:
-    news = json.loads(frame.body)
-    return _about(news["why"], tuple(news["ranks"]), what)
+    body = json.loads(frame.body)
+    return _about(body["why"], tuple(body["ranks"]), what)
 
 
 def _about(why: str, ranks: tuple[int, ...], what: str) -> RankLostError:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.ledger import Ledger
-from shardwright.comm.losses import Inquiry
-from shardwright.comm.rendezvous import await_key
+from shardwright.comm.losses import LossPoll
+from shardwright.comm.rendezvous import wait_for_key
 from shardwright.errors import ArgumentTypeError, CommError, RankLostError
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _new_group(ranks: tuple[int, ...], me: int) -> dist.ProcessGroup:
 def _count_of(store: Store, key: str, rank: int, ranks: tuple[int, ...]) -> int:
     seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stub lacks it
     try:
-        return int(await_key(store, key, rank, time.monotonic() + seconds, Inquiry()))
+        return int(wait_for_key(store, key, rank, time.monotonic() + seconds, LossPoll()))
     except RankLostError as loss:
         raise RankLostError(f"subgroup {ranks}: {loss}", loss.ranks) from None
     except TimeoutError:

@@ -49,8 +49,8 @@ _moving = _Moving()
 def moving_tensor(number: int) -> Iterator[None]:
     """Add the number of a tensor to the tags of this thread's messages; 0 for tensors without a number.
 
-    Messages of two tensors with the same shape and layout look alike. With their numbers in the tags, a rank that
-    gathers one of them never receives the data of a rank that gathers the other.
+    Messages of two tensors with the same shape and layout have the same kind and size. With the numbers in the tags, a
+    rank that gathers one of them never receives the data of a rank that gathers the other.
 
     >>> with moving_tensor(3):
     ...     current_tensor()

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from shardwright.errors import RankLostError
 
-__all__ = ["Inquiry", "LossDetector", "lost_among", "set_detector", "stamp", "still_stands", "watched"]
+__all__ = ["LossDetector", "LossPoll", "is_current", "lost_among", "set_detector", "stamp", "watched"]
 
 _FIRST_PAUSE = 0.5  # seconds before the first query, doubling to _MAX_PAUSE
 _MAX_PAUSE = 2.0
@@ -27,7 +27,7 @@ class LossDetector(Protocol):
         """Return an error that names the given global ranks that are certainly lost, or None."""
         ...
 
-    def still_stands(self, rank: int, stamp: str) -> bool:
+    def is_current(self, rank: int, stamp: str) -> bool:
         """True if a rank's entry in the store with this stamp belongs to its current world."""
         ...
 
@@ -70,19 +70,19 @@ def stamp() -> str:
     return "" if _detector is None else _detector.stamp
 
 
-def still_stands(rank: int, written: str) -> bool:
+def is_current(rank: int, written: str) -> bool:
     """True if a rank's entry with this stamp belongs to its current world, as far as is known.
 
-    >>> still_stands(0, "")
+    >>> is_current(0, "")
     True
     """
-    return _detector is None or _detector.still_stands(rank, written)
+    return _detector is None or _detector.is_current(rank, written)
 
 
-class Inquiry:
+class LossPoll:
     """Repeated queries about ranks that are waited for, with growing pauses.
 
-    >>> Inquiry().lost([0])
+    >>> LossPoll().lost([0])
     """
 
     def __init__(self) -> None:

@@ -63,7 +63,7 @@ def init_device_mesh(
         backend = "nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     if device_type == "cuda" and "LOCAL_RANK" not in os.environ:
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())  # a launcher would have said which
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())  # otherwise the launcher has chosen
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
     override: dict[str, Any] = {} if backend_override is None else {"backend_override": dict(backend_override)}
     mesh = _init_device_mesh(device_type, tuple(mesh_shape), mesh_dim_names=names, **override)

@@ -22,14 +22,14 @@ from shardwright.comm.group import Group
 from shardwright.comm.ledger import code
 from shardwright.comm.pending import Pending, explain
 
-__all__ = ["few", "native"]
+__all__ = ["is_small", "native"]
 
 _MAX_POINT_TO_POINT = 1 << 16  # bytes sent by one rank to all others
 
 _TOKEN = torch.zeros(1, dtype=torch.uint8)
 
 
-def few(tensor: Tensor, group: Group) -> bool:
+def is_small(tensor: Tensor, group: Group) -> bool:
     """True if a tensor is small enough to be sent to every rank point to point; never for NCCL."""
     if tensor.device.type != "cpu" and group.moves(tensor.device):
         return False

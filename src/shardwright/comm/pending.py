@@ -85,7 +85,7 @@ _LOSS = (
     "broken pipe",
     "timed out",
     "timeout",
-    "pair closure",  # see break_off
+    "pair closure",  # see abort_group
 )
 _LOSS_NCCL = ("remote process exited", "nccl communicator was aborted", "socket")
 

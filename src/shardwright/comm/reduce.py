@@ -17,7 +17,7 @@ from shardwright.comm.collectives import bad_sizes, gather, like, others_in, wra
 from shardwright.comm.exchange import begin, dense, post
 from shardwright.comm.fold import ReduceOp, check, fold
 from shardwright.comm.group import Group, world
-from shardwright.comm.native import few, native
+from shardwright.comm.native import is_small, native
 from shardwright.comm.pending import Pending
 from shardwright.comm.traffic import report
 from shardwright.errors import CollectiveArgumentError
@@ -79,7 +79,7 @@ def all_reduce_(tensor: Tensor, group: Group | None = None, op: ReduceOp = "sum"
 
 
 def _natively(tensor: Tensor, group: Group, op: str) -> bool:
-    return group.size > 1 and _backend_reduces(tensor, op) and not few(tensor, group)
+    return group.size > 1 and _backend_reduces(tensor, op) and not is_small(tensor, group)
 
 
 def _backend_reduces(tensor: Tensor, op: str) -> bool:

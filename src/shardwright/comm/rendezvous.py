@@ -15,30 +15,30 @@ from typing import TYPE_CHECKING, Any, final
 import torch.distributed as dist
 
 from shardwright.comm.forked import close_in_children
-from shardwright.comm.losses import Inquiry, stamp, still_stands, watched
+from shardwright.comm.losses import LossPoll, is_current, stamp, watched
 from shardwright.comm.wire import Frame, Kind, Link, LinkError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 __all__ = [
+    "ClosedAfterLossError",
     "Listener",
-    "LostNoteError",
     "addresses",
-    "await_key",
-    "leave_note",
+    "connect",
     "listening_socket",
     "machine",
-    "reach",
-    "read_note",
+    "publish_loss",
+    "read_loss",
+    "wait_for_key",
 ]
 
-_MAX_REFUSAL = 5.0  # seconds after which a rank that refuses connections counts as dead, if there is no watch
+_MAX_REFUSAL = 5.0  # seconds after which a rank that refuses connections counts as dead, without a watch
 _SLICE = 0.5  # seconds per wait in torch's store, which can be interrupted neither by Ctrl-C nor by a loss
 
 
-class LostNoteError(Exception):
-    """The listener was closed because ranks were lost; `ranks` are those."""
+class ClosedAfterLossError(Exception):
+    """The listener was closed because the ranks `ranks` were lost."""
 
     def __init__(self, why: str, ranks: tuple[int, ...]) -> None:
         super().__init__(why)
@@ -62,15 +62,15 @@ class Listener:
         """The sockets to poll for new connections and identifications."""
         return [self.sock, *(link.sock for link in self._unidentified)]
 
-    def admit(self) -> dict[int, Link]:
-        """Return the links that have identified themselves, by index."""
+    def accept(self) -> dict[int, Link]:
+        """Accept connections and return those that have identified themselves, by index."""
         while True:
             try:
                 sock, _ = self.sock.accept()
             except BlockingIOError:
                 break
             self._unidentified.append(Link(sock))
-        admitted = {}
+        identified = {}
         for link in list(self._unidentified):
             try:
                 link.pull()
@@ -83,10 +83,10 @@ class Listener:
             hello = link.frames.popleft()
             if hello.kind == Kind.HELLO and hello.body[:16] == self._token:
                 self._unidentified.remove(link)
-                admitted[struct.unpack("!I", hello.body[16:])[0]] = link
+                identified[struct.unpack("!I", hello.body[16:])[0]] = link
             else:
                 self._reject(link)
-        return admitted
+        return identified
 
     def close(self) -> None:
         """Stop accepting connections."""
@@ -99,30 +99,30 @@ class Listener:
         link.close()
 
 
-def reach(store: Store, key: str, index: int, owner: int, deadline: float) -> Link:
+def connect(store: Store, key: str, index: int, owner: int, deadline: float) -> Link:
     """Connect to the listener that global rank `owner` publishes under `key`, and identify as `index`.
 
     Raise `TimeoutError` if it does not publish in time, `RankLostError` once the owner is known to be lost, and
-    `LostNoteError` if it has closed its listener because others are.
+    `ClosedAfterLossError` if it has closed its listener because others are.
     """
     tried: dict[str, Any] = {}
     since = time.monotonic()
-    inquiry = Inquiry()
+    poll = LossPoll()
     while True:
-        published = json.loads(await_key(store, key, owner, deadline, inquiry))
+        published = json.loads(wait_for_key(store, key, owner, deadline, poll))
         if published != tried:
             tried, since = published, time.monotonic()
-        note = _as_note(published, owner)
-        if note is not None:
-            raise note
+        closed = _as_closed(published, owner)
+        if closed is not None:
+            raise closed
         if "lost" in published:  # of an earlier world with the same store: the owner has yet to open its listener
-            loss = inquiry.lost([owner])
+            loss = poll.lost([owner])
             if loss is not None:
                 raise loss
             time.sleep(0.2)
             continue
-        near = ["127.0.0.1"] if published["machine"] == machine() else []
-        for address in [*near, *published["addresses"]]:
+        local = ["127.0.0.1"] if published["machine"] == machine() else []
+        for address in [*local, *published["addresses"]]:
             left = deadline - time.monotonic()
             try:
                 sock = socket.create_connection((address, published["port"]), timeout=max(0.1, min(left, 5.0)))
@@ -133,7 +133,7 @@ def reach(store: Store, key: str, index: int, owner: int, deadline: float) -> Li
             return link
         # A listener is opened before it is published: a closed one belongs to a rank that died, or to one that has
         # left the channel and will open it again. The watch can tell which.
-        loss = inquiry.lost([owner])
+        loss = poll.lost([owner])
         if loss is not None:
             raise loss
         if not watched() and time.monotonic() - since > _MAX_REFUSAL:
@@ -141,23 +141,23 @@ def reach(store: Store, key: str, index: int, owner: int, deadline: float) -> Li
         time.sleep(0.02)
 
 
-def leave_note(store: Store, key: str, why: str, ranks: tuple[int, ...]) -> None:
+def publish_loss(store: Store, key: str, why: str, ranks: tuple[int, ...]) -> None:
     """Publish why the listener is closed, for ranks that try to connect later."""
     store.set(key, json.dumps({"lost": ranks, "why": why, "stamp": stamp()}))
 
 
-def read_note(store: Store, key: str, owner: int) -> LostNoteError | None:
+def read_loss(store: Store, key: str, owner: int) -> ClosedAfterLossError | None:
     """Return why global rank `owner` has closed its listener, if it published that in this world."""
-    return _as_note(json.loads(store.get(key)), owner) if store.check([key]) else None
+    return _as_closed(json.loads(store.get(key)), owner) if store.check([key]) else None
 
 
-def _as_note(found: dict[str, Any], owner: int) -> LostNoteError | None:
-    if "lost" not in found or not still_stands(owner, found["stamp"]):
+def _as_closed(published: dict[str, Any], owner: int) -> ClosedAfterLossError | None:
+    if "lost" not in published or not is_current(owner, published["stamp"]):
         return None
-    return LostNoteError(found["why"], tuple(found["lost"]))
+    return ClosedAfterLossError(published["why"], tuple(published["lost"]))
 
 
-def await_key(store: Store, key: str, owner: int, deadline: float, inquiry: Inquiry) -> bytes:
+def wait_for_key(store: Store, key: str, owner: int, deadline: float, poll: LossPoll) -> bytes:
     """Wait for global rank `owner` to write `key` in the store, and return the value.
 
     Raise `TimeoutError` at the deadline, and `RankLostError` once the owner is known to be lost.
@@ -175,7 +175,7 @@ def await_key(store: Store, key: str, owner: int, deadline: float, inquiry: Inqu
                 raise
         else:
             return store.get(key)
-        loss = inquiry.lost([owner])
+        loss = poll.lost([owner])
         if loss is not None and not store.check([key]):  # it may have written the key before it exited
             raise loss
 
@@ -197,14 +197,14 @@ def addresses() -> list[str]:
     chosen = _interface_address()
     if chosen is not None:
         return [chosen]
-    found: list[str] = []
+    own: list[str] = []
     if "MASTER_ADDR" in os.environ:
-        found += _address_towards(os.environ["MASTER_ADDR"])
+        own += _address_towards(os.environ["MASTER_ADDR"])
     try:
-        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+        own += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
     except socket.gaierror:
-        found.append("127.0.0.1")  # a machine without a resolvable name can at least be reached from itself
-    return list(dict.fromkeys(found))
+        own.append("127.0.0.1")  # a machine without a resolvable name can at least be reached from itself
+    return list(dict.fromkeys(own))
 
 
 def machine() -> str:

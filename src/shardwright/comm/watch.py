@@ -22,7 +22,7 @@ from shardwright.comm.beacon import Beacon, Reply, State
 from shardwright.comm.group import Group, known_groups, on_enter, on_forget
 from shardwright.comm.leaving import abort_group, leaving
 from shardwright.comm.losses import set_detector
-from shardwright.comm.peers import ANSWER, Peers, beacon_key, names
+from shardwright.comm.peers import ANSWER_SECONDS, Peers, beacon_key, names
 from shardwright.comm.stores import STORE_SECONDS, within
 from shardwright.comm.timeout import default_timeout
 from shardwright.comm.waits import Waiting, line_of, main_line, threads, waiting
@@ -94,7 +94,7 @@ class Watch:
         within(STORE_SECONDS, lambda: self._store.set(beacon_key(self.rank), json.dumps(note)))
         self._beacon.close()
         if threading.current_thread() is not self._thread:
-            self._thread.join(ANSWER)
+            self._thread.join(ANSWER_SECONDS)
 
     def why(self, group: Group, peer: int | None) -> CommError | None:
         """Return why a collective has failed on this rank, if any rank knows."""
@@ -103,13 +103,13 @@ class Watch:
         for _ in range(_TRIES):
             if self.verdict is not None:
                 break
-            found = self._peers.ask(others[:_MAX_QUERIED])
-            self._adopt(found.values())
+            replies = self._peers.ask(others[:_MAX_QUERIED])
+            self._adopt(replies.values())
             # A third rank that exited normally is not the reason of the failure.
-            ended = self._peers.ended(found, finished=found if peer is None else (others[0],))
+            ended = self._peers.ended(replies, finished=replies if peer is None else (others[0],))
             if self.verdict is None and ended:
                 self._settle(RankLostError(self._peers.ended_text(ended), ended))
-            elif all(reply.state is not State.SILENT for reply in found.values()):
+            elif all(reply.state is not State.SILENT for reply in replies.values()):
                 break  # else one of them may be about to exit
         return self.verdict
 
@@ -118,24 +118,24 @@ class Watch:
 
         For code that waits for them to arrive: a rank that exited normally will not arrive either.
         """
-        found = self._peers.ask(list(ranks)[:_MAX_QUERIED], timeout=_CONNECT_SECONDS)
-        ended = self._peers.ended(found, finished=found)
+        replies = self._peers.ask(list(ranks)[:_MAX_QUERIED], timeout=_CONNECT_SECONDS)
+        ended = self._peers.ended(replies, finished=replies)
         if ended:
             return RankLostError(self._peers.ended_text(ended), ended)
-        lost = self._peers.lost_for_long(found)
+        lost = self._peers.lost_for_long(replies)
         return RankLostError(_unreachable_text(lost), lost) if lost else None
 
-    def still_stands(self, rank: int, stamp: str) -> bool:
+    def is_current(self, rank: int, stamp: str) -> bool:
         """True if a rank's entry in the store with this stamp belongs to its current world."""
         reply = self._peers.ask([rank], timeout=_CONNECT_SECONDS)[rank]
         if reply.state is State.ENDED:
             return self._peers.token(rank) == stamp
-        return reply.state is State.HERE and reply.body["stamp"] == stamp
+        return reply.state is State.ANSWERED and reply.body["stamp"] == stamp
 
     def where(self, group: Group) -> str:
         """Describe where the other ranks of a group are."""
         others = [rank for rank in group.ranks if rank != self.rank][:_MAX_QUERIED]
-        return "".join(f"\n  {_place_text(rank, reply)}" for rank, reply in sorted(self._peers.ask(others).items()))
+        return "".join(f"\n  {_status_text(rank, reply)}" for rank, reply in sorted(self._peers.ask(others).items()))
 
     # Replies to queries
 
@@ -185,7 +185,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop.wait(_TICK):
-            self._peers.meet(known_groups())
+            self._peers.probe_neighbours(known_groups())
             for thread, pending in list(waiting.items()):
                 self._check(thread, pending)
             for thread in self._seen.keys() - waiting.keys():
@@ -199,10 +199,10 @@ class Watch:
             return
         if now < due:
             return
-        found = self.verdict or self._inquire(self._wait(thread, pending))
+        verdict = self.verdict or self._inquire(self._wait(thread, pending))
         self._seen[thread] = (key, since, time.monotonic() + pause, min(2 * pause, _MAX_PAUSE))
-        if found is not None and waiting.get(thread) is pending:
-            self._settle(found)
+        if verdict is not None and waiting.get(thread) is pending:
+            self._settle(verdict)
             for group in known_groups():
                 if group.process_group is not None:
                     abort_group(group.process_group)
@@ -210,15 +210,15 @@ class Watch:
     def _inquire(self, wait: _Wait) -> CommError | None:
         """Return why the wait can never end, if that is certain."""
         asked = [wait.peer] if wait.peer is not None else [rank for rank in wait.ranks if rank != self.rank]
-        found = self._peers.ask(asked[:_MAX_QUERIED])
-        self._adopt(found.values())
+        replies = self._peers.ask(asked[:_MAX_QUERIED])
+        self._adopt(replies.values())
         if self.verdict is not None:
             return self.verdict
-        lost = self._peers.lost_for_long(found)
+        lost = self._peers.lost_for_long(replies)
         if lost:
             return RankLostError(_unreachable_text(lost), lost)
         # A native collective does not tell which rank it waits for: one that exited may have done its part before.
-        ended = self._peers.ended(found, finished=() if wait.peer is None else (wait.peer,))
+        ended = self._peers.ended(replies, finished=() if wait.peer is None else (wait.peer,))
         if ended:
             # Its messages may still be on their way: it is certain if this rank still waits after a while.
             if self._stop.wait(_GRACE) or not self._still(wait):
@@ -345,8 +345,8 @@ def _from_note(note: dict[str, Any]) -> CommError:
     return RankLostError(note["text"], tuple(note["ranks"]))
 
 
-def _place_text(rank: int, reply: Reply) -> str:
-    if reply.state is not State.HERE:
+def _status_text(rank: int, reply: Reply) -> str:
+    if reply.state is not State.ANSWERED:
         return f"rank {rank}: {reply.state.value}"
     if reply.body["waits"]:
         return _Wait(*reply.body["waits"][0]).text()

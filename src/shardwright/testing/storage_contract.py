@@ -172,7 +172,7 @@ class StorageContract(ABC):
         with _raises(StorageError):
             _read(reader, 0, 1)
 
-    def test_reading_an_object_that_has_grown_raises(self, tmp_path: Path) -> None:
+    def test_reading_an_object_during_a_write_raises(self, tmp_path: Path) -> None:
         storage = self._prepared(tmp_path)
         writer = storage.create("data")
         writer.write([memoryview(b"hel")], 0)

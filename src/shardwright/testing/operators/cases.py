@@ -50,7 +50,9 @@ def cases_of(operator: str, mesh: tuple[int, ...], least: int = 8, most: int = 2
     for attempt in range(4):
         for number in numbers:
             tensors = samples[number].tensors
-            placements = _alike(tensors, mesh, generator) if attempt == 0 else _random(tensors, mesh, generator, exact)
+            placements = (
+                _same_dimension(tensors, mesh, generator) if attempt == 0 else _random(tensors, mesh, generator, exact)
+            )
             found[Case(operator, number, mesh, placements)] = None
         if len(found) >= least:
             break
@@ -86,7 +88,9 @@ def _random(
     return tuple(tuple(generator.choice(_choices(tensor, exact)) for _ in mesh) for tensor in tensors)
 
 
-def _alike(tensors: Sequence[Tensor], mesh: tuple[int, ...], generator: Any) -> tuple[tuple[Placement, ...], ...]:
+def _same_dimension(
+    tensors: Sequence[Tensor], mesh: tuple[int, ...], generator: Any
+) -> tuple[tuple[Placement, ...], ...]:
     """Shard all inputs that have it along one dimension, as most programs do."""
     most = max((tensor.ndim for tensor in tensors), default=0)
     wanted = [generator.randrange(most) if most else 0 for _ in mesh]

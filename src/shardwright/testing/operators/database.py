@@ -25,7 +25,7 @@ from shardwright.testing.operators.sample import tensors_in
 __all__ = ["Entry", "OpSample", "entries", "entry", "samples_of"]
 
 _DTYPES = (torch.float64, torch.int64, torch.complex128, torch.bool, torch.float32, torch.float8_e4m3fn)
-_MOST_ELEMENTS = 60_000
+_MAX_ELEMENTS = 60_000
 
 
 @final
@@ -127,7 +127,7 @@ def _samples(one: Entry, dtype: torch.dtype) -> Iterator[OpSample]:
             args, kwargs = (given.input, *given.args), dict(given.kwargs)
             sample = OpSample(_unseeded(one.info.op), args, kwargs, given.output_process_fn_grad)
             pattern = (_pattern(args), tuple((key, _pattern(value)) for key, value in sorted(kwargs.items())))
-            if pattern in seen or sum(tensor.numel() for tensor in sample.tensors) > _MOST_ELEMENTS:
+            if pattern in seen or sum(tensor.numel() for tensor in sample.tensors) > _MAX_ELEMENTS:
                 continue
             seen.add(pattern)
             yield sample

@@ -42,11 +42,11 @@ class System(Protocol):
     """The interface of a library of distributed tensors that cases need.
 
     >>> system: System = Ours()
-    >>> system.draws_alike
+    >>> system.reproducible_random
     True
     """
 
-    draws_alike: bool  # True if random numbers do not depend on the layout
+    reproducible_random: bool  # True if random numbers do not depend on the layout
 
     def begin(self, mesh: tuple[int, ...]) -> Any:
         """Return a mesh."""
@@ -68,7 +68,7 @@ class Ours:
     (1,)
     """
 
-    draws_alike = True
+    reproducible_random = True
 
     def begin(self, mesh: tuple[int, ...]) -> Any:
         """Return a mesh of all ranks."""
@@ -119,11 +119,11 @@ def run_case(system: System, case: Case, gradients: bool = True) -> Outcome:
             return Outcome("right", f"torch refuses it: {type(error).__name__}")
         fell_back = False
         mesh = system.begin(case.mesh)
-        shapes_only = case.operator in SHAPES_ONLY or (is_drawn and not system.draws_alike)
+        shapes_only = case.operator in SHAPES_ONLY or (is_drawn and not system.reproducible_random)
         try:
             if is_drawn and not shapes_only:  # random numbers must equal those of plain tensors
-                uncut = case._replace(placements=tuple((Replicate(),) * len(case.mesh) for _ in case.placements))
-                expected, expected_gradients = _distributed(system, sample, whole, mesh, uncut, gradients)
+                replicated = case._replace(placements=tuple((Replicate(),) * len(case.mesh) for _ in case.placements))
+                expected, expected_gradients = _distributed(system, sample, whole, mesh, replicated, gradients)
                 system.begin(case.mesh)
             with system.watch() as fell:
                 found, found_gradients = _distributed(system, sample, whole, mesh, case, gradients)
@@ -164,7 +164,7 @@ def _distributed(
 
         found = _gradients(sample, result, leaves, spread)
         if found is not None:
-            found = [None if one is None else system.gather(one) for one in found]
+            found = [None if gradient is None else system.gather(gradient) for gradient in found]
     return _gathered(system, result), found
 
 
@@ -246,8 +246,8 @@ def _difference(found: Any, expected: Any, shapes_only: bool, what: str) -> str 
     if isinstance(expected, list):
         if not isinstance(found, list) or len(found) != len(expected):
             return f"{what}: {type(found).__name__} instead of {len(expected)} values"
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            fault = _difference(one, other, shapes_only, f"{what} {number}")
+        for number, (value, wanted) in enumerate(zip(found, expected, strict=True)):
+            fault = _difference(value, wanted, shapes_only, f"{what} {number}")
             if fault is not None:
                 return fault
         return None

@@ -25,8 +25,8 @@ sharded, were tried (all of them up to three tensors, every pair beyond; at most
   sharded along dimension 0 and a replicated second one, `P(sum)` a partial sum;
 - **redistributed**: placements for which some input is redistributed first, or data is exchanged; the result is the
   same;
-- **fallback**: placements for which all inputs are gathered and the operator is computed on every rank: there is no
-  rule;
+- **fallback**: placements for which all inputs are gathered and the operator is computed on every rank: no rule
+  applies;
 - **refused**: placements that raise an error with the reason, or that cannot be examined without values;
 - **possible**: placements that torch's own call on the shards computes correctly, but that are redistributed: no rule
   covers them yet, or the result is a coincidence of small samples;

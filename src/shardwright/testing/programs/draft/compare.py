@@ -86,7 +86,7 @@ def metadata_difference(ours: Any, plain: Any) -> str | None:
     if ours is None or plain is None or not isinstance(plain, Tensor) or not isinstance(ours, Tensor):
         if type(ours) is type(plain) or (isinstance(ours, int | float) and isinstance(plain, int | float)):
             return None
-        return f"is a {type(ours).__name__}, torch's is a {type(plain).__name__}"
+        return f"has type {type(ours).__name__}, torch's has {type(plain).__name__}"
     if ours.shape != plain.shape:
         return f"has shape {tuple(ours.shape)}, torch's has {tuple(plain.shape)}"
     with no_torch_function():  # those of the local tensor, which are the same
@@ -140,31 +140,31 @@ def reduced(layout: Layout, parts: Sequence[Tensor]) -> Tensor:
         placement = layout.placements[dim]
         if not isinstance(placement, Partial):
             return value(coordinate, dim + 1)
-        addends = torch.stack(
+        values = torch.stack(
             [value((*coordinate[:dim], at, *coordinate[dim + 1 :]), dim + 1) for at in range(mesh.shape[dim])]
         )
         match placement.op:
             case "sum":
-                return addends.sum(0).to(addends.dtype)
+                return values.sum(0).to(values.dtype)
             case "avg":
-                return addends.double().mean(0).to(addends.dtype)
+                return values.double().mean(0).to(values.dtype)
             case "max":
-                return addends.amax(0)
+                return values.amax(0)
             case "min":
-                return addends.amin(0)
+                return values.amin(0)
             case "product":
-                return addends.prod(0).to(addends.dtype)
+                return values.prod(0).to(values.dtype)
             case "band":
-                return _folded(torch.bitwise_and, addends)
+                return _folded(torch.bitwise_and, values)
             case "bor":
-                return _folded(torch.bitwise_or, addends)
+                return _folded(torch.bitwise_or, values)
             case "bxor":
-                return _folded(torch.bitwise_xor, addends)
+                return _folded(torch.bitwise_xor, values)
             case other:
                 raise ValueError(f"Partial({other!r}) is not a reduction")
 
     return value(here, 0)
 
 
-def _folded(operation: Callable[[Tensor, Tensor], Tensor], addends: Tensor) -> Tensor:
-    return functools.reduce(operation, addends.unbind(0))
+def _folded(operation: Callable[[Tensor, Tensor], Tensor], values: Tensor) -> Tensor:
+    return functools.reduce(operation, values.unbind(0))

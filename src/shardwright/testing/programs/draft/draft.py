@@ -22,7 +22,7 @@ NUMBERS = (*FLOATS, torch.int64)
 LARGEST = 2000.0  # values stay small, so that sums are exact in any order
 
 
-class NoChoice(Exception):  # noqa: N818  it is no error: another kind of step is chosen
+class NoChoice(Exception):  # noqa: N818  not an error: another kind of step is chosen
     """Nothing that the program holds fits the step."""
 
 

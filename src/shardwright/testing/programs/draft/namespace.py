@@ -149,7 +149,7 @@ def sharded_namespace(mesh: tuple[int, ...]) -> dict[str, Any]:
         whole = _whole(values, shape, dtype)
         layout = Layout(grid, placements, shape, order)
         if layout.is_partial:
-            local = _addend(whole[layout.region(comm.rank()).slices()], layout, comm.rank())
+            local = _partial_value(whole[layout.region(comm.rank()).slices()], layout, comm.rank())
             with torch.no_grad():
                 made = DTensor.from_local(local, grid, placements, shape=shape).clone()
         else:
@@ -166,7 +166,7 @@ def _whole(values: Sequence[float], shape: Sequence[int], dtype: torch.dtype) ->
     return torch.tensor(values, dtype=dtype).reshape(tuple(shape)).clone()  # a view would not be a leaf
 
 
-def _addend(whole: Tensor, layout: Layout, rank: int) -> Tensor:
+def _partial_value(whole: Tensor, layout: Layout, rank: int) -> Tensor:
     """Return a rank's partial value; they differ between the ranks and reduce to `whole`."""
     mesh = layout.mesh
     for dim, placement in enumerate(layout.placements):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardwright.testing.programs.draft.draft import Draft, NoChoice
 
-__all__ = ["index_text", "indexed", "picked_by_tensor"]
+__all__ = ["index_text", "indexed", "indexed_by_tensor"]
 
 
 def index_text(d: Draft, value: Tensor, *, tensors: bool = True) -> str:
@@ -56,7 +56,7 @@ def indexed(d: Draft, of: str | None = None) -> list[str]:
     return d.assign(f"{x}[{index_text(d, d.value(x))}]", exact=d.is_exact(x))
 
 
-def picked_by_tensor(d: Draft) -> object:
+def indexed_by_tensor(d: Draft) -> object:
     x = d.pick(dims=(1, 3), full=True)
     value = d.value(x)
     dim = d.dim(value)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from shardwright.testing.programs.draft.draft import Draft
 from shardwright.testing.programs.steps.gradients import about_gradients, backward, checkpointed, quiet, user_function
-from shardwright.testing.programs.steps.indexing import indexed, picked_by_tensor
+from shardwright.testing.programs.steps.indexing import indexed, indexed_by_tensor
 from shardwright.testing.programs.steps.modules import forget, module, optimizer, read_number
 from shardwright.testing.programs.steps.reductions import (
     average,
@@ -60,7 +60,7 @@ KINDS: dict[Step, float] = {
     strided: 0.8,
     split_up: 2,
     indexed: 7,
-    picked_by_tensor: 2,
+    indexed_by_tensor: 2,
     reduction: 3,
     average: 1.5,
     product_of_matrices: 3,
