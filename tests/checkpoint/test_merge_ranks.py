@@ -157,7 +157,7 @@ def test_the_same_name_with_another_meaning_is_refused(one: Any, other: Any, wor
     same = {"same": 1}
     with pytest.raises(StateDiffersError, match=re.escape(words)) as caught:
         merged({(0,): {"model": {"x": one} | same}, (1, 2): {"model": same | {"x": other}}})
-    assert "under 1 name; mark what belongs to one rank with PerRank" in str(caught.value)
+    assert "under 1 name; mark values that differ between ranks with PerRank" in str(caught.value)
 
 
 def test_everything_that_differs_is_told_at_once() -> None:
@@ -242,7 +242,7 @@ def test_a_tensor_that_a_rank_of_its_mesh_does_not_give_is_refused() -> None:
     whole = StateDescription(["d", "w", 0], ["w"], ["float32"], [4], [sharding_to_json(rows)], [0])
     nothing = StateDescription(["d"], [], [], [], [], [])
     with pytest.raises(
-        StateDiffersError, match=r"w: \[4\] \(0: S\(0\)\) is held by rank 1, but it is not in their state"
+        StateDiffersError, match=r"w: \[4\] \(0: S\(0\)\) is also held by rank 1, but it is not in their state"
     ):
         merge([((0,), whole), ((1,), nothing)], (0, 1))
 

@@ -81,12 +81,12 @@ def test_a_zombie_process_counts_as_gone() -> None:
     own = Process.own()
     assert own is not None
     assert not own.is_gone()
-    assert own._replace(began="1").is_gone()  # its number is another's now
+    assert own._replace(started="1").is_gone()  # its number is another's now
     child = os.fork()
     if child == 0:
         os._exit(0)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     began = host_window._state_of(child)[1]
-    assert own._replace(pid=child, began=began).is_gone()
+    assert own._replace(pid=child, started=began).is_gone()
     os.waitpid(child, 0)
-    assert own._replace(pid=child, began=began).is_gone()
+    assert own._replace(pid=child, started=began).is_gone()

@@ -36,7 +36,7 @@ def test_verify_reports_bool_tensors_with_invalid_bytes(tmp_path: Path) -> None:
     assert not report
     (damage,) = report.corruptions
     assert (damage.tensor, damage.block) == ("bad", 1)
-    assert "neither 0 nor 1" in str(damage)
+    assert "other than 0 and 1" in str(damage)
 
 
 class Counting(Calls):

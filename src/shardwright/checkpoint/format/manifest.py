@@ -239,7 +239,7 @@ def _tensors_from_json(raw: msgspec.Raw) -> TensorTable:
     if len(set(names)) != len(names):
         raise FormatError("two tensors have the same name")
     _check_numbers(kinds_of_dtype, len(dtypes), "dtype")
-    _check_numbers(kinds, len(shardings), "placing")
+    _check_numbers(kinds, len(shardings), "sharding")
     for name, itemsize in dtypes:
         if name not in DTYPES or DTYPES[name].itemsize != itemsize:
             raise FormatError(f"dtype {name[:60]!r} of {itemsize} bytes is not known to this version of PyTorch")

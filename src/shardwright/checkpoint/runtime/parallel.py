@@ -62,7 +62,7 @@ def in_threads(
         while thread.is_alive():
             try:
                 thread.join()
-            except BaseException as error:  # noqa: BLE001  an interrupt: raised below, when nobody uses the memory
+            except BaseException as error:  # noqa: BLE001  an interrupt: raised below, when no thread uses the memory
                 stop.errors.append(error)
     if stop.errors:
         raise stop.errors[0]
