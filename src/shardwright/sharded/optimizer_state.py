@@ -221,7 +221,7 @@ def _misfit(tensor: Tensor, value: Any) -> str | None:
     if not isinstance(value, Tensor) or (not isinstance(value, ShardedTensor) and not value.ndim):
         return None
     if isinstance(value, ShardedTensor) != isinstance(tensor, ShardedTensor):
-        return f"a {type(value).__name__}, but the parameter is a {type(tensor).__name__}"
+        return f"a {type(value).__name__}, but the parameter has type {type(tensor).__name__}"
     if value.shape != tensor.shape:
         return f"of size {list(value.shape)}, but the parameter has size {list(tensor.shape)}"
     if isinstance(value, ShardedTensor) and isinstance(tensor, ShardedTensor):
