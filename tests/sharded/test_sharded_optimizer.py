@@ -263,7 +263,7 @@ def test_mismatched_state_dicts_raise_with_the_name() -> None:
     assert "group 0 lacks the parameters ['scale'] and has ['skale']" in found["names"]
     assert found["stranger"] == f"{load}'skale' is not a parameter of the optimizer"
     assert "'exp_avg' of 'table' is of size [5, 2], but the parameter has size [5, 3]" in found["size"]
-    assert "'exp_avg' of 'table' is a Tensor, but the parameter is a ShardedTensor" in found["plain"]
+    assert "'exp_avg' of 'table' is a Tensor, but the parameter has type ShardedTensor" in found["plain"]
     assert "parameter 'table': rank 0: two of its shards differ in" in found["unstepped"]
     assert found["unstepped"] == second["unstepped"] == third["unstepped"]
     assert "the shards of 'table' have been replaced since the optimizer was created" in found["resharded"]
