@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.errors import InPlaceError, LoadMismatchError
@@ -25,6 +26,41 @@ def rows(whole: Tensor, placement: Any = None) -> Any:
 
 def whole(*shape: int) -> Tensor:
     return torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
+
+
+def column() -> Any:
+    return rows(torch.ones(1), sw.Replicate())
+
+
+class SameObject(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient
+
+
+class Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return None
+
+
+def hooked_with(leaf: Any, gradient: Any) -> Any:
+    leaf.register_hook(lambda _: gradient)
+    return leaf * 1
+
+
+def module_hooked_with(leaf: Any, gradient: Any) -> Any:
+    module = nn.Identity()
+    module.register_full_backward_hook(lambda *_: (gradient,))
+    return module(leaf) * 1
 
 
 USES: list[Callable[[Any], Any]] = [
@@ -43,7 +79,14 @@ USES: list[Callable[[Any], Any]] = [
     lambda row: row.data,
     lambda row: row.detach(),
     lambda row: repr(row),
+    lambda row: copy.copy(row),
     lambda row: copy.deepcopy(row),
+    lambda row: SameObject.apply(row),
+    lambda row: sw.local_map(lambda local: local, out_placements=[sw.Partial()])(row),
+    lambda row: (column().requires_grad_() * 1).backward(row),
+    lambda row: torch.autograd.grad((leaf := column().requires_grad_()) * 1, leaf, row),
+    lambda row: hooked_with(column().requires_grad_(), row).sum().backward(),
+    lambda row: module_hooked_with(column().requires_grad_(), row).sum().backward(),
     lambda row: row.redistribute(placements=[sw.Replicate()]),
     lambda row: row.add_(1),
     lambda row: row.__setitem__(0, 1.0),
@@ -98,6 +141,124 @@ def test_every_kind_of_write_to_the_base_makes_a_copy_stale() -> None:
     y.zero_()
     with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
         row.sum()
+
+
+def pickled(*tensors: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(tensors, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def given_data_of(x: Any) -> Any:
+    y = torch.zeros_like(x)
+    y.data = x
+    return y
+
+
+# Tensors that share memory, most of them with version counters of their own.
+PAIRS: list[Callable[[Any], tuple[Any, Any]]] = [
+    lambda x: (x, x.data),
+    lambda x: (x, x.data.data),
+    lambda x: (x.view(4, 4, 1), x.detach().data),
+    lambda x: (x, x.data.detach()[:]),
+    lambda x: (x, nn.Parameter(x.data, requires_grad=False)),
+    lambda x: (x, torch.zeros_like(x).set_(x)),
+    lambda x: (x, given_data_of(x)),
+    lambda x: (given_data_of(x), given_data_of(x)),
+    lambda x: (given_data_of(x).data, given_data_of(x)),
+    lambda x: (x, copy.copy(x)),
+    lambda x: copy.deepcopy((x, x.view(4, 2, 2).view(4, 4))),
+    lambda x: copy.deepcopy((x, x.data)),
+    lambda x: pickled(x, x.data),
+]
+
+
+@on_ranks(4)
+def test_write_through_any_tensor_that_shares_memory_makes_a_copy_stale() -> None:
+    for number, pair in enumerate(PAIRS):
+        for first in (True, False):
+            one, other = pair(rows(whole(4, 4)))
+            base, written = (one, other) if first else (other, one)
+            row = base[1]
+            assert row.sum().item() == 26  # sharing memory is no write
+            written.mul_(2)
+            with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
+                row.sum()
+            assert base[1].sum().item() == 52, number
+
+
+@on_ranks(4)
+def test_sharing_memory_is_not_a_write() -> None:
+    for share in PAIRS:
+        x = rows(whole(4, 4)).add_(1)
+        row = x[1]
+        one, other = share(x)
+        assert row.sum().item() == 30
+        del one, other
+
+
+# Other objects with the memory of a copy, which are copies as well.
+SAME_MEMORY: list[Callable[[Any], Any]] = [
+    lambda x: copy.copy(x[1]),
+    lambda x: SameObject.apply(x[1]),
+    lambda x: SameObject.apply(x[1].requires_grad_()),
+    lambda x: Row.apply(x),
+    lambda x: nn.Parameter(x[1]),
+    lambda x: with_backward_hook(x[1].requires_grad_()),
+    lambda x: with_backward_hook(x.view(2, 8).requires_grad_()),
+]
+
+
+def with_backward_hook(x: Any) -> Any:
+    module = nn.Identity()
+    module.register_full_backward_hook(lambda *_: None)
+    return module(x)
+
+
+@on_ranks(4)
+def test_object_that_shares_the_memory_of_a_copy_is_stale_with_it() -> None:
+    for same in SAME_MEMORY:
+        x = rows(whole(4, 4))
+        y = same(x)
+        assert y.sum().item() > 0
+        x.zero_()
+        with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
+            y.sum()
+
+
+@on_ranks(4)
+def test_stale_copy_does_not_reach_a_module_with_a_backward_hook() -> None:
+    x = rows(whole(4, 4), sw.Shard(1)).requires_grad_()
+    flat = x.ravel()
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(InPlaceError, match=r"ravel of a sharded dimension.*again after the write"):
+        with_backward_hook(flat)
+
+
+@on_ranks(4)
+def test_copy_copied_with_its_base_follows_the_copied_base() -> None:
+    for order in (1, -1):
+        x = rows(whole(4, 4))
+        base, row = copy.deepcopy((x, x[1])[::order])[::order]
+        assert row.sum().item() == 26
+        row.mul_(2)
+        assert base.sum().item() == 136 + 26
+        assert x.sum().item() == 136
+        base.zero_()
+        with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
+            row.sum()
+
+
+@on_ranks(4)
+def test_copy_is_not_taken_as_a_gradient_that_autograd_adds_to() -> None:
+    leaf = rows(torch.ones(16)).requires_grad_()
+    flat = rows(whole(4, 4), sw.Shard(1)).ravel()
+    assert is_copied(flat)
+    with pytest.raises(InPlaceError, match=r"\.grad = .*clone\(\) it first"):
+        leaf.grad = flat.redistribute(placements=leaf.placements)
+    leaf.grad = flat.clone().redistribute(placements=leaf.placements)
 
 
 @on_ranks(4)

@@ -14,6 +14,7 @@ from shardwright.layout import Layout
 from shardwright.tensor.api.from_local import for_gradient, verify_local
 from shardwright.tensor.base import trace
 from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag
+from shardwright.tensor.base.writes import count_writes_of
 from shardwright.tensor.gradients.below_autograd import expect_plain_roots
 from shardwright.tensor.redistribute import plan, start
 from shardwright.tensor.redistribute.autograd import redistribute_local
@@ -99,6 +100,7 @@ def rebuild(local: Tensor, layout: dict[str, Any], saved_by: int, requires_grad:
     verify_local(local, known)
     result = tag(alias(local.detach()).detach(), known)
     result.requires_grad_(requires_grad)
+    count_writes_of(result)  # tensors unpickled with one storage have version counters of their own
     if is_parameter:
         result._is_param = True  # what makes isinstance(x, nn.Parameter) true
     return result

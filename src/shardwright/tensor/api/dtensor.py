@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from shardwright import comm
-from shardwright.errors import MixedTensorsError, TensorError
+from shardwright.errors import InPlaceError, MixedTensorsError, TensorError
 from shardwright.layout import Layout, Placement
 from shardwright.tensor.api.convert import rebuild, redistribute, to_local
 from shardwright.tensor.api.from_local import from_local
 from shardwright.tensor.base.checkpoint_protocol import provided
+from shardwright.tensor.base.copied import is_copied
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.strides import copy_strides, global_stride
 from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function, tag
 from shardwright.tensor.base.trace import on_trace
-from shardwright.tensor.base.writes import count_writes_through, data_of
+from shardwright.tensor.base.writes import count_writes_of, count_writes_through, data_of
 from shardwright.tensor.dispatch import refusals, storage_ops
 from shardwright.tensor.dispatch.cache import torch_function
 from shardwright.tensor.dispatch.dispatcher import PASS_FUNCTIONS, intercept
@@ -384,7 +385,7 @@ class DTensor(DTensorBase):
     @property
     def grad(self) -> DTensor | None:
         gradient = disabled(_get_grad, (), (self,), {})
-        if gradient is not None and type(gradient) is not DTensor:
+        if gradient is not None and not isinstance(gradient, DTensor):
             # Set by autograd as a plain tensor: tag it in place, because its identity matters.
             gradient.__class__ = DTensor
             gradient._layout = engine.gradient_layout(self._layout)
@@ -398,6 +399,11 @@ class DTensor(DTensorBase):
             layout = engine.gradient_layout(self._layout)
             if gradient._layout is not layout:
                 raise TensorError(f".grad {gradient._layout} does not fit {self._layout}: redistribute it to {layout}")
+            if is_copied(gradient):  # autograd adds to it, and does not add to what a view would show
+                raise InPlaceError(
+                    f".grad = {gradient._layout}, which looks like a view but is a copy, because "
+                    f"{gradient._copied_by} of a sharded dimension needed communication: clone() it first"
+                )
         disabled(_set_grad, (), (self, gradient), {})
 
     @grad.deleter
@@ -450,6 +456,7 @@ class DTensor(DTensorBase):
         with no_torch_function():
             result = tag(self.detach(), self._layout)
             result.requires_grad_(self.requires_grad)
+        copy_strides(result, self)
         result.__dict__.update({k: v for k, v in self.__dict__.items() if k not in _OF_ONE_OBJECT})
         return result
 
@@ -466,6 +473,8 @@ class DTensor(DTensorBase):
             copied = local.clone(memory_format=torch.preserve_format) if is_parameter else copy.deepcopy(local, memo)
             memo[id(self)] = result = tag(copied, self._layout)
             result.requires_grad_(self.requires_grad)
+            if not is_parameter:
+                count_writes_of(result)  # copies that share memory have version counters of their own
         if is_parameter:
             result._is_param = True  # what makes isinstance(x, nn.Parameter) true
             return result

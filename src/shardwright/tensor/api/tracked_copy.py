@@ -7,6 +7,7 @@ anything if not. Changing its shape or memory in place raises, because the base 
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NoReturn
 
 from shardwright.errors import InPlaceError
@@ -14,7 +15,7 @@ from shardwright.tensor.api.dtensor import DTensor
 from shardwright.tensor.api.strided import Strided
 from shardwright.tensor.api.torch_hooks import functions_of, leave_eager
 from shardwright.tensor.base import trace
-from shardwright.tensor.base.copied import mark_copied, refuse_stale
+from shardwright.tensor.base.copied import mark_copied, memory_owner, refuse_stale
 from shardwright.tensor.base.registry import canonical_name
 from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.dispatch.arguments import tensors_in
@@ -26,7 +27,7 @@ from shardwright.tensor.dispatch.write_through import write_through
 __all__ = ["TrackedCopy"]
 
 _READING = """to_local full_tensor redistribute item tolist numpy backward register_hook __array__ __bool__ __float__
-__int__ __index__ __complex__ __contains__ __iter__ __format__ __repr__ __copy__ __deepcopy__ __reduce_ex__""".split()
+__int__ __index__ __complex__ __contains__ __iter__ __format__ __repr__ __reduce_ex__""".split()
 _REPLACING = ("set_", "resize_", "resize_as_", "detach_")
 _OF_THE_OBJECT = frozenset(("__get__", "__set__"))  # attributes such as shape and grad belong to the copy itself
 _CHANGE_THE_VIEW = RESHAPES | {"detach", "as_strided"}  # in place, these change the view, not its values
@@ -48,6 +49,27 @@ class TrackedCopy(Strided):
                 with trace.operation(name):
                     return write_through(func, *args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
+
+    def __copy__(self) -> DTensor:
+        refuse_stale("copy.copy", self)
+        other = super().__copy__()
+        mark_copied(other, self._copied_by, self, sharing=self)
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """Return a copy of a copy of the base, as torch copies a view and its base together."""
+        refuse_stale("copy.deepcopy", self)
+        known: DTensor | None = memo.get(id(self))
+        if known is not None:
+            return known
+        result = super().__deepcopy__(memo)
+        if "_is_param" not in self.__dict__:  # torch clones a parameter
+            owner = memory_owner(self)
+            base: Any = copy.deepcopy(owner._base_version[0].detach(), memo)
+            mark_copied(result, self._copied_by, base)
+            if owner is self and "_base_index" in self.__dict__:
+                result._base_index = base, self._base_index[1]
+        return result
 
     @property  # type: ignore[override]  # a DTensor, as DTensor's own
     def data(self) -> DTensor:

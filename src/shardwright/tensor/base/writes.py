@@ -1,9 +1,10 @@
 """Count the writes to a tensor's memory, including those that autograd does not count.
 
 A copy that looks like a view compares the counts to find out whether its base was written to. Autograd's version
-counter is shared by a tensor and its views, but `x.data` has its own counter, and after `x.data = y` or `x.set_(y)`
-writes to the memory of `y` also increment the counter of `x`. These further counters are kept on the storage, as
-tensors without memory: a counter lives in a tensor, and a tensor with memory would keep the storage alive.
+counter is shared by a tensor and its views, but `x.data` has its own counter, and so have tensors that got the memory
+of another by `x.data = y`, `x.set_(y)`, `copy.deepcopy` or unpickling. A storage that has several counters keeps all of
+them, so that a write through any tensor is seen by all. They are kept as tensors without memory: a counter lives in a
+tensor, and a tensor with memory would keep the storage alive.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = [
     "WATCH",
     "MemoryVersion",
     "count_write",
+    "count_writes_of",
     "count_writes_through",
     "data_of",
     "memory_version",
@@ -32,8 +34,11 @@ __all__ = [
 _use_count = torch._C._storage_Use_Count
 _get_data = Tensor.data.__get__  # type: ignore[attr-defined]  # a getset descriptor
 _INFERENCE_COUNT = "_shardwright_inference_writes"  # an attribute of a storage: the number of writes
-# Attributes of a storage: two counters, and the tensor whose `.data` was first asked for, as a weak reference.
-_DATA_COUNTER, _OTHER_COUNTERS, _OWNER = "_shardwright_data_counter", "_shardwright_counters", "_shardwright_owner"
+# Attributes of a storage: the counter that all `.data` share; the other counters, the first of which is that of the
+# tensors that had the memory first; the writes that dropped counters had counted; the tensor whose `.data` was first
+# asked for, as a weak reference.
+_DATA_COUNTER, _OTHER_COUNTERS = "_shardwright_data_counter", "_shardwright_counters"
+_DROPPED, _OWNER = "_shardwright_dropped_writes", "_shardwright_owner"
 
 
 class _Watch:
@@ -74,10 +79,8 @@ def memory_version(tensor: DTensorBase) -> MemoryVersion:
             return MemoryVersion(storage, tensor._layout, (storage.__dict__.get(_INFERENCE_COUNT, 0),))
         counters = storage.__dict__
         data, others = counters.get(_DATA_COUNTER), counters.get(_OTHER_COUNTERS, ())
-        past = 0 if data is None else data._version
-        return MemoryVersion(
-            storage, tensor._layout, (tensor._version, past, *(other.counter._version for other in others))
-        )
+        further = sum((other.writes for other in others), start=counters.get(_DROPPED, 0))
+        return MemoryVersion(storage, tensor._layout, (tensor._version, 0 if data is None else data._version, further))
 
 
 def was_written(tensor: DTensorBase, before: MemoryVersion) -> bool:
@@ -103,6 +106,7 @@ def data_of(tensor: DTensorBase) -> Tensor:
         counters = storage_of(tensor).__dict__
         known = counters.get(_DATA_COUNTER)
         if known is None:
+            _keep_first_counter(tensor)
             counters[_DATA_COUNTER], counters[_OWNER] = _without_memory(plain), TensorWeakRef(tensor)
             return plain
         counted: Tensor = known.detach()  # shares the counter
@@ -111,7 +115,7 @@ def data_of(tensor: DTensorBase) -> Tensor:
 
 
 def count_writes_through(tensor: DTensorBase, source: DTensorBase) -> None:
-    """Count writes through `tensor` as writes to the memory of `source`, which it now shares.
+    """Count writes through `tensor` as writes to the memory of `source`, which it now shares, and the reverse.
 
     Writes are counted as long as anything may write through that counter: `tensor` itself, and tensors that were
     detached from it and outlive it. So the counter of a tensor that was freed, or has other memory now, is dropped only
@@ -121,24 +125,63 @@ def count_writes_through(tensor: DTensorBase, source: DTensorBase) -> None:
         if tensor.is_inference():
             return
         storage = storage_of(tensor)
+        if not source.is_inference():
+            _keep_first_counter(source)
         counters: list[_Counter] = storage.__dict__.setdefault(_OTHER_COUNTERS, [])
         current = [counter for counter in counters if counter.is_of(storage)]
-        owner = storage.__dict__.get(_OWNER, lambda: None)()
+        owner = storage.__dict__.get(_OWNER, _no_tensor)()
         holders = {id(counter.tensor()) for counter in current} | {id(tensor), id(source)}
         if owner is not None and storage_of(owner) is storage:
             holders.add(id(owner))
         if _use_count(storage._cdata) <= len(holders) + 1:  # and the storage object itself
-            counters[:] = current
+            kept = [counter for counter in counters if counter.tensor is _no_tensor or counter.is_of(storage)]
+            dropped = sum(counter.writes for counter in counters) - sum(counter.writes for counter in kept)
+            storage.__dict__[_DROPPED] = storage.__dict__.get(_DROPPED, 0) + dropped
+            counters[:] = kept
         if not any(counter.tensor() is tensor for counter in current):
-            counters.append(_Counter(TensorWeakRef(tensor), tensor._cdata, _without_memory(tensor)))
+            counters.append(_Counter(TensorWeakRef(tensor), tensor._cdata, _without_memory(tensor), tensor._version))
+
+
+def count_writes_of(tensor: DTensorBase) -> None:
+    """Count writes through a new tensor whose memory others may have with version counters of their own.
+
+    Call it for all of them. It makes no weak reference, so that `torch.utils.swap_tensors` takes the tensor.
+    """
+    with no_torch_function():
+        if not tensor.is_inference() and not _keep_first_counter(tensor):
+            storage_of(tensor).__dict__[_OTHER_COUNTERS].append(_unattended(tensor))
+
+
+def _keep_first_counter(tensor: DTensorBase) -> bool:
+    """Keep the counter of a tensor with its storage, unless one is kept already; return whether it was kept."""
+    counters = storage_of(tensor).__dict__
+    if _OTHER_COUNTERS in counters:
+        return False
+    counters[_OTHER_COUNTERS] = [_unattended(tensor)]
+    return True
+
+
+def _unattended(tensor: DTensorBase) -> _Counter:
+    """Return the counter of a tensor without a reference to the tensor: it is never dropped."""
+    return _Counter(_no_tensor, 0, _without_memory(tensor), tensor._version)
+
+
+def _no_tensor() -> None:
+    """Return None, as a weak reference to a tensor that was freed does."""
 
 
 class _Counter(NamedTuple):
-    """The version counter of a tensor whose memory was replaced by that of another tensor."""
+    """The version counter of tensors that share a storage."""
 
-    tensor: Any  # a weak reference
+    tensor: Any  # a weak reference to the tensor whose memory was replaced by that storage
     address: int  # of its C++ object, which `swap_tensors` replaces together with the counter
     counter: Tensor
+    before: int  # the version when it was added: copies taken before do not become stale by that
+
+    @property
+    def writes(self) -> int:
+        """The writes counted since it was added."""
+        return self.counter._version - self.before
 
     def is_of(self, storage: Any) -> bool:
         """Return whether the tensor is alive, has this counter and still has this storage."""

@@ -17,6 +17,7 @@ from shardwright.errors import ArgumentTypeError, LocalTensorError, MeshMismatch
 from shardwright.layout import Layout, Mesh, Placement, as_placement
 from shardwright.tensor.api.from_local import for_gradient, from_local, one_mesh
 from shardwright.tensor.base.capture import capturing
+from shardwright.tensor.base.copied import refuse_stale
 from shardwright.tensor.base.gradient_types import ENTERED
 from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.dispatch.outside import ResultMeta
@@ -118,6 +119,9 @@ def _mapped(
         flat, spec = pytree.tree_flatten((args, _in_order(kwargs, parameters)))
         over = _mesh_of(name, flat, mesh)
         wanted = ins.for_arguments(name, args, flat)
+        for value in flat:
+            if isinstance(value, DTensorBase):
+                refuse_stale(name, value)
         sources = [value._layout if isinstance(value, DTensorBase) else None for value in flat]
         targets = [
             None if source is None else _target(name, index, source, want, ins.entries is None, redistribute)

@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge
 from shardwright.errors import MixedTensorsError, TensorError, UnsupportedError
 from shardwright.layout import Layout, Partial
 from shardwright.tensor.base.capture import refuse_capture
+from shardwright.tensor.base.copied import refuse_stale
 from shardwright.tensor.base.gradient_types import dual, without_entered
 from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.gradients.below_autograd import run_backward
@@ -133,6 +134,7 @@ def _seed(root: Any, given: Tensor | None) -> Tensor | None:
                 )
             return torch.full_like(root, _share(layout)).detach()
     if isinstance(given, DTensorBase):
+        refuse_stale("backward: the gradient", given)
         if given._layout.shape != layout.shape:
             raise TensorError(f"backward: the shape of the gradient {given._layout} does not match the tensor {layout}")
         with no_torch_function():
@@ -174,6 +176,7 @@ def local_gradient(answer: Any, layout: Layout, source: str) -> Tensor:
     """
     if not isinstance(answer, DTensorBase):
         raise MixedTensorsError(f"{source} of a DTensor {layout} returned a plain tensor: return a DTensor")
+    refuse_stale(f"{source} of a DTensor {layout}", answer)
     if answer._layout.shape != layout.shape:
         raise TensorError(f"{source} of a DTensor {layout} returned {answer._layout}: the shapes must be the same")
     with no_torch_function():

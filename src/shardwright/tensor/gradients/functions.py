@@ -25,7 +25,9 @@ from shardwright.errors import MixedTensorsError, TensorError
 from shardwright.layout import Layout
 from shardwright.tensor.base import policy
 from shardwright.tensor.base.capture import capture_call, is_capturing, refuse_capture
+from shardwright.tensor.base.copied import is_copied, refuse_stale
 from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.strides import copy_strides
 from shardwright.tensor.base.tagging import DTensorBase, alias, disabled, no_torch_function, tag, tag_replicated
 from shardwright.tensor.gradients.below_autograd import expect_plain_roots
 from shardwright.tensor.gradients.engine import local_gradient, tag_gradient
@@ -82,10 +84,16 @@ def _has_dtensor(value: Any) -> bool:
 def _run_on_dtensors(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _is_ours(cls):
         if torch._C._is_torch_function_enabled():
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, DTensorBase):
+                    refuse_stale(cls.__name__, value)
             expect_plain_roots()
-            cls = _layout_recording(cls)
-        else:
-            args = tuple(alias(value) if isinstance(value, DTensorBase) else value for value in args)
+            result = _original.__get__(None, _layout_recording(cls))(*args, **kwargs)
+            for value in result if isinstance(result, tuple) else (result,):
+                if isinstance(value, DTensorBase) and is_copied(value):
+                    value.__class__ = DTensorBase.copies  # only now: autograd has looked at it
+            return result
+        args = tuple(alias(value) if isinstance(value, DTensorBase) else value for value in args)
     return _original.__get__(None, cls)(*args, **kwargs)
 
 
@@ -150,13 +158,18 @@ def _forward_of(cls: Any) -> Any:
 def _own_object(value: Any, args: Sequence[Any], ctx: Any) -> Any:
     """Return an output, or a DTensor alias of it if it is an input, which autograd would replace by a plain tensor.
 
-    A copy that looks like a view is aliased as well, because its class checks every use.
+    A copy that looks like a view is aliased as well, because its class checks every use; the alias becomes such a copy
+    when autograd has taken it.
     """
     if not isinstance(value, DTensorBase) or any(value is dirty for dirty in ctx.dirty_tensors or ()):
         return value
-    if "_copied_by" in value.__dict__ or any(value is given for given in args):
-        return tag(alias(value), value._layout)
-    return value
+    if not is_copied(value) and not any(value is given for given in args):
+        return value
+    own: DTensorBase = tag(alias(value), value._layout)
+    copy_strides(own, value)
+    if is_copied(value):
+        own._copied_by, own._base_version = value._copied_by, (value, None)
+    return own
 
 
 def layouts_of(values: Iterable[Any]) -> list[Layout | None]:
