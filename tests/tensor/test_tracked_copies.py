@@ -81,6 +81,7 @@ USES: list[Callable[[Any], Any]] = [
     lambda row: repr(row),
     lambda row: copy.copy(row),
     lambda row: copy.deepcopy(row),
+    lambda row: setattr(column(), "data", row),
     lambda row: SameObject.apply(row),
     lambda row: sw.local_map(lambda local: local, out_placements=[sw.Partial()])(row),
     lambda row: (column().requires_grad_() * 1).backward(row),
@@ -249,6 +250,14 @@ def test_copy_copied_with_its_base_follows_the_copied_base() -> None:
         base.zero_()
         with pytest.raises(InPlaceError, match="looks like a view but is a copy"):
             row.sum()
+
+
+@on_ranks(4)
+def test_set_to_the_memory_of_a_copy_raises() -> None:
+    x, target = rows(whole(4, 4)), rows(torch.zeros(4))
+    with pytest.raises(InPlaceError, match=r"set_ of .*clone\(\) it first"):
+        target.set_(x[1])
+    assert target.set_(x[1].clone()).sum().item() == 26
 
 
 @on_ranks(4)

@@ -15,7 +15,7 @@ from shardwright.layout import Layout, Placement
 from shardwright.tensor.api.convert import rebuild, redistribute, to_local
 from shardwright.tensor.api.from_local import from_local
 from shardwright.tensor.base.checkpoint_protocol import provided
-from shardwright.tensor.base.copied import is_copied
+from shardwright.tensor.base.copied import is_copied, refuse_stale
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.strides import copy_strides, global_stride
 from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function, tag
@@ -422,6 +422,7 @@ class DTensor(DTensorBase):
     def data(self, value: Tensor) -> None:
         if not isinstance(value, DTensor):
             raise MixedTensorsError(f".data of a DTensor {self._layout} must be a DTensor, got a plain tensor")
+        refuse_stale(".data =", value)
         with no_torch_function():
             alias_of = value.detach()
             if torch._has_compatible_shallow_copy_type(self, alias_of):

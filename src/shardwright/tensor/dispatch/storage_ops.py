@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import InPlaceError, UnsupportedError
 from shardwright.layout import Layout, Placement, Ragged, Shard
+from shardwright.tensor.base.copied import is_copied
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.strides import copy_strides
 from shardwright.tensor.base.tagging import DTensorBase, disabled
@@ -118,6 +119,11 @@ def set_(target: DTensorBase, source: Any = None, *where: Any, **named: Any) -> 
         raise UnsupportedError(
             f"set_ of a DTensor {target._layout} takes a DTensor and no other arguments: memory without a layout would "
             "count as a shard. Use DTensor.from_local for a local tensor"
+        )
+    if is_copied(source):  # the target would share the memory of the copy, not that of the view's base
+        raise InPlaceError(
+            f"set_ of a DTensor {target._layout} to {source._layout}, which looks like a view but is a copy, because "
+            f"{source._copied_by} of a sharded dimension needed communication: clone() it first"
         )
     disabled(Tensor.set_, (), (target, source), {})
     target._layout = source._layout
