@@ -49,7 +49,7 @@ def resolve_group(process_group: Any) -> tuple[comm.Group, Callable[[], None]]:
     >>> group, check = resolve_group("all")
     >>> check()
     Traceback (most recent call last):
-    shardwright.errors.ArgumentTypeError: process_group='all' is a str: give a torch process group, ...
+    shardwright.errors.ArgumentTypeError: process_group must be a torch process group or None, got str: 'all'
     """
     try:
         return comm.Group.of(process_group), lambda: None
