@@ -184,9 +184,9 @@ def test_groups_with_options_of_their_own_keep_them(tmp_path: Path) -> None:
 def test_an_optimizer_of_another_model_is_refused() -> None:
     with pytest.raises(StateError, match=r"4 of 4 parameters of the SGD have no name"):
         optimizer_state(build(), torch.optim.SGD(build().parameters()))
-    with pytest.raises(ArgumentTypeError, match="int is not an optimizer"):
+    with pytest.raises(ArgumentTypeError, match="expected an optimizer, got int"):
         optimizer_state(build(), 3)  # type: ignore[arg-type]  # wrong on purpose
-    with pytest.raises(ArgumentTypeError, match="list is neither a module nor a mapping"):
+    with pytest.raises(ArgumentTypeError, match="expected a module or a mapping of names to parameters, got list"):
         optimizer_state([], torch.optim.SGD(build().parameters()))  # type: ignore[arg-type]  # wrong on purpose
 
 
