@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from tests.sharded.specs_and_errors import chunks, error_text
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,20 +16,9 @@ from shardwright.errors import (
     ShardError,
 )
 from shardwright.sharded import (
-    ChunkShardingSpec,
     ShardedTensor,
 )
 from shardwright.testing import run_ranks
-
-
-def chunks(dim: int, *ranks: int) -> ChunkShardingSpec:
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
-
-
-def error_text(kind: type[Exception], call: Callable[[], object]) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("order", [2.0, 1, 3.5, 0.0, float("inf"), float("-inf")])

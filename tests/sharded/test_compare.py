@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
 import torch
+from tests.sharded.specs_and_errors import chunks, error_text
 
 from shardwright import comm, sharded
 from shardwright.errors import (
     RankFailedError,
 )
-from shardwright.sharded import (
-    ChunkShardingSpec,
-)
 from shardwright.testing import run_ranks
-
-
-def chunks(dim: int, *ranks: int) -> ChunkShardingSpec:
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
-
-
-def error_text(kind: type[Exception], call: Callable[[], object]) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 def test_an_invalid_comparison_on_one_rank_raises_on_all() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from tests.sharded.specs_and_errors import chunks, error_text
 from torch.nn import functional
 
 from shardwright import comm
@@ -13,20 +12,7 @@ from shardwright.errors import (
     RankFailedError,
     ShardError,
 )
-from shardwright.sharded import (
-    ChunkShardingSpec,
-)
 from shardwright.testing import run_ranks
-
-
-def chunks(dim: int, *ranks: int) -> ChunkShardingSpec:
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
-
-
-def error_text(kind: type[Exception], call: Callable[[], object]) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 def test_linear_accepts_the_bias_dtypes_that_torch_accepts() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
 import torch
+from tests.sharded.specs_and_errors import chunks, error_text
 from torch import nn
 from torch.nn import functional
 
@@ -14,20 +12,7 @@ from shardwright.errors import (
     DisagreementError,
     RankFailedError,
 )
-from shardwright.sharded import (
-    ChunkShardingSpec,
-)
 from shardwright.testing import run_ranks
-
-
-def chunks(dim: int, *ranks: int) -> ChunkShardingSpec:
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
-
-
-def error_text(kind: type[Exception], call: Callable[[], object]) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 def test_loading_different_tensors_into_a_module_raises_on_all_ranks() -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
+from tests.sharded.specs_and_errors import chunks, error_text
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,20 +20,9 @@ from shardwright.errors import (
     RankLostError,
 )
 from shardwright.sharded import (
-    ChunkShardingSpec,
     ShardedTensor,
 )
 from shardwright.testing import run_ranks
-
-
-def chunks(dim: int, *ranks: int) -> ChunkShardingSpec:
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
-
-
-def error_text(kind: type[Exception], call: Callable[[], object]) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 def test_a_rank_that_is_missing_or_in_another_operator_is_named_after_the_timeout() -> None:

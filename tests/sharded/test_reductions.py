@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from tests.sharded.specs_and_errors import chunks, error_text
 
 from shardwright import sharded
 from shardwright.errors import (
     UnsupportedError,
 )
-from shardwright.sharded import (
-    ChunkShardingSpec,
-)
 from shardwright.testing import run_ranks
-
-
-def chunks(dim: int, *ranks: int) -> ChunkShardingSpec:
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
-
-
-def error_text(kind: type[Exception], call: Callable[[], object]) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 def test_a_reduction_of_an_empty_tensor_tiles_its_result_or_raises_on_all_ranks() -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
-import pytest
 import torch
+from tests.sharded.specs_and_errors import chunks, error_text
 from torch import nn
 
 from shardwright import comm, sharded
@@ -17,16 +16,6 @@ from shardwright.sharded import (
     ChunkShardingSpec,
 )
 from shardwright.testing import run_ranks
-
-
-def chunks(dim: int, *ranks: int) -> ChunkShardingSpec:
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
-
-
-def error_text(kind: type[Exception], call: Callable[[], object]) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 def test_a_parameter_may_be_on_meta_except_on_the_source_rank() -> None:

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.sharded.specs_and_errors import chunks, error_text
 from torch.nn import functional
 
 from shardwright import sharded
 from shardwright.errors import (
     UnsupportedError,
 )
-from shardwright.sharded import (
-    ChunkShardingSpec,
-)
 from shardwright.testing import run_ranks
-
-
-def chunks(dim: int, *ranks: int) -> ChunkShardingSpec:
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
-
-
-def error_text(kind: type[Exception], call: Callable[[], object]) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 def test_sparse_gradients_have_their_layout_and_cannot_be_transferred() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.sharded.specs_and_errors import chunks
 
 import shardwright as sw
 from shardwright import comm, sharded
@@ -21,10 +22,6 @@ from shardwright.sharded import (
 from shardwright.testing import run_ranks
 
 ALONE = ChunkShardingSpec(0, ["rank:0/cpu"] * 2)
-
-
-def chunks(dim: int, *ranks: int) -> ChunkShardingSpec:
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
 
 
 def specs() -> list[ShardingSpec]:

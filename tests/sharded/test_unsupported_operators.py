@@ -14,19 +14,9 @@ from shardwright.errors import (
     UnsupportedError,
 )
 from shardwright.sharded import (
-    ChunkShardingSpec,
     ShardedTensor,
 )
-
-
-def chunks(dim: int, *ranks: int) -> ChunkShardingSpec:
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
-
-
-def error_text(kind: type[Exception], call: Callable[[], object]) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
+from tests.sharded.specs_and_errors import chunks, error_text
 
 
 @pytest.mark.parametrize(
