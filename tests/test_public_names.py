@@ -91,7 +91,6 @@ def test_the_front_door_offers_just_this() -> None:
         "full",
         "implicit_replication",
         "init_device_mesh",
-        "interop",
         "local_map",
         "manual_seed",
         "normal",
@@ -104,7 +103,6 @@ def test_the_front_door_offers_just_this() -> None:
         "rules",
         "sharded",
         "storage",
-        "testing",
         "trace",
         "verify_ranks",
         "visualize",
@@ -136,6 +134,16 @@ print([name for name in heavy if name in sys.modules], {"interop", "testing"} <=
 print(hasattr(shardwright, "intorep"), [name for name in heavy if name in sys.modules])
 """
     assert in_a_new_process(program) == ["[] True", "False []"]
+
+
+def test_a_star_import_works_without_what_testing_needs() -> None:
+    program = """
+import sys
+sys.modules["cloudpickle"] = sys.modules["hypothesis"] = sys.modules["pytest"] = None
+from shardwright import *
+print(DTensor.__name__)
+"""
+    assert in_a_new_process(program) == ["DTensor"]
 
 
 @facades

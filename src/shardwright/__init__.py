@@ -37,17 +37,21 @@ from shardwright.tensor import (
 )
 
 if typing.TYPE_CHECKING:
-    from shardwright import interop, testing
+    from shardwright import interop as interop
+    from shardwright import testing as testing
 else:  # hidden from type checkers, for which a module with __getattr__ has every name
 
     def __getattr__(name: str) -> object:
-        """Import `interop` and `testing` when they are first used: they are slow to import."""
+        """Import `interop` and `testing` when they are first used: they are slow to import, or need an extra.
+
+        So they are not in `__all__` either: `from shardwright import *` works without the extra.
+        """
         if name in ("interop", "testing"):
             return importlib.import_module(f"shardwright.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted({*globals(), "interop", "testing"})
 
 
 __all__ = [
@@ -77,7 +81,6 @@ __all__ = [
     "full",
     "implicit_replication",
     "init_device_mesh",
-    "interop",
     "local_map",
     "manual_seed",
     "normal",
@@ -90,7 +93,6 @@ __all__ = [
     "rules",
     "sharded",
     "storage",
-    "testing",
     "trace",
     "verify_ranks",
     "visualize",
