@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.sharded.specs_and_errors import chunks, error_text
 from torch import Tensor
 from torch.nn import functional
 
@@ -19,6 +18,7 @@ from shardwright.sharded import (
     ShardedTensor,
 )
 from shardwright.testing import run_ranks
+from tests.sharded.specs_and_errors import chunks, error_text
 
 
 @pytest.mark.parametrize("order", [2.0, 1, 3.5, 0.0, float("inf"), float("-inf")])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from tests.sharded.specs_and_errors import chunks, error_text
 
 from shardwright import comm, sharded
 from shardwright.errors import (
     RankFailedError,
 )
 from shardwright.testing import run_ranks
+from tests.sharded.specs_and_errors import chunks, error_text
 
 
 def test_an_invalid_comparison_on_one_rank_raises_on_all() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.sharded.specs_and_errors import chunks, error_text
 from torch.nn import functional
 
 from shardwright import comm
@@ -13,6 +12,7 @@ from shardwright.errors import (
     ShardError,
 )
 from shardwright.testing import run_ranks
+from tests.sharded.specs_and_errors import chunks, error_text
 
 
 def test_linear_accepts_the_bias_dtypes_that_torch_accepts() -> None:

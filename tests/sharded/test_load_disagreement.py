@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from tests.sharded.specs_and_errors import chunks, error_text
 from torch import nn
 from torch.nn import functional
 
@@ -13,6 +12,7 @@ from shardwright.errors import (
     RankFailedError,
 )
 from shardwright.testing import run_ranks
+from tests.sharded.specs_and_errors import chunks, error_text
 
 
 def test_loading_different_tensors_into_a_module_raises_on_all_ranks() -> None:

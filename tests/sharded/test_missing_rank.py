@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from tests.sharded.specs_and_errors import chunks, error_text
 from torch import Tensor
 from torch.nn import functional
 
@@ -23,6 +22,7 @@ from shardwright.sharded import (
     ShardedTensor,
 )
 from shardwright.testing import run_ranks
+from tests.sharded.specs_and_errors import chunks, error_text
 
 
 def test_a_rank_that_is_missing_or_in_another_operator_is_named_after_the_timeout() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.sharded.specs_and_errors import chunks, error_text
 
 from shardwright import sharded
 from shardwright.errors import (
     UnsupportedError,
 )
 from shardwright.testing import run_ranks
+from tests.sharded.specs_and_errors import chunks, error_text
 
 
 def test_a_reduction_of_an_empty_tensor_tiles_its_result_or_raises_on_all_ranks() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 
 import torch
-from tests.sharded.specs_and_errors import chunks, error_text
 from torch import nn
 
 from shardwright import comm, sharded
@@ -16,6 +15,7 @@ from shardwright.sharded import (
     ChunkShardingSpec,
 )
 from shardwright.testing import run_ranks
+from tests.sharded.specs_and_errors import chunks, error_text
 
 
 def test_a_parameter_may_be_on_meta_except_on_the_source_rank() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.sharded.specs_and_errors import chunks, error_text
 from torch.nn import functional
 
 from shardwright import sharded
@@ -14,6 +13,7 @@ from shardwright.errors import (
     UnsupportedError,
 )
 from shardwright.testing import run_ranks
+from tests.sharded.specs_and_errors import chunks, error_text
 
 
 def test_sparse_gradients_have_their_layout_and_cannot_be_transferred() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.sharded.specs_and_errors import chunks
 
 import shardwright as sw
 from shardwright import comm, sharded
@@ -20,6 +19,7 @@ from shardwright.sharded import (
     ShardMetadata,
 )
 from shardwright.testing import run_ranks
+from tests.sharded.specs_and_errors import chunks
 
 ALONE = ChunkShardingSpec(0, ["rank:0/cpu"] * 2)
 
