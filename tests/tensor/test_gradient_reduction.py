@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright import comm
-from shardwright.errors import MixedTensorsError
+from shardwright.errors import InPlaceError, MixedTensorsError
 from shardwright.layout import Partial, Replicate, Shard
 from shardwright.tensor.gradients import enter
 from shardwright.testing import on_ranks
@@ -118,6 +118,23 @@ def test_parameter_written_through_data_is_gathered_again() -> None:
     assert (x @ p).sum().item() == 640
     held.mul_(10)
     assert (x @ p).sum().item() == 6400
+
+
+@on_ranks(2, timeout=30)
+def test_parameter_written_through_data_before_backward_is_refused_in_backward() -> None:
+    """torch computes with the new values, of which a gathered copy knows nothing."""
+    for placement, refused in ((ROWS, True), (R, False)):
+        x, w = spread(randn(6, 6), ROWS), nn.Parameter(spread(randn(6, 6, seed=1), placement))
+        plain_x, plain = randn(6, 6), nn.Parameter(randn(6, 6, seed=1))
+        loss, expected = ((x.sin() @ w) @ w).sum(), ((plain_x.sin() @ plain) @ plain).sum()
+        w.data.mul_(2), plain.data.mul_(2)
+        if refused:
+            with pytest.raises(InPlaceError, match=r"through \.data .* before backward"):
+                loss.backward()
+            w.grad = plain.grad = None
+            loss, expected = ((x @ w) @ w).sum(), ((plain_x @ plain) @ plain).sum()  # the next step is right
+        loss.backward(), expected.backward()
+        close(w.grad, plain.grad)
 
 
 @on_ranks(2, timeout=30)

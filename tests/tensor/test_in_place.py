@@ -84,3 +84,36 @@ def test_operators_without_rules_and_their_writes_work_in_inference_mode() -> No
         assert torch.equal(torch.linalg.inv(x).full_tensor(), torch.eye(4) / 2)
         x.renorm_(2, 0, 1.0)  # no rule, in place
         assert torch.allclose(x.full_tensor(), torch.eye(4), atol=1e-4)
+
+
+@on_ranks(3)
+def test_write_that_reads_a_part_of_its_target_is_refused_on_all_ranks() -> None:
+    """torch refuses it too, or its result depends on the order of the writes; rows of one element are no exception."""
+    for placement in (R, Shard(0), Shard(1)):
+        for write in (
+            lambda x: x.add_(x[-2]),
+            lambda x: x.mul_(x[:, 1:2]),
+            lambda x: x.sub_(x.select(1, 0)[:, None]),
+            lambda x: x.view(4, 4).add_(x[0]),
+            lambda x: x.__iadd__(x.view(16)[:1]),
+            lambda x: x.copy_(x[1]),
+        ):
+            x = spread(randn(4, 4), placement)
+            with pytest.raises(InPlaceError, match="part of the same memory"):
+                write(x)
+            close(x, randn(4, 4))
+
+
+@on_ranks(3)
+def test_write_that_reads_another_part_of_the_memory_gives_what_torch_gives() -> None:
+    for placement in (R, Shard(0), Shard(1)):
+        for write in (
+            lambda x: x[:2].add_(x[3]),
+            lambda x: x[:, :2].mul_(x[:, 3:]),
+            lambda x: x.fill_(x[1, 1]),
+            lambda x: x.masked_fill_(x > 0, x[1, 1]),
+            lambda x: x.add_(x[1].clone()),
+        ):
+            x, plain = spread(randn(4, 4), placement), randn(4, 4)
+            write(x), write(plain)
+            close(x, plain)

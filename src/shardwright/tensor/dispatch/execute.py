@@ -38,6 +38,7 @@ from shardwright.tensor.dispatch.cache import CallPlan, known_plan, remember_fas
 from shardwright.tensor.dispatch.choose import Impossible, choose
 from shardwright.tensor.dispatch.foreach import LIST_FUNCTIONS
 from shardwright.tensor.dispatch.outside import is_outside, run_outside
+from shardwright.tensor.dispatch.overlap import refuse_overlap
 from shardwright.tensor.dispatch.shapes import Outputs, outputs_of
 from shardwright.tensor.dispatch.view_outcome import UNCHANGED, record_result_strides, view_outcome
 from shardwright.tensor.dispatch.write_through import is_lookup_result
@@ -80,6 +81,8 @@ def call_by_rule(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, 
 def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call: Call) -> Any:
     if plan.inplace:
         refuse_copied(plan.name + "_", call.tensors[0])
+        if len(call.tensors) > 1:
+            refuse_overlap(plan.name, call.tensors)
     outcome = view_outcome(plan.outcomes, plan, func, args, kwargs, call.tensors[0]) if plan.view else UNCHANGED
     if plan.moving:
         args, kwargs = _moved(plan, args, kwargs, call)

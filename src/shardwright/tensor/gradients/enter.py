@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwright.errors import InPlaceError
 from shardwright.layout import Layout
 from shardwright.tensor.base.capture import capture_call, is_capturing
 from shardwright.tensor.base.custom_op import is_traced
 from shardwright.tensor.base.gradient_types import ENTERED, dual, without_entered
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
+from shardwright.tensor.base.writes import MemoryVersion, memory_version
 from shardwright.tensor.redistribute.autograd import differs, redistribute_local
 
 __all__ = ["defer_gradient_reduction", "forget_entered", "prepare_operand", "reduce_immediately"]
@@ -94,18 +96,34 @@ class EnterParameter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensorBase, source: Layout, target: Layout) -> Tensor:
-        ctx.parameter, ctx.source, ctx.target = parameter, source, target
+        ctx.parameter, ctx.source, ctx.target, ctx.version = parameter, source, target, None
         with torch.no_grad():
             moved = redistribute_local(parameter, source, target)
+        if differs(source, without_entered(target)):  # it has memory of its own
+            ctx.version = memory_version(parameter)
         return moved.view_as(moved) if moved is parameter else moved
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         torch.autograd.Variable._execution_engine.queue_callback(forget_entered)
+        if ctx.version is not None:
+            _refuse_untracked_write(ctx.parameter, ctx.version)
         if _deferred is not None and not (_reducing_now or torch.is_grad_enabled() or _has_hooks(ctx.parameter)):
             _defer(ctx.parameter, dual(ctx.target), gradient)
             return None, None, None
         return redistribute_local(gradient, dual(ctx.target), dual(ctx.source)), None, None
+
+
+def _refuse_untracked_write(parameter: DTensorBase, before: MemoryVersion) -> None:
+    """Raise InPlaceError if a parameter was written to through `.data` since it was gathered for an operator."""
+    now = memory_version(parameter)
+    # The first count is autograd's own: torch itself checks it where a saved tensor is used.
+    if now.storage is before.storage and now.counts[1:] != before.counts[1:]:
+        raise InPlaceError(
+            f"the parameter {parameter._layout} was written to through .data after an operator had used it, and before "
+            "backward: torch would compute gradients with the new values, but its redistributed copy has the old ones. "
+            "Write after backward, or under torch.no_grad() without .data"
+        )
 
 
 def _has_hooks(parameter: DTensorBase) -> bool:
