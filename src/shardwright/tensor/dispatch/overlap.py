@@ -17,6 +17,7 @@ from shardwright.tensor.base.writes import storage_of
 __all__ = ["refuse_overlap"]
 
 _BY_VALUE = frozenset(("fill", "masked_fill"))  # torch reads the operand before the first write
+_COPIES = frozenset(("copy", "__setitem__"))  # a copy that looks like a view is written to its base so
 
 
 def refuse_overlap(name: str, tensors: Sequence[DTensorBase]) -> None:
@@ -26,7 +27,8 @@ def refuse_overlap(name: str, tensors: Sequence[DTensorBase]) -> None:
         if operand._layout.shape == target._layout.shape or name in _BY_VALUE or 0 in operand._layout.shape:
             continue
         with no_torch_function():
-            overlaps = _is_whole(target) and any(storage_of(part) is storage_of(target) for part in _bases(operand))
+            read = [operand] if name in _COPIES else _bases(operand)
+            overlaps = _is_whole(target) and any(storage_of(tensor) is storage_of(target) for tensor in read)
         if overlaps:
             raise InPlaceError(
                 f"{name}_ writes to {target._layout} while it reads {operand._layout}, a part of the same memory: the "
