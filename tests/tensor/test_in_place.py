@@ -112,9 +112,17 @@ def test_write_that_reads_another_part_of_the_memory_gives_what_torch_gives() ->
             lambda x: x.fill_(x[1, 1]),
             lambda x: x.masked_fill_(x > 0, x[1, 1]),
             lambda x: x.unbind(0)[1].mul_(2),
-            lambda x: x.reshape(-1).unbind(0)[1].mul_(2),
             lambda x: x.add_(x[1].clone()),
         ):
             x, plain = spread(randn(4, 4), placement), randn(4, 4)
             write(x), write(plain)
             close(x, plain)
+
+
+@on_ranks(2)
+def test_write_to_an_item_of_a_reshaped_tensor_reaches_its_base() -> None:
+    x = spread(torch.full((1,), 5.0), ROWS).requires_grad_()
+    item = x.reshape(-1).unbind(-1)[0]
+    with torch.no_grad():
+        item.mul_(2)
+    close(x, torch.full((1,), 10.0))
