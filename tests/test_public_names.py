@@ -101,6 +101,7 @@ def test_the_front_door_offers_just_this() -> None:
         "randperm",
         "register_rule",
         "rules",
+        "shard_batch",
         "sharded",
         "storage",
         "trace",

@@ -6,6 +6,7 @@ import typing
 from shardwright import checkpoint, errors, rules, sharded, storage
 from shardwright.comm import DeviceMesh, init_device_mesh
 from shardwright.layout import Layout, Mesh, Partial, Placement, Ragged, Region, Replicate, Shard
+from shardwright.parallel import shard_batch
 from shardwright.tensor import (
     CommunicationWarning,
     DTensor,
@@ -91,6 +92,7 @@ __all__ = [
     "randperm",
     "register_rule",
     "rules",
+    "shard_batch",
     "sharded",
     "storage",
     "trace",

@@ -39,7 +39,8 @@ ShardwrightError
 │   ├── FormatError          (ValueError)  an invalid manifest
 │   │   └── UnknownVersionError            a manifest of an unsupported version
 │   └── CorruptionError                    stored bytes are corrupt
-└── RanksError             (RuntimeError)  testing: ranks raised, died or hung
+├── RanksError             (RuntimeError)  testing: ranks raised, died or hung
+└── TrainingMismatchError  (AssertionError) testing: training on ranks differs from training on one
 ```
 
 Catch `ShardwrightError` for all of them, or the builtin beside each name.
@@ -90,6 +91,7 @@ __all__ = [
     "StorageError",
     "TensorError",
     "TilingError",
+    "TrainingMismatchError",
     "UnknownVersionError",
     "UnsupportedError",
 ]
@@ -512,4 +514,12 @@ class RanksError(ShardwrightError, RuntimeError):
     Traceback (most recent call last):
     shardwright.errors.RanksError: 1 of 1 rank failed
     rank 0 raised ZeroDivisionError: ...
+    """
+
+
+class TrainingMismatchError(ShardwrightError, AssertionError):
+    """Training on several ranks differs from training on one; the message names parameters, ranks and differences.
+
+    >>> issubclass(TrainingMismatchError, AssertionError)
+    True
     """
