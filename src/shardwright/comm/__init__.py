@@ -15,6 +15,12 @@ from shardwright.comm.fold import ReduceOp
 from shardwright.comm.group import Group, forget, mesh_group, on_forget, subgroup, world
 from shardwright.comm.join import host_store, join, leave, reach_store
 from shardwright.comm.ledger import moving_tensor
+from shardwright.comm.many import (
+    all_gather_many,
+    reduce_scatter_many,
+    start_all_gather_many,
+    start_reduce_scatter_many,
+)
 from shardwright.comm.mesh import (
     DeviceMesh,
     bind,
@@ -46,6 +52,7 @@ __all__ = [
     "Transfer",
     "agree",
     "all_gather",
+    "all_gather_many",
     "all_reduce",
     "all_reduce_",
     "all_to_all",
@@ -75,12 +82,15 @@ __all__ = [
     "rank_of_worker",
     "reach_store",
     "reduce_scatter",
+    "reduce_scatter_many",
     "start_all_gather",
+    "start_all_gather_many",
     "start_all_reduce",
     "start_all_to_all",
     "start_broadcast",
     "start_exchange",
     "start_reduce_scatter",
+    "start_reduce_scatter_many",
     "subgroup",
     "unwrap_common_error",
     "worker_name",

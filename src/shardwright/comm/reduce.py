@@ -22,12 +22,21 @@ from shardwright.comm.pending import Pending
 from shardwright.comm.traffic import report
 from shardwright.errors import CollectiveArgumentError
 
-__all__ = ["all_reduce", "all_reduce_", "reduce_scatter", "start_all_reduce", "start_reduce_scatter"]
+__all__ = [
+    "NATIVE_OPERATIONS",
+    "all_reduce",
+    "all_reduce_",
+    "backend_reduces",
+    "is_little_padding",
+    "reduce_scatter",
+    "start_all_reduce",
+    "start_reduce_scatter",
+]
 
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _INTEGERS = frozenset((torch.uint8, torch.int8, torch.int32, torch.int64))
 _COMPLEX = frozenset((torch.complex64, torch.complex128))
-_NATIVE = {
+NATIVE_OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,  # divided afterwards: not every backend has AVG
     "product": dist.ReduceOp.PRODUCT,
@@ -79,10 +88,11 @@ def all_reduce_(tensor: Tensor, group: Group | None = None, op: ReduceOp = "sum"
 
 
 def _natively(tensor: Tensor, group: Group, op: str) -> bool:
-    return group.size > 1 and _backend_reduces(tensor, op) and not is_small(tensor, group)
+    return group.size > 1 and backend_reduces(tensor, op) and not is_small(tensor, group)
 
 
-def _backend_reduces(tensor: Tensor, op: str) -> bool:
+def backend_reduces(tensor: Tensor, op: str) -> bool:
+    """Return True if the backend reduces tensors of this dtype by this operation, correctly."""
     if op in ("band", "bor", "bxor"):
         return tensor.dtype in _INTEGERS and tensor.device.type == "cpu"  # NCCL has no bitwise reductions
     if op in ("max", "min"):
@@ -97,7 +107,10 @@ def _reduce_natively(target: Tensor, group: Group, op: str) -> Pending[Tensor]:
     report("all_reduce", 2 * (size - 1) * target.nbytes // size, group)
     operation = begin(group, "all_reduce", target.dtype, tuple(target.shape), op=op)
     flights = native(
-        lambda: dist.all_reduce(target, _NATIVE[op], group=group.process_group, async_op=True), group, operation, target
+        lambda: dist.all_reduce(target, NATIVE_OPERATIONS[op], group=group.process_group, async_op=True),
+        group,
+        operation,
+        target,
     )
     number = operation.number
     return Pending("all_reduce", group, flights, lambda: target.div_(size) if op == "avg" else target, number)
@@ -107,7 +120,7 @@ def _gather_and_fold(tensor: Tensor, group: Group, op: str) -> Pending[Tensor]:
     size = group.size
     if size > 1:
         # Count what the backend would have transferred, also for small tensors.
-        rounds = 2 / size if _backend_reduces(tensor, op) else 1
+        rounds = 2 / size if backend_reduces(tensor, op) else 1
         report("all_reduce", int(rounds * (size - 1) * tensor.nbytes), group)
     operation = begin(group, "all_reduce", tensor.dtype, tuple(tensor.shape), op=op)
     gathered = gather(dense(tensor).reshape(1, *tensor.shape), group, [1] * size, 0, operation)
@@ -142,8 +155,8 @@ def start_reduce_scatter(
     own = torch.split(tensor, parts, dim)[group.rank]
     if group.size > 1:
         report("reduce_scatter", (group.size - 1) * own.nbytes, group)
-    natively = tensor.device.type != "cpu" and group.moves(tensor.device) and _few_padded(parts)
-    if natively and tensor.numel() and group.size > 1 and _backend_reduces(tensor, op):
+    natively = tensor.device.type != "cpu" and group.moves(tensor.device) and is_little_padding(parts)
+    if natively and tensor.numel() and group.size > 1 and backend_reduces(tensor, op):
         return _reduce_scatter_natively(tensor, group, parts, dim, op)
     outgoing = {peer: dense(piece) for peer, piece in enumerate(torch.split(tensor, parts, dim)) if peer != group.rank}
     pieces = [torch.empty(own.shape, **like(tensor)) for _ in parts]
@@ -178,7 +191,7 @@ def _parts(tensor: Tensor, group: Group, sizes: Sequence[int] | None, dim: int) 
     return list(sizes)
 
 
-def _few_padded(parts: list[int]) -> bool:
+def is_little_padding(parts: list[int]) -> bool:
     """Return True if pieces padded to the largest are at most twice the pieces themselves."""
     return max(parts) * len(parts) <= 2 * sum(parts)
 
@@ -208,7 +221,9 @@ def _reduce_scatter_natively(tensor: Tensor, group: Group, parts: list[int], dim
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     operation = begin(group, "reduce_scatter", tensor.dtype, tuple(tensor.shape), tuple(parts), dim, op=op)
     flights = native(
-        lambda: call(result.view(-1), stacked.view(-1), op=_NATIVE[op], group=group.process_group, async_op=True),
+        lambda: call(
+            result.view(-1), stacked.view(-1), op=NATIVE_OPERATIONS[op], group=group.process_group, async_op=True
+        ),
         group,
         operation,
         stacked,
