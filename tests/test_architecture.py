@@ -169,13 +169,13 @@ def test_there_are_modules_to_check() -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_a_module_keeps_to_its_layer(path: Path) -> None:
+def test_a_module_imports_only_what_its_layer_may_use(path: Path) -> None:
     found = violations(path.read_text("utf-8"), PurePosixPath(path.relative_to(ROOT / "src").as_posix()))
     assert not found, "\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_every_silenced_check_says_why(path: Path) -> None:
+def test_every_silenced_check_has_a_reason(path: Path) -> None:
     name = path.relative_to(ROOT).as_posix()
     found = [f"{name}:{line}: {what}" for line, what in excuses_without_reason(path.read_text("utf-8"))]
     assert not found, "\n" + "\n".join(found)
@@ -312,12 +312,12 @@ def planted(**sources: str) -> dict[str, Module]:
         "a folder that is not listed",
     ],
 )
-def test_a_planted_violation_of_the_import_graph_is_found(sources: dict[str, str], expected: str) -> None:
+def test_a_planted_violation_of_the_import_graph_is_detected(sources: dict[str, str], expected: str) -> None:
     found = graph_violations(planted(**sources))
     assert any(expected in each for each in found), found
 
 
-def test_a_planted_cycle_of_folders_is_found() -> None:
+def test_a_planted_cycle_of_folders_is_detected() -> None:
     found = graph_violations(planted(errors="import shardwright.comm.agree"))
     assert any(each.startswith("folders form a cycle") for each in found), found
 
@@ -334,13 +334,13 @@ def test_a_planted_cycle_of_folders_is_found() -> None:
         ),
     ],
     ids=[
-        "a plan that reads",
-        "a plan that opens",
+        "a pure module that uses pathlib",
+        "a pure module that opens a file",
         "a pure module that communicates",
-        "one that does so through another",
+        "a pure module that is impure through another",
     ],
 )
-def test_a_planted_impurity_is_found(sources: dict[str, str], expected: str) -> None:
+def test_a_planted_impurity_is_detected(sources: dict[str, str], expected: str) -> None:
     found = purity_violations(planted(**sources))
     assert any(expected in each for each in found), found
 
@@ -386,13 +386,13 @@ PLANTED = {
         "if typing.TYPE_CHECKING:\n    from a import b\nelse:\n    def f():\n        pass",
         "only re-exports",
     ),
-    "a drawer": ("tensor/utils.py", "", "a drawer"),
-    "a drawer with shelves": ("helpers/__init__.py", "", "a drawer"),
+    "a module named utils": ("tensor/utils.py", "", "a drawer"),
+    "a package named helpers": ("helpers/__init__.py", "", "a drawer"),
 }
 
 
 @pytest.mark.parametrize(("name", "source", "expected"), PLANTED.values(), ids=PLANTED.keys())
-def test_a_planted_violation_is_found(name: str, source: str, expected: str) -> None:
+def test_a_planted_layer_violation_is_detected(name: str, source: str, expected: str) -> None:
     found = violations(source, PurePosixPath("shardwright", name))
     assert found, source
     assert expected in " ".join(found)
@@ -419,7 +419,7 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize(("name", "source"), ALLOWED.values(), ids=ALLOWED.keys())
-def test_what_the_rules_allow_is_not_found(name: str, source: str) -> None:
+def test_allowed_imports_are_not_reported(name: str, source: str) -> None:
     assert violations(source, PurePosixPath("shardwright", name)) == []
 
 

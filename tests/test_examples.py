@@ -45,7 +45,7 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_gives_the_same_on_four_ranks_as_on_one(name: str) -> None:
+def test_an_example_gives_the_same_losses_on_four_ranks_as_on_one(name: str) -> None:
     alone = losses(run(name, None))
     if FULL or "it starts its ranks itself" not in (ROOT / "examples" / name).read_text():  # it has run on four by now
         assert losses(run(name, 4)) == pytest.approx(alone, rel=1e-5)
@@ -58,6 +58,6 @@ def test_an_output_without_losses_is_a_failure(output: str) -> None:
 
 
 @pytest.mark.timeout(170)
-def test_the_demo_ends_with_what_it_has_shown() -> None:
+def test_the_last_line_of_the_demo_is_its_summary() -> None:
     last = run("demo.py", 4).strip().splitlines()[-1]
     assert last.startswith("Shown: ")

@@ -38,7 +38,7 @@ def processes_of(session: int) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc and /dev/shm")
-def test_a_process_and_a_file_in_shared_memory_that_are_left_are_found() -> None:
+def test_leftover_processes_and_shared_memory_files_are_detected() -> None:
     before = left_in_shared_memory()
     planted = Path(f"/dev/shm/shardwright-planted-{os.getpid()}")
     program = subprocess.Popen(["sleep", "60"], start_new_session=True)
@@ -56,7 +56,7 @@ def test_a_process_and_a_file_in_shared_memory_that_are_left_are_found() -> None
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc and /dev/shm")
 @pytest.mark.timeout(3000 if FULL else 300)
 @pytest.mark.parametrize("name", EXAMPLES if FULL else EXAMPLES[:1])
-def test_an_example_ends_without_a_signal_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+def test_an_example_exits_regularly_and_leaves_nothing(name: str, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     for number in range(TIMES):
         folder = tmp_path / str(number)

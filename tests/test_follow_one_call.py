@@ -112,7 +112,9 @@ def test_the_page_lists_the_files_that_a_call_enters(heading: str, traced: dict[
 
 
 @pytest.mark.parametrize("heading", MOST)
-def test_a_path_changes_folders_rarely_and_the_page_says_how_often(heading: str, traced: dict[str, list[str]]) -> None:
+def test_a_call_changes_folders_rarely_and_the_page_states_how_often(
+    heading: str, traced: dict[str, list[str]]
+) -> None:
     number = changes_of_folder(steps(traced[heading]))
     assert 0 < number <= MOST[heading]
     row = list(MOST).index(heading)

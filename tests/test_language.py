@@ -42,7 +42,7 @@ def texts() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("word", retired_words())
-def test_a_retired_word_is_in_no_source_and_no_page(word: str) -> None:
+def test_no_source_or_page_contains_a_retired_word(word: str) -> None:
     found = [f"{name}:{line}" for name, text in texts().items() for line in uses(word, text)]
     assert not found, f"{word!r} is retired (see docs/glossary.md): " + " ".join(found[:20])
 
@@ -62,5 +62,5 @@ def test_a_retired_word_is_in_no_source_and_no_page(word: str) -> None:
         ("is a {type(", 'f"{x!r} is a {type(x).__name__}"', True),
     ],
 )
-def test_a_planted_word_is_found(word: str, line: str, expected: bool) -> None:
+def test_a_planted_retired_word_is_detected(word: str, line: str, expected: bool) -> None:
     assert bool(uses(word, line)) is expected

@@ -66,7 +66,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_a_wheel_holds_every_module_and_the_marker_of_types(wheel: Path) -> None:
+def test_a_wheel_contains_every_module_and_py_typed(wheel: Path) -> None:
     written = {path.relative_to(ROOT / "src").as_posix() for path in PACKAGE.rglob("*.py")}
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -145,7 +145,7 @@ def test_a_workflow_runs_only_targets_that_exist_and_asks_for_few_rights(path: P
     assert workflow["permissions"] == {"contents": "read"}
 
 
-def test_there_are_workflows_for_changes_nights_and_releases() -> None:
+def test_there_are_workflows_for_changes_nightly_runs_and_releases() -> None:
     assert [path.stem for path in WORKFLOWS] == ["ci", "nightly", "release"]
 
 

@@ -1,4 +1,4 @@
-"""What users may import: every name exists, is listed, is explained, and is shown at work."""
+"""Public names: every one exists, is listed, has a docstring and an example."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def lacks_example(value: object) -> bool:
     return needs_example(value) and ">>> " not in (inspect.getdoc(value) or "")
 
 
-def test_the_front_door_offers_just_this() -> None:
+def test_the_package_exports_exactly_these_names() -> None:
     assert shardwright.__all__ == [
         "CommunicationWarning",
         "DTensor",
@@ -117,7 +117,7 @@ def in_a_new_process(program: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-def test_submodules_are_there_after_importing_the_package() -> None:
+def test_importing_the_package_makes_its_submodules_available() -> None:
     program = """
 import shardwright as sw
 print(sw.errors.ShardwrightError.__name__, sw.storage.MemoryStorage.__name__)
@@ -126,7 +126,7 @@ print(sw.interop.to_torch_dtensor.__name__, sw.testing.run_ranks.__name__)
     assert in_a_new_process(program) == ["ShardwrightError MemoryStorage", "to_torch_dtensor run_ranks"]
 
 
-def test_importing_the_package_imports_neither_interop_nor_testing_nor_what_they_need() -> None:
+def test_importing_the_package_does_not_import_interop_or_testing() -> None:
     program = """
 import sys
 import shardwright
@@ -137,7 +137,7 @@ print(hasattr(shardwright, "intorep"), [name for name in heavy if name in sys.mo
     assert in_a_new_process(program) == ["[] True", "False []"]
 
 
-def test_a_star_import_works_without_what_testing_needs() -> None:
+def test_a_star_import_works_without_the_testing_extra() -> None:
     program = """
 import sys
 sys.modules["cloudpickle"] = sys.modules["hypothesis"] = sys.modules["pytest"] = None
@@ -165,7 +165,7 @@ def test_no_public_name_is_unlisted(facade: str) -> None:
 
 
 @facades
-def test_every_listed_name_says_what_it_is(facade: str) -> None:
+def test_every_listed_name_has_a_docstring(facade: str) -> None:
     module = importlib.import_module(facade)
     assert module.__doc__
     silent = [n for n in listed(module) if needs_example(getattr(module, n)) and not inspect.getdoc(getattr(module, n))]
@@ -173,19 +173,19 @@ def test_every_listed_name_says_what_it_is(facade: str) -> None:
 
 
 @facades
-def test_every_listed_class_and_function_is_shown_at_work(facade: str) -> None:
+def test_every_listed_class_and_function_has_an_example(facade: str) -> None:
     module = importlib.import_module(facade)
     lacking = {f"{facade}.{name}" for name in listed(module) if lacks_example(getattr(module, name))}
     assert lacking - WITHOUT_EXAMPLE.keys() == set()
 
 
 @pytest.mark.parametrize("name", WITHOUT_EXAMPLE)
-def test_an_exception_to_the_rule_is_still_needed(name: str) -> None:
+def test_every_listed_exception_is_still_needed(name: str) -> None:
     module, _, attribute = name.rpartition(".")
     assert lacks_example(getattr(importlib.import_module(module), attribute)), "take it off the list"
 
 
-def test_the_checks_can_fail() -> None:
+def test_the_checks_detect_planted_violations() -> None:
     package = ModuleType("package", "A package.")
     package.__path__ = []  # type: ignore[attr-defined]  # what makes a module a package
     package.__all__ = ["shown"]  # type: ignore[attr-defined]  # modules may have any attribute

@@ -1,4 +1,4 @@
-"""A checkpoint that four ranks have written, for tests that read it: every kind of placing, and what it should hold."""
+"""A checkpoint written by four ranks with every kind of sharding, and the values it holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutations of manifests: of their bytes, and of what they say; each with the digest that makes it pass for whole."""
+"""Mutations of manifests, by bytes and by fields, each with a valid digest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves in the background: what is stored is the state as it was; none ends unnoticed; buffers are kept and bounded."""
+"""Background saves store the state at the time of the call, report every failure, and reuse bounded buffers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Full(Calls):
         return super().pwritev(fd, buffers, offset)
 
 
-def test_what_is_stored_is_the_state_as_it_was(tmp_path: Path) -> None:
+def test_async_save_stores_the_state_at_the_time_of_the_call(tmp_path: Path) -> None:
     state = {"w": torch.arange(300_000.0).reshape(500, 600).t(), "epoch": 3}
     before = state["w"].clone()
     gate = Gate()
@@ -136,7 +136,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 @given(state=states(), memory=st.sampled_from([None, BLOCK, 2 * BLOCK + 5]))
-def test_no_later_change_reaches_it(
+def test_changes_after_async_save_are_not_stored(
     tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any], memory: int | None
 ) -> None:
     folder = tmp_path_factory.mktemp("async")
@@ -151,7 +151,7 @@ def test_no_later_change_reaches_it(
     assert _same(checkpoint.read(folder), before)
 
 
-def test_a_rank_copies_only_what_it_writes_and_shared_memory_once(tmp_path: Path) -> None:
+def test_each_rank_copies_only_the_bytes_it_writes_and_aliases_once(tmp_path: Path) -> None:
     def body(folder: str) -> tuple[int, int]:
         weights = torch.arange(4.0 * MIB)
         saving = checkpoint.async_save({"w": weights, "tied": weights, "rank": checkpoint.PerRank(comm.rank())}, folder)
@@ -169,7 +169,7 @@ def test_a_rank_copies_only_what_it_writes_and_shared_memory_once(tmp_path: Path
     assert loaded["w"] is loaded["tied"]
 
 
-def test_ranks_go_on_talking_while_they_save(tmp_path: Path) -> None:
+def test_ranks_can_communicate_during_background_saves(tmp_path: Path) -> None:
     def body(folder: str) -> list[int]:
         mesh = sw.init_device_mesh("cpu", (4,))
         whole = torch.arange(40_000.0).reshape(200, 200)
@@ -197,7 +197,7 @@ def test_ranks_go_on_talking_while_they_save(tmp_path: Path) -> None:
         assert loaded["step"] == step
 
 
-def test_the_next_save_waits_for_the_buffers(tmp_path: Path) -> None:
+def test_the_next_save_waits_until_staging_buffers_are_free(tmp_path: Path) -> None:
     checkpoint.release_buffers()
     gate = Gate()
     state = {"w": torch.ones(MIB)}
@@ -219,7 +219,7 @@ def test_the_next_save_waits_for_the_buffers(tmp_path: Path) -> None:
     assert staging.buffers.kept == 4 * MIB
 
 
-def test_with_memory_for_two_it_takes_other_buffers(tmp_path: Path) -> None:
+def test_a_second_save_allocates_its_own_buffers_if_memory_allows(tmp_path: Path) -> None:
     checkpoint.release_buffers()
     gate = Gate()
     state = {"w": torch.ones(MIB)}
@@ -235,14 +235,14 @@ def test_with_memory_for_two_it_takes_other_buffers(tmp_path: Path) -> None:
     assert staging.buffers.kept == 0
 
 
-def test_saves_to_one_place_are_done_in_order(tmp_path: Path) -> None:
+def test_background_saves_to_one_directory_run_in_order(tmp_path: Path) -> None:
     for step in range(4):
         checkpoint.async_save({"w": torch.full((MIB,), float(step))}, tmp_path, memory=64 * MIB)
     checkpoint.save({"w": torch.full((3,), 9.0)}, tmp_path / "other")  # waits for all of them
     assert checkpoint.read(tmp_path)["w"].unique().tolist() == [3.0]
 
 
-def test_with_less_memory_than_the_state_the_caller_waits_for_all_but_the_last_window(tmp_path: Path) -> None:
+def test_async_save_blocks_until_only_the_last_window_is_unwritten_if_memory_is_small(tmp_path: Path) -> None:
     checkpoint.release_buffers()
     state = {"a": torch.rand(MIB), "b": torch.rand(3, MIB // 2).t(), "c": torch.rand(7)}
     before = copy.deepcopy(state)
@@ -258,7 +258,7 @@ def test_with_less_memory_than_the_state_the_caller_waits_for_all_but_the_last_w
 
 
 @given(st.lists(st.integers(0, 5 * BLOCK), max_size=6), st.integers(BLOCK, 7 * BLOCK))
-def test_windows_hold_all_blocks_once_within_the_bytes_given(sizes: list[int], memory: int) -> None:
+def test_windows_contain_every_block_once_and_respect_the_memory_limit(sizes: list[int], memory: int) -> None:
     shardings = [Layout(Mesh((1,)), [Replicate()], (size,)) for size in sizes]
     names = [str(number) for number in range(len(sizes))]
     file = DataFile(file_plan(TensorTable.of(names, ["uint8"] * len(sizes), [1] * len(sizes), shardings), 0), "")
@@ -271,7 +271,7 @@ def test_windows_hold_all_blocks_once_within_the_bytes_given(sizes: list[int], m
             assert nbytes[first - 1 : last].sum() > memory  # none could be longer
 
 
-def test_a_failure_is_raised_by_wait_and_what_was_there_stays(tmp_path: Path) -> None:
+def test_wait_raises_the_failure_and_the_old_checkpoint_is_kept(tmp_path: Path) -> None:
     checkpoint.save({"w": torch.ones(3)}, tmp_path)
     saving = checkpoint.async_save({"w": torch.zeros(3)}, LocalStorage(tmp_path, Full()))
     for _ in range(2):
@@ -286,7 +286,7 @@ def test_a_failure_is_raised_by_wait_and_what_was_there_stays(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("again", [checkpoint.save, checkpoint.async_save])
-def test_a_failure_that_nobody_waited_for_is_raised_by_the_next_save_to_anywhere(tmp_path: Path, again: Any) -> None:
+def test_an_unreported_failure_is_raised_by_the_next_save_to_any_directory(tmp_path: Path, again: Any) -> None:
     saving = checkpoint.async_save({"w": torch.zeros(3)}, LocalStorage(tmp_path / "full", Full()))
     while not saving.done():
         pass
@@ -300,7 +300,7 @@ def test_a_failure_that_nobody_waited_for_is_raised_by_the_next_save_to_anywhere
     assert checkpoint.read(tmp_path / "next")["w"].tolist() == [1]
 
 
-def test_a_failure_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+def test_a_background_failure_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     def body(folder: str) -> tuple[str, bool]:
         place = LocalStorage(folder, Full() if comm.rank() == 2 else None)
         saving = checkpoint.async_save({"w": torch.zeros(MIB)}, place)
@@ -317,7 +317,7 @@ def test_a_failure_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) == 4
 
 
-def test_a_rank_that_dies_in_the_background_is_named_by_the_others(tmp_path: Path) -> None:
+def test_a_rank_killed_during_a_background_save_is_named_on_the_others(tmp_path: Path) -> None:
     class Deadly(Calls):
         def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -368,7 +368,7 @@ weights.zero_()
 """
 
 
-def test_the_end_of_the_process_waits_for_it_and_tells_what_failed(tmp_path: Path) -> None:
+def test_process_exit_waits_for_background_saves_and_prints_their_failures(tmp_path: Path) -> None:
     good, bad, child = tmp_path / "good", tmp_path / "bad", tmp_path / "child"
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", EXIT, good, bad, child], capture_output=True, text=True, timeout=120
@@ -382,7 +382,7 @@ def test_the_end_of_the_process_waits_for_it_and_tells_what_failed(tmp_path: Pat
     assert "Traceback" not in ended.stderr
 
 
-def test_ranks_that_leave_their_world_finish_their_save_first(tmp_path: Path) -> None:
+def test_forget_waits_for_background_saves(tmp_path: Path) -> None:
     def body(folder: str) -> bool:
         saving = checkpoint.async_save({"w": torch.ones(4 * MIB)}, folder)
         comm.forget()
@@ -392,14 +392,14 @@ def test_ranks_that_leave_their_world_finish_their_save_first(tmp_path: Path) ->
     assert checkpoint.read(tmp_path)["w"].unique().tolist() == [1]
 
 
-def test_what_is_wrong_with_the_state_is_raised_at_once(tmp_path: Path) -> None:
+def test_async_save_raises_state_errors_immediately(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"hook: builtins\.builtin_function"):
         checkpoint.async_save({"hook": print}, tmp_path)
     checkpoint.async_save({}, tmp_path).wait()  # the lock was let go, and nothing is nothing
     assert checkpoint.read(tmp_path) == {}
 
 
-def test_the_caller_s_tensors_are_let_go(tmp_path: Path) -> None:
+def test_async_save_releases_the_callers_tensors_once_they_are_copied(tmp_path: Path) -> None:
     gate = Gate()
     array = np.ones(1000, np.float32)
     memory = weakref.ref(array)

@@ -1,4 +1,4 @@
-"""A single bit that changes anywhere in a checkpoint is found: by `verify`, by `load`, and by nobody taken for data."""
+"""`verify` and `load` detect every single-bit error in a checkpoint."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def is_found(folder: Path) -> bool:
     return True
 
 
-def test_every_flip_in_data_is_found(saved: Path) -> None:
+def test_verify_detects_every_bit_flip_in_data(saved: Path) -> None:
     found = 0
     for file, at, bit in flips(sorted(saved.glob("*.safetensors")), lambda file: (header_size(file), size_of(file))):
         flip(file, at, bit)
@@ -60,7 +60,7 @@ def test_every_flip_in_data_is_found(saved: Path) -> None:
     assert checkpoint.verify(saved)
 
 
-def test_every_flip_in_data_is_found_by_reading_it(saved: Path) -> None:
+def test_reading_detects_bit_flips_in_data(saved: Path) -> None:
     """A tenth as many, since each reads everything."""
     some = list(flips(sorted(saved.glob("*.safetensors")), lambda file: (header_size(file), size_of(file))))[::10]
     for file, at, bit in some:
@@ -79,7 +79,7 @@ def read_all(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["manifest", "header"])
-def test_every_flip_in_what_describes_data_is_found(saved: Path, what: str) -> None:
+def test_verify_and_read_detect_every_bit_flip_in_manifests_and_headers(saved: Path, what: str) -> None:
     files = [saved / "manifest.json"] if what == "manifest" else sorted(saved.glob("*.safetensors"))
     length = {file: size_of(file) if what == "manifest" else header_size(file) for file in files}
     found = 0

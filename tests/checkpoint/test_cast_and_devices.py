@@ -1,4 +1,4 @@
-"""What is read is converted only where that was asked for, window by window, and never through a copy of the whole."""
+"""Loaded values are cast only on request, window by window, without a copy of the full tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwright.errors import RankFailedError, ShardwrightError
 
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.bfloat16, torch.int16, torch.bool])
-def test_a_cast_gives_what_torch_gives(stored: torch.dtype, tmp_path: Path) -> None:
+def test_cast_equals_tensor_to(stored: torch.dtype, tmp_path: Path) -> None:
     values = torch.randn(700, 900).mul_(100).to(stored)
     checkpoint.save({"w": values}, tmp_path)
     for target in (torch.zeros(700, 900), torch.zeros(900, 700).T, torch.zeros(700, 900, dtype=torch.complex64).conj()):
@@ -21,7 +21,7 @@ def test_a_cast_gives_what_torch_gives(stored: torch.dtype, tmp_path: Path) -> N
         assert torch.equal(found, values.to(target.dtype))
 
 
-def test_a_dtype_is_not_changed_silently(tmp_path: Path) -> None:
+def test_a_dtype_mismatch_raises_without_cast(tmp_path: Path) -> None:
     checkpoint.save({"w": torch.full((3,), 300.7)}, tmp_path)
     target = torch.zeros(3, dtype=torch.int8)
     with pytest.raises((ShardwrightError, RankFailedError), match="float32"):
@@ -29,7 +29,7 @@ def test_a_dtype_is_not_changed_silently(tmp_path: Path) -> None:
     assert not target.any()
 
 
-def test_conjugated_and_negated_targets_are_filled(tmp_path: Path) -> None:
+def test_load_fills_conjugate_and_negative_views(tmp_path: Path) -> None:
     values = torch.randn(50, 60, dtype=torch.complex64)
     checkpoint.save({"w": values, "i": values.imag.clone()}, tmp_path)
     whole = torch.zeros(50, 60, dtype=torch.complex64)
@@ -42,7 +42,7 @@ def test_conjugated_and_negated_targets_are_filled(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_tensors_of_a_gpu_are_filled_where_they_are(tmp_path: Path) -> None:
+def test_load_fills_cuda_tensors_in_place(tmp_path: Path) -> None:
     values = torch.randn(3000, 1500, device="cuda")
     checkpoint.save({"w": values, "columns": values[:, ::2]}, tmp_path)
     target = {"w": torch.zeros_like(values), "columns": torch.zeros(3000, 750, device="cuda", dtype=torch.float64)}

@@ -1,7 +1,7 @@
-"""The machine may crash at any moment of a save: what is loaded then is exactly the old state, or exactly the new.
+"""A machine crash at any moment of a save leaves exactly the old state or exactly the new one.
 
-Every call of the save to the file system is a crash point. `shardwright.testing.crashes` says what a crash may leave;
-each such state is put into a folder and loaded, and a next save goes on from there.
+Every system call of the save is a crash point. `shardwright.testing.crashes` enumerates the file system states that a
+crash may leave; each one is loaded, and another save follows it.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def allowed_in_first_save(events: Sequence[Event]) -> Callable[[int], set[str]]:
     return lambda point: {NOTHING} if point < rename_entries else {"new"} if point == last else {NOTHING, "new"}
 
 
-def test_every_crash_in_a_replacement_leaves_the_old_or_the_new(replacement, ram, capsys):
+def test_a_crash_during_a_replacement_leaves_the_old_or_the_new_checkpoint(replacement, ram, capsys):
     start, events = replacement
     bad, tried, seen = bad_states(start, events, allowed_in_replacement(events), ram, go_on=True)
     with capsys.disabled():
@@ -174,7 +174,7 @@ def test_every_crash_in_a_replacement_leaves_the_old_or_the_new(replacement, ram
     assert set(seen) == {"old", "new"}
 
 
-def test_every_crash_in_a_first_save_leaves_nothing_or_the_new(first_save, ram, capsys):
+def test_a_crash_during_a_first_save_leaves_no_checkpoint_or_the_new_one(first_save, ram, capsys):
     start, events = first_save
     bad, tried, seen = bad_states(start, events, allowed_in_first_save(events), ram, go_on=True)
     with capsys.disabled():
@@ -227,7 +227,7 @@ class KilledCalls(SlowCalls):
         super().mkdir(path)
 
 
-def test_a_save_after_one_that_was_killed_is_as_safe(tmp_path, ram):
+def test_a_save_after_a_killed_save_survives_every_crash(tmp_path, ram):
     """What the killed one made, and had not flushed, is flushed by the next, if it needs it."""
     (tmp_path / "whole").mkdir()
     _, events = recorded(tmp_path / "whole", 2)
@@ -323,14 +323,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_in_the_order_of_a_replacement_is_found(mistake, replacement, ram):
+def test_a_wrong_order_of_calls_in_a_replacement_is_detected(mistake, replacement, ram):
     start, events = replacement
     wrong = mistake(list(events))
     bad, _, _ = bad_states(start, wrong, allowed_in_replacement(wrong), ram)
     assert bad
 
 
-def test_every_flush_of_a_first_save_is_needed(first_save, ram):
+def test_omitting_any_flush_of_a_first_save_is_detected(first_save, ram):
     """But that of the lowest folder that was there: it is needed where a killed save had made that folder."""
     start, events = first_save
     count = len(flushes(events))
@@ -341,7 +341,7 @@ def test_every_flush_of_a_first_save_is_needed(first_save, ram):
         assert bad, f"flush {number}: {events[flushes(events)[number]]}"
 
 
-def test_every_flush_of_a_replacement_is_needed(replacement, ram):
+def test_omitting_any_flush_of_a_replacement_is_detected(replacement, ram):
     start, events = replacement
     places = flushes(events)
     assert [events[place][0].what for place in places if isinstance(events[place][0].what, str)] == [
@@ -355,7 +355,7 @@ def test_every_flush_of_a_replacement_is_needed(replacement, ram):
         assert bad, f"flush {number}: {events[places[number]]}"
 
 
-def test_the_flush_of_a_folder_that_a_killed_save_made_is_needed(tmp_path, ram):
+def test_omitting_the_flush_of_a_directory_created_by_a_killed_save_is_detected(tmp_path, ram):
     calls = KilledCalls(tmp_path)
     calls.last = 1
     with pytest.raises(Killed):

@@ -1,4 +1,4 @@
-"""What `restore` gives is one step whole, or an error which says that the state is undefined: never two steps mixed."""
+"""`restore` loads exactly one step, or raises and says that the state is undefined; it never mixes two steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def two_steps(root: Path) -> CheckpointManager:
 
 
 @pytest.mark.parametrize("on_missing", ["keep", lambda _name: "keep"])
-def test_nothing_of_a_damaged_step_remains_where_names_keep_their_values(tmp_path: Path, on_missing: Any) -> None:
+def test_restore_with_on_missing_keep_leaves_no_values_of_a_corrupted_step(tmp_path: Path, on_missing: Any) -> None:
     manager = two_steps(tmp_path)
     state = {"a": full(0), "z": full(0), "new": full(5)}
     with pytest.warns(CheckpointWarning, match="skipped\n  step 20: CorruptionError"):
@@ -51,7 +51,7 @@ def test_nothing_of_a_damaged_step_remains_where_names_keep_their_values(tmp_pat
     assert [state[name].unique().tolist() for name in ("a", "z", "new")] == [[0], [10], [5]]
 
 
-def test_nothing_of_a_damaged_step_remains_on_any_rank(tmp_path: Path) -> None:
+def test_restore_leaves_no_values_of_a_corrupted_step_on_any_rank(tmp_path: Path) -> None:
     def body() -> list[list[float]]:
         mesh = sw.init_device_mesh("cpu", (2,))
 
@@ -72,7 +72,7 @@ def test_nothing_of_a_damaged_step_remains_on_any_rank(tmp_path: Path) -> None:
     assert run_ranks(2, body) == [[[0.0], [10.0]]] * 2
 
 
-def test_a_good_step_is_read_once_where_any_older_one_has_all_its_names(
+def test_restore_does_not_verify_a_step_if_an_older_one_has_all_its_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = CheckpointManager(tmp_path)
@@ -87,9 +87,7 @@ def test_a_good_step_is_read_once_where_any_older_one_has_all_its_names(
     assert (verified, state["a"].unique().tolist(), state["b"].unique().tolist()) == ([], [20], [1])
 
 
-def test_damage_that_comes_after_the_verification_is_an_error_that_names_the_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_corruption_after_verification_raises_with_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = two_steps(tmp_path)
     monkeypatch.setattr(manager_module.CheckpointManager, "_verify", lambda _self, _step: None)  # it was good then
     state = {"a": full(0), "z": full(0)}
@@ -99,7 +97,7 @@ def test_damage_that_comes_after_the_verification_is_an_error_that_names_the_ste
     assert manager.restore(fresh, step=10, on_missing="keep") == 10
 
 
-def test_an_older_step_that_does_not_fit_says_that_the_state_is_undefined(tmp_path: Path) -> None:
+def test_a_mismatch_with_an_older_step_notes_that_the_state_is_undefined(tmp_path: Path) -> None:
     manager = two_steps(tmp_path)
     with pytest.raises(LoadMismatchError) as raised:
         manager.restore({"a": full(0), "z": full(0)})
@@ -108,7 +106,7 @@ def test_an_older_step_that_does_not_fit_says_that_the_state_is_undefined(tmp_pa
     ]
 
 
-def test_a_disk_that_fails_during_the_verification_is_not_damage(
+def test_an_io_error_during_verification_is_not_treated_as_corruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = two_steps(tmp_path)
@@ -128,7 +126,7 @@ def test_a_disk_that_fails_during_the_verification_is_not_damage(
         manager.restore(state, step=20)
 
 
-def test_a_damaged_step_without_another_says_so(tmp_path: Path) -> None:
+def test_restore_raises_if_the_only_step_is_corrupted(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     manager.save(10, {"a": full(10)})
     damage_end_of(manager, 10)

@@ -1,4 +1,4 @@
-"""Any call of a save may fail, on any rank: all ranks say so, what was there is still there, the next save works."""
+"""If a system call of a save fails on any rank, all ranks raise, the old checkpoint is kept, the next save works."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def prepare(path: Path) -> None:
 
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.filterwarnings("ignore:saved, but")
-def test_any_call_may_fail_on_one_rank_alone(tmp_path, code):
+def test_a_save_in_one_process_survives_a_failure_of_any_system_call(tmp_path, code):
     made = count_calls(tmp_path / "counted")
     assert {name.partition(" ")[0] for name in made} >= set(CALLS) - {"mkdir"}
     rename_entries = made.index("rename of a temporary")
@@ -145,7 +145,7 @@ def test_any_call_may_fail_on_one_rank_alone(tmp_path, code):
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2, 3, 4, 5])
-def test_folders_that_cannot_be_made_are_told(tmp_path, failing):
+def test_a_failure_to_create_directories_raises_storage_error(tmp_path, failing):
     """The first calls of a save to a new place: flush, mkdir, flush, mkdir, flush."""
     path = tmp_path / "runs/step"
     error = attempt(1, path, FaultyCalls(failing, errno.ENOSPC))
@@ -157,7 +157,7 @@ def test_folders_that_cannot_be_made_are_told(tmp_path, failing):
     assert holds(path) == 2
 
 
-def test_a_leftover_that_cannot_be_removed_is_a_warning_and_not_a_failure(tmp_path):
+def test_a_leftover_file_that_cannot_be_removed_only_warns(tmp_path):
     prepare(tmp_path)
     calls = FaultyCalls()
     removing = count_calls(tmp_path / "counted").index("unlink of data")
@@ -181,7 +181,7 @@ def on_all_ranks(folder: Path, cases: list[tuple[int, int, int]]) -> list[tuple[
 
 
 @pytest.mark.filterwarnings("ignore:saved, but")
-def test_any_call_may_fail_on_one_of_four_ranks(tmp_path):
+def test_a_save_on_four_ranks_survives_a_failure_of_any_system_call(tmp_path):
     def made(path: Path) -> list[str]:
         save(state(1), path)
         calls = FaultyCalls()
@@ -223,7 +223,7 @@ def test_any_call_may_fail_on_one_of_four_ranks(tmp_path):
         assert data_files(tmp_path / str(place)) == 4
 
 
-def test_a_storage_of_one_process_is_refused_by_several_ranks():
+def test_saving_from_several_ranks_to_memory_storage_raises():
     def body() -> str:
         try:
             save(state(1), MemoryStorage())
@@ -249,7 +249,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_a_full_disk_leaves_what_was_there(small_disk, ranks):
+def test_a_full_disk_raises_and_keeps_the_old_checkpoint(small_disk, ranks):
     def body() -> str:
         save(state(1), small_disk / "run")
         try:
@@ -267,7 +267,7 @@ def test_a_full_disk_leaves_what_was_there(small_disk, ranks):
     assert holds(small_disk / "run") == 3
 
 
-def test_an_interrupt_waits_for_the_threads_that_use_the_memory():
+def test_keyboard_interrupt_waits_for_running_threads():
     """Or they would write to a file that has been closed: perhaps to another that has its number by now."""
     working, told = threading.Event(), threading.Event()
     seen: list[str] = []
@@ -299,7 +299,7 @@ def test_an_interrupt_waits_for_the_threads_that_use_the_memory():
 
 @pytest.mark.parametrize("how", ["removed", "cut off"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_data_file_that_another_program_takes_away_fails_the_save(tmp_path, how, victim):
+def test_a_data_file_removed_or_truncated_during_the_save_fails_it(tmp_path, how, victim):
     """It is taken when its rank has written it and another rank still writes."""
 
     def body() -> tuple[str, float]:

@@ -1,7 +1,7 @@
-"""The format, read by a reader of its own, written from docs/format.md: nothing of the library's checkpoint is used.
+"""The format, read by an independent reader written from docs/format.md without the library's checkpoint code.
 
-Headers are predicted from the manifest alone and compared byte for byte, so what the text says of chunks, their order,
-their keys and how replicas share is what the files hold.
+Headers are predicted from the manifest alone and compared byte for byte, so the files hold what the document says about
+chunks, their order, their keys and how replicas are split.
 """
 
 from __future__ import annotations
@@ -254,11 +254,11 @@ def as_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return flat.reshape((*tensor.shape, tensor.itemsize))
 
 
-def test_crc32c_is_the_one_that_the_text_names() -> None:
+def test_crc32c_matches_its_reference_value() -> None:
     assert f"{crc32c.crc32c(b'123456789'):08x}" == "e3069283"
 
 
-def test_another_reader_reads_a_checkpoint_of_four_ranks(saved: Path, whole: dict[str, torch.Tensor]) -> None:
+def test_an_independent_reader_reads_a_checkpoint_of_four_ranks(saved: Path, whole: dict[str, torch.Tensor]) -> None:
     manifest = Manifest(saved)
     found = manifest.read()
     for name, tensor in whole.items():
@@ -292,7 +292,7 @@ def value(node: Any, rank: int) -> Any:
     raise AssertionError(node)
 
 
-def test_another_reader_reads_the_tree(saved: Path) -> None:
+def test_an_independent_reader_reads_the_state_tree(saved: Path) -> None:
     manifest = Manifest(saved)
     state = value(manifest.tree, 2)
     assert state["epoch"] == 3
@@ -319,7 +319,7 @@ def test_data_files_are_valid_safetensors(saved: Path, whole: dict[str, torch.Te
         assert torch.equal(found[name], whole[name]), name
 
 
-def test_a_checkpoint_of_a_model_by_one_rank_is_a_safetensors_model_file(tmp_path: Path) -> None:
+def test_a_model_saved_by_one_rank_is_a_safetensors_model_file(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2).bfloat16())
     checkpoint.save(model, tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
@@ -354,7 +354,7 @@ def _save_cut(path: str, seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_another_reader_agrees_on_how_replicas_share_and_tensors_are_cut(tmp_path: Path, seed: int) -> None:
+def test_an_independent_reader_reads_split_replicas_and_shards(tmp_path: Path, seed: int) -> None:
     whole, *_ = run_ranks(3, _save_cut, str(tmp_path), seed)
     manifest = Manifest(tmp_path)
     found = manifest.read()

@@ -1,4 +1,4 @@
-"""Saves of tensors on a GPU: copied on a stream of their own, into memory the driver knows, after what was queued."""
+"""Background saves of CUDA tensors: copied on a separate stream into pinned memory, after kernels queued before."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _state() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("memory", [None, 3 * MIB])
-def test_no_later_kernel_changes_what_is_saved(tmp_path: Path, memory: int | None) -> None:
+def test_kernels_launched_after_async_save_do_not_change_the_saved_values(tmp_path: Path, memory: int | None) -> None:
     for attempt in range(3):
         state = _state()
         before = {name: tensor.resolve_conj().cpu().clone() for name, tensor in state.items()}
@@ -47,7 +47,7 @@ def test_no_later_kernel_changes_what_is_saved(tmp_path: Path, memory: int | Non
             assert torch.equal(loaded[name], tensor), name
 
 
-def test_what_was_queued_before_is_in_it(tmp_path: Path) -> None:
+def test_kernels_launched_before_async_save_are_included(tmp_path: Path) -> None:
     weights = torch.zeros(4 * MIB, device="cuda")
     slow = torch.rand(4096, 4096, device="cuda")
     for _ in range(50):
@@ -66,7 +66,7 @@ def test_what_was_queued_before_is_in_it(tmp_path: Path) -> None:
     assert checkpoint.read(tmp_path)["w"].unique().tolist() == [2]
 
 
-def test_the_buffer_is_known_to_the_driver_of_the_size_needed_and_used_again(tmp_path: Path) -> None:
+def test_staging_buffers_are_pinned_sized_to_the_state_and_reused(tmp_path: Path) -> None:
     checkpoint.release_buffers()
     made = staging.buffers.made
     state = {"w": torch.rand(5 * MIB, device="cuda")}
@@ -82,7 +82,7 @@ def test_the_buffer_is_known_to_the_driver_of_the_size_needed_and_used_again(tmp
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # of older torch, once a process, about what we want
-def test_small_tensors_cross_the_bus_together(tmp_path: Path) -> None:
+def test_small_tensors_are_copied_from_the_device_in_few_transfers(tmp_path: Path) -> None:
     state = {str(number): torch.full((1000,), float(number), device="cuda") for number in range(500)}
     checkpoint.async_save(state, tmp_path).wait()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
@@ -93,7 +93,7 @@ def test_small_tensors_cross_the_bus_together(tmp_path: Path) -> None:
     assert all(loaded[name].unique().tolist() == [float(name)] for name in state)
 
 
-def test_a_plain_save_goes_through_windows(tmp_path: Path) -> None:
+def test_save_copies_cuda_tensors_in_windows_within_the_memory_limit(tmp_path: Path) -> None:
     sizes: list[int] = []
 
     class Counted(Calls):

@@ -1,4 +1,4 @@
-"""Any system call may fail, in any operation: nothing committed is lost, nothing half is taken for whole."""
+"""A failing system call in any operation loses no committed checkpoint and leaves no incomplete one."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def open_files() -> int:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_nothing_is_lost_and_nothing_half_is_taken_for_whole(
+def test_an_injected_error_loses_no_checkpoint_and_leaves_none_incomplete(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work, chance = OPERATIONS[name], random.Random(name)
@@ -171,7 +171,7 @@ def test_nothing_is_lost_and_nothing_half_is_taken_for_whole(
 
 
 @pytest.mark.parametrize("name", ["save", "async save", "retention", "restore"])
-def test_what_fails_on_one_rank_fails_on_all_and_nothing_is_lost(tmp_path: Path, name: str) -> None:
+def test_an_injected_error_on_one_rank_raises_on_all_and_loses_no_checkpoint(tmp_path: Path, name: str) -> None:
     def body() -> int:
         work, chance = OPERATIONS[name], random.Random(f"{name} on ranks")
         rank, failed = comm.world().rank, 0

@@ -1,4 +1,4 @@
-"""kill -9 of a rank, at any moment of a save, a removal or a restore: nothing is lost."""
+"""Killing a rank (SIGKILL) during a save, a removal or a restore loses no checkpoint."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def check_round(path: Path, found: list[Any], took: float, victim: int, old: int
     return "old" if left == old else "new"
 
 
-def test_nothing_is_lost_when_a_rank_is_killed_at_any_moment(tmp_path, capsys):
+def test_killing_a_rank_during_a_save_loses_no_checkpoint(tmp_path, capsys):
     chance = random.Random(11)
     usual = max(run_ranks(RANKS, save_all, tmp_path, 1))
 
@@ -171,7 +171,7 @@ def test_nothing_is_lost_when_a_rank_is_killed_at_any_moment(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_killed_while_the_first_one_commits_takes_nothing_with_it(tmp_path, victim):
+def test_killing_a_rank_during_the_commit_loses_no_checkpoint(tmp_path, victim):
     """The others cannot know whether it is committed: a rank that removed its file would remove the checkpoint."""
 
     def body() -> None:
@@ -199,7 +199,7 @@ def test_a_rank_killed_while_the_first_one_commits_takes_nothing_with_it(tmp_pat
     assert check_round(tmp_path, found, took, victim, 1, 2) == "new"
 
 
-def test_a_commit_that_is_not_flushed_keeps_its_files(tmp_path):
+def test_a_commit_whose_flush_fails_keeps_its_data_files(tmp_path):
     """The new manifest is in place when the flush of the folder fails: it must not lose what it refers to."""
 
     class NoSecondFlush(Calls):
@@ -297,7 +297,7 @@ def newest_of(root: Path) -> int:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_nothing_is_lost_when_a_rank_is_killed_in_other_operations(tmp_path, name, capsys):
+def test_killing_a_rank_during_any_operation_loses_no_checkpoint(tmp_path, name, capsys):
     work, chance = OPERATIONS[name], random.Random(name)
     root = tmp_path / "run"
     last = 2

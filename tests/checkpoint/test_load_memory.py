@@ -1,4 +1,4 @@
-"""What a load needs beyond the state: windows of a known size, however large the tensors are. Native memory counts."""
+"""The memory a load needs beside the state is bounded, native allocations included."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ print("made", peak_of(lambda: checkpoint.read(sys.argv[1])) - 160 * (1 << 20), f
 )
 
 
-def test_a_load_takes_less_than_64_mb_beside_the_state_and_little_where_little_is_given(tmp_path: Path) -> None:
+def test_load_needs_less_than_64_mb_of_extra_memory_and_respects_the_limit(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", MEASURE, tmp_path],
         capture_output=True,
@@ -106,7 +106,7 @@ def _load_otherwise(folder: str) -> dict[str, int]:
     return found
 
 
-def test_ranks_that_read_for_each_other_take_less_than_64_mb_each(
+def test_shared_reads_need_less_than_64_mb_of_extra_memory_per_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in HONEST.items():

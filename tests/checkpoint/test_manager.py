@@ -1,4 +1,4 @@
-"""The manager of a run's checkpoints: what it saves, finds, keeps, removes and restores, on one rank and on several."""
+"""CheckpointManager saves, lists, keeps, removes and restores steps, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def damage(path: Path, at: int) -> None:
 # Saving and finding
 
 
-def test_a_step_lies_in_a_folder_of_its_own_and_is_found_by_its_number(tmp_path: Path) -> None:
+def test_each_step_has_its_own_directory_and_is_restored_by_number(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "a" / "run")
     assert (manager.steps(), manager.latest(), manager.restore(state(0))) == ([], None, None)
     assert not (tmp_path / "a").exists()  # looking makes nothing
@@ -86,7 +86,7 @@ def test_a_step_lies_in_a_folder_of_its_own_and_is_found_by_its_number(tmp_path:
 
 
 @pytest.mark.parametrize("name", ["step-1", "step-0000001x", "step-000000001", "other", "step-00000001.bak"])
-def test_folders_of_other_names_are_none_of_ours(tmp_path: Path, name: str) -> None:
+def test_directories_with_other_names_are_ignored(tmp_path: Path, name: str) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
     checkpoint.save(state(7), tmp_path / name)
     fill_up(manager, 2, 3)
@@ -97,14 +97,14 @@ def test_folders_of_other_names_are_none_of_ours(tmp_path: Path, name: str) -> N
 @pytest.mark.parametrize(
     ("step", "error"), [(-1, CheckpointError), (1.0, ArgumentTypeError), (True, ArgumentTypeError)]
 )
-def test_a_step_that_is_no_count_is_refused(tmp_path: Path, step: Any, error: type[Exception]) -> None:
+def test_a_step_that_is_not_a_non_negative_int_raises(tmp_path: Path, step: Any, error: type[Exception]) -> None:
     with pytest.raises(
         error, match=r"step must (not be negative, got -1|be an int, got float: 1.0|be an int, got bool: True)"
     ):
         CheckpointManager(tmp_path).save(step, state(0))
 
 
-def test_metrics_and_the_time_are_kept_with_the_step(tmp_path: Path) -> None:
+def test_metrics_and_time_are_stored_with_the_step(tmp_path: Path) -> None:
     before = datetime.now(UTC).replace(microsecond=0)
     given = {"loss": torch.tensor(0.25), "tokens": 10**6, "bad": math.nan, "worse": -math.inf}
     CheckpointManager(tmp_path).save(3, state(3), given)
@@ -122,14 +122,14 @@ def test_metrics_and_the_time_are_kept_with_the_step(tmp_path: Path) -> None:
     assert manager.steps() == [3]
 
 
-def test_what_was_saved_without_a_manager_is_found_too(tmp_path: Path) -> None:
+def test_the_manager_finds_checkpoints_saved_without_it(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_best=(1, "loss"))
     checkpoint.save(state(5), manager.path(5))
     assert (manager.steps(), manager.metrics(5), manager.time(5), manager.best()) == ([5], {}, None, None)
     assert restored(manager) == (5, 5)
 
 
-def test_the_best_step_is_found_by_a_metric(tmp_path: Path) -> None:
+def test_best_returns_the_step_with_the_best_metric(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_best=KeepBest(4, "acc", "max"))
     fill_up(manager, 1, 2, 3, acc={1: 0.5, 2: 0.9, 3: 0.7}, loss={1: 3.0, 2: math.nan, 3: 1.0})
     assert manager.best() == 2
@@ -143,7 +143,7 @@ def test_the_best_step_is_found_by_a_metric(tmp_path: Path) -> None:
         manager.best("acc", "most")
 
 
-def test_every_kth_step_is_to_be_saved(tmp_path: Path) -> None:
+def test_save_every_saves_every_kth_step(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, save_every=3)
     ends = [manager.step_end(step, state(step)) for step in range(8)]
     assert ends == [False] * 8
@@ -153,7 +153,7 @@ def test_every_kth_step_is_to_be_saved(tmp_path: Path) -> None:
         CheckpointManager(tmp_path, save_every=0)
 
 
-def test_a_step_that_is_there_is_replaced_only_when_that_is_meant(tmp_path: Path) -> None:
+def test_an_existing_step_is_replaced_only_with_force_or_after_going_back(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     fill_up(manager, 1, 2, 3)
     with pytest.raises(CheckpointError, match=r"step 2 is already saved in .*step-00000002; pass force=True"):
@@ -169,7 +169,7 @@ def test_a_step_that_is_there_is_replaced_only_when_that_is_meant(tmp_path: Path
         rewound.save(1, state(0))
 
 
-def test_a_step_can_be_removed_by_hand(tmp_path: Path) -> None:
+def test_remove_deletes_a_step_and_is_idempotent(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     fill_up(manager, 1, 2)
     manager.remove(2)
@@ -181,7 +181,7 @@ def test_a_step_can_be_removed_by_hand(tmp_path: Path) -> None:
 # Keeping
 
 
-def test_the_rules_hold_after_every_save(tmp_path: Path) -> None:
+def test_retention_is_applied_after_every_save(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_last=2, keep_every=40, keep_best=(1, "loss"))
     loss = {step: abs(step - 30) for step in range(0, 101, 10)}
     seen = []
@@ -193,7 +193,7 @@ def test_the_rules_hold_after_every_save(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [f"step-{step:08d}" for step in seen[-1]]
 
 
-def test_steps_after_the_one_saved_are_neither_removed_nor_counted(tmp_path: Path) -> None:
+def test_retention_ignores_steps_after_the_saved_one(tmp_path: Path) -> None:
     fill_up(CheckpointManager(tmp_path), 10, 20, 30, 40)
     manager = CheckpointManager(tmp_path, keep_last=2)
     manager.restore(state(0), step=20)
@@ -201,7 +201,7 @@ def test_steps_after_the_one_saved_are_neither_removed_nor_counted(tmp_path: Pat
     assert manager.steps() == [20, 25, 30, 40]
 
 
-def test_a_step_that_is_being_read_stays_until_the_next_time(tmp_path: Path) -> None:
+def test_a_step_being_read_is_removed_only_after_the_reader_is_done(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
     fill_up(manager, 1)
     with manager.reading(1) as path, CheckpointManager(tmp_path).reading() as same:
@@ -217,7 +217,7 @@ def test_a_step_that_is_being_read_stays_until_the_next_time(tmp_path: Path) -> 
         pass
 
 
-def test_a_reader_that_is_killed_holds_nothing(tmp_path: Path) -> None:
+def test_a_killed_reader_releases_its_lock(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
     fill_up(manager, 1)
     code = (
@@ -235,7 +235,7 @@ def test_a_reader_that_is_killed_holds_nothing(tmp_path: Path) -> None:
     assert manager.steps() == [3]
 
 
-def test_a_reader_that_may_not_write_holds_a_step_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_without_write_permission_keeps_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
     fill_up(manager, 1)
     opened = os.open
@@ -255,7 +255,7 @@ def test_a_reader_that_may_not_write_holds_a_step_all_the_same(tmp_path: Path, m
     holding.__exit__(None, None, None)
 
 
-def test_a_step_that_another_process_writes_stays(tmp_path: Path) -> None:
+def test_a_step_being_saved_by_another_process_is_not_removed(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
     fill_up(manager, 1)
     (tmp_path / "step-00000000").mkdir()
@@ -270,7 +270,7 @@ def test_a_step_that_another_process_writes_stays(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["step-00000003"]
 
 
-def test_files_of_somebody_else_stay(tmp_path: Path) -> None:
+def test_removing_a_step_keeps_files_that_a_save_did_not_create(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
     fill_up(manager, 1)
     Path(manager.path(1), "notes.txt").write_text("mine")
@@ -279,7 +279,7 @@ def test_files_of_somebody_else_stay(tmp_path: Path) -> None:
     assert manager.steps() == [3]
 
 
-def test_a_step_of_a_newer_library_is_never_removed_and_never_passed_over(tmp_path: Path) -> None:
+def test_a_step_of_a_newer_format_version_is_neither_removed_nor_skipped(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
     fill_up(manager, 1)
     manifest = Path(manager.path(1), "manifest.json")
@@ -295,7 +295,7 @@ def test_a_step_of_a_newer_library_is_never_removed_and_never_passed_over(tmp_pa
 
 
 @pytest.mark.parametrize("bit", range(8))
-def test_a_flipped_bit_of_the_version_is_damage_and_passed_over(tmp_path: Path, bit: int) -> None:
+def test_a_bit_flip_in_the_version_counts_as_corruption_and_is_skipped(tmp_path: Path, bit: int) -> None:
     manager = CheckpointManager(tmp_path)
     fill_up(manager, 1, 2)
     manifest = Path(manager.path(2), "manifest.json")
@@ -327,7 +327,7 @@ class Failing(Calls):
         super().fsync(fd)
 
 
-def test_removal_takes_the_manifest_first_and_makes_that_safe(tmp_path: Path) -> None:
+def test_removal_deletes_and_flushes_the_manifest_first(tmp_path: Path) -> None:
     fill_up(CheckpointManager(tmp_path), 1)
     calls = Failing()
     Steps(tmp_path, calls).remove(1)
@@ -336,7 +336,7 @@ def test_removal_takes_the_manifest_first_and_makes_that_safe(tmp_path: Path) ->
     assert os.listdir(tmp_path) == []
 
 
-def test_a_removal_that_is_cut_short_anywhere_leaves_a_checkpoint_or_none(tmp_path: Path) -> None:
+def test_an_interrupted_removal_leaves_a_complete_checkpoint_or_none(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     left = []
     for at in itertools.count():
@@ -359,7 +359,7 @@ def test_a_removal_that_is_cut_short_anywhere_leaves_a_checkpoint_or_none(tmp_pa
     assert os.listdir(tmp_path) == ["step-00001000"]
 
 
-def test_what_a_crashed_save_left_is_cleaned_by_the_next(tmp_path: Path) -> None:
+def test_the_next_save_removes_files_of_a_crashed_save(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     for step in (5, 50):
         left = tmp_path / f"step-{step:08d}"
@@ -377,9 +377,7 @@ def test_what_a_crashed_save_left_is_cleaned_by_the_next(tmp_path: Path) -> None
     assert restored(manager) == (50, 50)
 
 
-def test_a_step_that_cannot_be_removed_is_a_warning_and_the_save_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_removal_only_warns_and_keeps_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
     fill_up(manager, 1)
     monkeypatch.setattr(manager._steps, "_calls", Failing(0))
@@ -388,7 +386,7 @@ def test_a_step_that_cannot_be_removed_is_a_warning_and_the_save_stands(
     assert restored(manager) == (2, 2)
 
 
-def test_a_save_that_ends_between_the_look_and_the_cleaning_is_not_cleaned(
+def test_a_save_that_completes_during_the_cleanup_is_not_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = CheckpointManager(tmp_path)
@@ -399,9 +397,7 @@ def test_a_save_that_ends_between_the_look_and_the_cleaning_is_not_cleaned(
     assert restored(manager, step=1) == (1, 1)
 
 
-def test_a_lock_in_a_folder_that_was_removed_excludes_nobody_and_is_not_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_file_in_a_removed_directory_is_not_acquired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill_up(CheckpointManager(tmp_path), 1)
     steps = Steps(tmp_path)
     take = Calls.lock
@@ -416,7 +412,7 @@ def test_a_lock_in_a_folder_that_was_removed_excludes_nobody_and_is_not_given(
         pass
 
 
-def test_a_glance_at_the_lock_does_not_make_a_save_fail(tmp_path: Path) -> None:
+def test_a_briefly_held_shared_lock_does_not_fail_a_save(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     fill_up(manager, 1)
     fd = os.open(Path(manager.path(1), ".lock"), os.O_RDONLY)
@@ -445,7 +441,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_step_is_passed_over_and_named(tmp_path: Path, name: str) -> None:
+def test_restore_skips_a_corrupted_step_and_warns(tmp_path: Path, name: str) -> None:
     harm, message = DAMAGES[name]
     fill_up(CheckpointManager(tmp_path), 1, 2, 3)
     manager = CheckpointManager(tmp_path, keep_last=2)
@@ -459,7 +455,7 @@ def test_a_damaged_step_is_passed_over_and_named(tmp_path: Path, name: str) -> N
     assert manager.steps() == [2, 3]
 
 
-def test_where_no_step_is_good_that_is_an_error_which_names_all(tmp_path: Path) -> None:
+def test_restore_raises_with_all_steps_if_every_step_is_corrupted(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     fill_up(manager, 1, 3)
     damage(data_file(manager, 1), -1)
@@ -468,7 +464,7 @@ def test_where_no_step_is_good_that_is_an_error_which_names_all(tmp_path: Path) 
         manager.restore(state(0))
 
 
-def test_a_damaged_step_that_was_asked_for_is_raised(tmp_path: Path) -> None:
+def test_restoring_a_corrupted_step_by_number_raises(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     fill_up(manager, 1, 3)
     damage(data_file(manager, 3), -1)
@@ -478,7 +474,7 @@ def test_a_damaged_step_that_was_asked_for_is_raised(tmp_path: Path) -> None:
         manager.restore(state(0), step=2)
 
 
-def test_a_state_that_does_not_fit_is_never_taken_for_damage(tmp_path: Path) -> None:
+def test_a_load_mismatch_is_never_treated_as_corruption(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     manager.save(1, {"other": torch.ones(2)})
     fill_up(manager, 2)
@@ -487,7 +483,7 @@ def test_a_state_that_does_not_fit_is_never_taken_for_damage(tmp_path: Path) -> 
     assert manager.restore({"w": state(0)["w"]}, strict=False) == 2
 
 
-def test_a_disk_that_fails_is_never_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_io_error_is_never_treated_as_corruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = CheckpointManager(tmp_path)
     fill_up(manager, 1, 2)
 
@@ -499,7 +495,7 @@ def test_a_disk_that_fails_is_never_taken_for_damage(tmp_path: Path, monkeypatch
         manager.restore(state(0))
 
 
-def test_a_step_that_is_replaced_while_it_is_read_is_read_again(
+def test_restore_reads_a_step_again_if_it_was_replaced_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = CheckpointManager(tmp_path)
@@ -518,7 +514,7 @@ def test_a_step_that_is_replaced_while_it_is_read_is_read_again(
 # In the background
 
 
-def test_saves_in_the_background_keep_the_rules_and_lose_nothing(tmp_path: Path) -> None:
+def test_background_saves_apply_retention_and_store_every_step(tmp_path: Path) -> None:
     mine = state(0)
     with CheckpointManager(tmp_path, keep_last=2, background=True) as manager:
         for step in range(1, 6):
@@ -533,9 +529,7 @@ def test_saves_in_the_background_keep_the_rules_and_lose_nothing(tmp_path: Path)
     assert restored(manager, step=4 + 1) == (5, 5)
 
 
-def test_a_save_that_fails_in_the_background_is_raised_at_the_next_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_background_save_is_raised_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1, background=True)
     fill_up(manager, 1)
     manager.wait()
@@ -554,7 +548,7 @@ def test_a_save_that_fails_in_the_background_is_raised_at_the_next_use(
     assert manager.steps() == [3]
 
 
-def test_an_error_in_the_loop_is_raised_and_the_save_ends_all_the_same(tmp_path: Path) -> None:
+def test_an_error_in_the_training_loop_still_completes_the_background_save(tmp_path: Path) -> None:
     def train() -> None:
         with CheckpointManager(tmp_path, background=True) as manager:
             fill_up(manager, 1)
@@ -584,7 +578,7 @@ def _on_ranks(root: str, background: bool) -> Any:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_all_ranks_get_the_same_answers(tmp_path: Path, background: bool) -> None:
+def test_manager_methods_return_the_same_results_on_all_ranks(tmp_path: Path, background: bool) -> None:
     found = run_ranks(4, _on_ranks, str(tmp_path), background)
     answers = [[2, 4, 5], 5, 2, {"loss": 0.0}, 5]
     assert found == [(answers, rank * 5, True) for rank in range(4)]
@@ -598,7 +592,7 @@ def _restore_on_ranks(root: str) -> tuple[int | None, list[str], float]:
     return step, [str(one.message) for one in said], target["w"].sum().item()
 
 
-def test_a_damaged_file_is_passed_over_alike_on_all_ranks(tmp_path: Path) -> None:
+def test_restore_skips_the_same_corrupted_step_on_all_ranks(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     fill_up(manager, 1, 2)
     damage(data_file(manager, 2), -1)
@@ -630,7 +624,9 @@ def _bad_metric(root: str) -> None:
         (_bad_metric, "RankFailedError", "rank 1: CheckpointError: metric 'loss' must be a number, got str"),
     ],
 )
-def test_a_mistake_is_the_same_error_on_all_ranks(tmp_path: Path, work: Any, kind: str | None, message: str) -> None:
+def test_invalid_calls_raise_the_same_error_on_all_ranks(
+    tmp_path: Path, work: Any, kind: str | None, message: str
+) -> None:
     fill_up(CheckpointManager(tmp_path), 1)
     found = outcomes(3, work, str(tmp_path))
     for one in found:
@@ -664,7 +660,7 @@ print(reads)
 """
 
 
-def test_readers_beside_a_run_that_replaces_and_removes_see_whole_checkpoints(tmp_path: Path) -> None:
+def test_concurrent_readers_always_see_complete_checkpoints(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
 
     def put(step: int, value: float, force: bool = False) -> None:
@@ -697,7 +693,7 @@ def test_readers_beside_a_run_that_replaces_and_removes_see_whole_checkpoints(tm
     assert os.listdir(tmp_path) == ["step-00001001"]
 
 
-def test_a_step_that_goes_while_a_newer_one_comes_is_not_taken_for_none(
+def test_restore_finds_a_newer_step_if_the_listed_one_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = CheckpointManager(tmp_path)

@@ -1,4 +1,4 @@
-"""The manifest: what is encoded is decoded, what is unknown is kept, what could not be read is not written."""
+"""The manifest: encoding round-trips, unknown fields are kept, and values that cannot be decoded are not written."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_value_comes_back_as_it_was(value: Any) -> None:
+def test_plain_values_round_trip_with_their_types(value: Any) -> None:
     node = json.loads(json.dumps(encode_value(value, "x")))
     found = decode_value(node)
     assert found == value
@@ -49,13 +49,13 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
     assert repr(found) == repr(value)  # -0.0 and 0.0 are equal
 
 
-def test_nan_and_enums_come_back() -> None:
+def test_nan_and_enums_round_trip() -> None:
     assert math.isnan(decode_value(encode_value(math.nan, "x") or []))
     assert decode_value(encode_value(Colour.RED, "x") or []) == EnumValue("Colour", "RED", 1)
 
 
 @given(st.floats() | st.integers() | st.text() | st.binary() | st.complex_numbers() | st.timedeltas() | st.datetimes())
-def test_any_plain_value_comes_back(value: Any) -> None:
+def test_random_plain_values_round_trip(value: Any) -> None:
     found = decode_value(json.loads(json.dumps(encode_value(value, "x"))))
     assert repr(found) == repr(value)
 
@@ -63,7 +63,7 @@ def test_any_plain_value_comes_back(value: Any) -> None:
 @pytest.mark.parametrize(
     "value", [torch.quint8, 10**5000, "\ud800", np.datetime64(0, "s")], ids=["quint8", "big", "surrogate", "time"]
 )
-def test_a_value_that_could_not_be_read_is_not_written(value: Any, tmp_path: Path) -> None:
+def test_saving_a_value_that_cannot_be_decoded_raises(value: Any, tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"not stored|cannot be stored"):
         checkpoint.save({"x": value}, tmp_path)
     assert not (tmp_path / "manifest.json").exists()
@@ -97,7 +97,7 @@ LAYOUTS = [
 
 
 @given(st.lists(st.sampled_from(LAYOUTS), max_size=12))
-def test_layouts_come_back_and_bytes_stay_the_same(layouts: list[Layout]) -> None:
+def test_layouts_and_encoded_bytes_round_trip(layouts: list[Layout]) -> None:
     manifest = manifest_of(table_of(*layouts), 4)
     data = manifest.encode()
     found = Manifest.decode(data)
@@ -107,7 +107,7 @@ def test_layouts_come_back_and_bytes_stay_the_same(layouts: list[Layout]) -> Non
     assert json.loads(data)["shardwright"] == 1
 
 
-def test_ten_thousand_tensors_on_4096_ranks_make_a_small_manifest() -> None:
+def test_the_manifest_of_10_000_tensors_on_4096_ranks_is_small() -> None:
     layouts = [Layout(Mesh((4096,)), [Shard(0)], (8192, 8 * (number % 40 + 1))) for number in range(10_000)]
     table = table_of(*layouts)
     per_rank = int(sum(layout.region(0).volume * 4 for layout in layouts))
@@ -119,7 +119,7 @@ def test_ten_thousand_tensors_on_4096_ranks_make_a_small_manifest() -> None:
     assert len(Manifest.decode(data).tensors) == 10_000
 
 
-def test_unknown_fields_are_kept_as_they_were() -> None:
+def test_unknown_fields_are_preserved() -> None:
     plain = unsigned(manifest_of(table_of(LAYOUTS[0]), 4).encode())
     future = b'"future":{"b":[1.50,{"a":null},"\\u00e9"],"a":12345678901234567890123},"z":0,'
     found = Manifest.decode(signed(plain + future))
@@ -129,7 +129,7 @@ def test_unknown_fields_are_kept_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("version", [0, 2, 17])
-def test_another_version_is_refused_before_anything_else_once_the_digest_holds(version: int) -> None:
+def test_an_unknown_version_raises_if_the_digest_is_valid(version: int) -> None:
     data = manifest_of(table_of(LAYOUTS[0]), 4).encode().replace(b'{"shardwright":1,', b'{"shardwright":%d,' % version)
     with pytest.raises(CorruptionError, match="digest does not match its contents"):
         Manifest.decode(data)
@@ -137,7 +137,7 @@ def test_another_version_is_refused_before_anything_else_once_the_digest_holds(v
         Manifest.decode(signed(unsigned(data)))
 
 
-def test_a_changed_digest_is_damage_and_a_wrong_one_too() -> None:
+def test_a_wrong_digest_raises_corruption_error() -> None:
     data = manifest_of(table_of(LAYOUTS[0]), 4).encode()
     other = b"1" if data[-5:-4] != b"1" else b"2"
     for bad in (data[:-5] + other + data[-4:], data.replace(b"w0", b"w1"), data[:-1] + b" "):
@@ -145,7 +145,7 @@ def test_a_changed_digest_is_damage_and_a_wrong_one_too() -> None:
             Manifest.decode(bad)
 
 
-def test_every_dtype_has_its_own_size() -> None:
+def test_every_dtype_is_stored_with_its_itemsize() -> None:
     for name, dtype in DTYPES.items():
         fields = json.loads(manifest_of(table_of(LAYOUTS[6]), 4).encode())
         fields["tensors"][1] = [[name, dtype.itemsize]]
@@ -153,13 +153,13 @@ def test_every_dtype_has_its_own_size() -> None:
         assert Manifest.decode(written(fields)).tensors.dtypes == (name,)
 
 
-def test_a_header_longer_than_safetensors_reads_is_not_written() -> None:
+def test_a_header_longer_than_safetensors_allows_raises() -> None:
     huge = TensorTable.of(["w"], ["float32"], [4], [Layout(Mesh((1,)), [Replicate()], (1 << 42,))])
     with pytest.raises(FormatError, match="safetensors allows at most 100000000"):
         DataFile(file_plan(huge, 0), "abcdef").header_size  # noqa: B018  # it is worked out here
 
 
-def test_a_manifest_longer_than_is_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_a_manifest_longer_than_the_limit_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwright.checkpoint.format.manifest.MAX_BYTES", 5000)
     checkpoint.save({"x": "a" * 4000}, tmp_path)
     with pytest.raises(StateError, match="the manifest would have"):

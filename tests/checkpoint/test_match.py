@@ -1,4 +1,4 @@
-"""Everything that does not fit is found before anything changes, and told at once, the same on all ranks."""
+"""All mismatches are found before anything changes, and raised in one error that is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def mismatch(state: Any, folder: Path, **how: Any) -> list[str]:
     return [line.strip() for line in lines]
 
 
-def test_one_error_lists_all_that_does_not_fit(folder: Path) -> None:
+def test_one_error_lists_all_mismatches(folder: Path) -> None:
     state = target(
         model={"layer.weight": torch.zeros(3, 2, dtype=torch.int8), "layer.bais": torch.zeros(2)},
         epoch=torch.zeros(1),
@@ -70,7 +70,7 @@ def test_one_error_lists_all_that_does_not_fit(folder: Path) -> None:
     assert state["more"] == 5
 
 
-def test_kinds_must_fit(folder: Path) -> None:
+def test_a_kind_mismatch_raises(folder: Path) -> None:
     assert mismatch(target(model={"layer.weight": 7, "layer.bias": torch.zeros(2)}), folder) == [
         "kind: 'model.layer.weight' is 7 in the state, but a tensor in the checkpoint"
     ]
@@ -83,13 +83,13 @@ def test_kinds_must_fit(folder: Path) -> None:
     ]
 
 
-def test_an_empty_container_is_no_mismatch(folder: Path) -> None:
+def test_an_empty_container_matches_anything_empty(folder: Path) -> None:
     state = target(another={}, empty=[])
     checkpoint.load(state, folder)
     assert (state["another"], state["empty"], state["epoch"], state["note"]) == ({}, [], 3, None)
 
 
-def test_long_lists_are_cut_and_counted(tmp_path: Path) -> None:
+def test_a_long_list_of_mismatches_is_shortened_and_counted(tmp_path: Path) -> None:
     checkpoint.save({f"a{n}": n for n in range(70)}, tmp_path)
     with pytest.raises(LoadMismatchError, match="in 170 places") as caught:
         checkpoint.load({f"b{n}": n for n in range(100)}, tmp_path)
@@ -97,13 +97,13 @@ def test_long_lists_are_cut_and_counted(tmp_path: Path) -> None:
     assert str(caught.value).endswith("and 120 more")
 
 
-def test_unexpected_names_are_left_alone_when_not_strict(folder: Path) -> None:
+def test_strict_false_ignores_unexpected_names(folder: Path) -> None:
     state = {"epoch": 0}
     assert len(mismatch(state, folder)) == 4
     assert checkpoint.load(state, folder, strict=False) == {"epoch": 3}
 
 
-def test_only_some_names_are_loaded(folder: Path) -> None:
+def test_only_selects_the_names_to_load(folder: Path) -> None:
     state = target(model={"layer.weight": torch.zeros(2, 3), "layer.bias": torch.zeros(5)}, other=1)
     checkpoint.load(state, folder, only="*.weight")
     assert state["model"]["layer.weight"].all()
@@ -114,7 +114,7 @@ def test_only_some_names_are_loaded(folder: Path) -> None:
     assert mismatch(state, folder, only="other") == ["missing: 'other' is not in the checkpoint"]
 
 
-def test_names_are_mapped_or_computed(folder: Path) -> None:
+def test_rename_takes_a_mapping_or_a_function(folder: Path) -> None:
     state = {"net": {"w": torch.zeros(2, 3), "b": torch.zeros(2)}, "epoch": 0, "empty": {}, "note": 0}
     names = {"model.layer.weight": "net.w", "model.layer.bias": "net.b"}
     checkpoint.load(state, folder, rename=names)
@@ -132,7 +132,7 @@ def test_names_are_mapped_or_computed(folder: Path) -> None:
         checkpoint.load({"a": 0}, folder, rename=lambda _: 5)  # type: ignore[arg-type,return-value]  # wrong on purpose
 
 
-def test_dtypes_change_only_where_that_is_said(folder: Path) -> None:
+def test_cast_applies_only_to_matching_names(folder: Path) -> None:
     state = target(model={"layer.weight": torch.zeros(2, 3).half(), "layer.bias": torch.zeros(2).double()})
     assert len(mismatch(state, folder)) == 2
     (line,) = mismatch(state, folder, cast={"*.weight": True})
@@ -150,7 +150,7 @@ def test_dtypes_change_only_where_that_is_said(folder: Path) -> None:
     assert (made["z"].tolist(), made["n"].tolist()) == ([1 + 1j], [1, -2])
 
 
-def test_missing_names_are_raised_or_kept_as_one_says(folder: Path) -> None:
+def test_on_missing_raises_or_keeps_missing_names(folder: Path) -> None:
     kept = torch.full((2,), 7.0)
     state = target(new=kept, other=5)
     assert len(mismatch(state, folder)) == 2
@@ -170,7 +170,7 @@ def test_missing_names_are_raised_or_kept_as_one_says(folder: Path) -> None:
         checkpoint.load(state, folder, on_missing="ignore")  # type: ignore[arg-type]  # wrong on purpose
 
 
-def test_keys_may_be_written_in_other_ways(tmp_path: Path) -> None:
+def test_keys_match_other_spellings_of_the_same_key_path(tmp_path: Path) -> None:
     checkpoint.save({"layers": [{"w": torch.ones(1)}, {"w": torch.full((1,), 2.0)}]}, tmp_path)
     made = checkpoint.load({"layers.0.w": torch.zeros(1), "layers": {1: {"w": torch.zeros(1)}}}, tmp_path)
     assert (made["layers.0.w"].item(), made["layers"][1]["w"].item()) == (1.0, 2.0)
@@ -181,7 +181,7 @@ def test_keys_may_be_written_in_other_ways(tmp_path: Path) -> None:
     assert module["layers"][1].w.item() == 2.0
 
 
-def test_a_name_is_unexpected_only_if_no_rank_has_it(tmp_path: Path) -> None:
+def test_a_name_is_unexpected_only_if_it_is_in_no_ranks_state(tmp_path: Path) -> None:
     """Each rank has one stage of a model; the checkpoint was saved by one process."""
     checkpoint.save({f"layer{n}": torch.full((2,), float(n)) for n in range(5)}, tmp_path)
 
@@ -207,7 +207,7 @@ def test_a_name_is_unexpected_only_if_no_rank_has_it(tmp_path: Path) -> None:
     ]
 
 
-def test_all_ranks_raise_one_text(tmp_path: Path) -> None:
+def test_a_mismatch_raises_the_same_message_on_all_ranks(tmp_path: Path) -> None:
     def work() -> str:
         rank = comm.rank()
         mesh = sw.init_device_mesh("cpu", (3,))

@@ -1,4 +1,4 @@
-"""What a save needs beyond the state: windows of a known size, however large the tensors are."""
+"""The memory a save needs beside the state is bounded, whatever the tensor sizes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ for kind, state in states.items():
 """
 
 
-def test_a_save_takes_less_than_64_mb_beside_the_state(tmp_path: Path) -> None:
+def test_save_needs_less_than_64_mb_of_extra_memory(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", MEASURE, tmp_path], capture_output=True, text=True, timeout=120
     )
@@ -63,7 +63,7 @@ class Counted(Calls):
 
 
 @pytest.mark.parametrize("memory", [BLOCK, 3 * MIB, 5 * MIB, None])
-def test_windows_keep_to_the_memory_given(tmp_path: Path, memory: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_respects_the_memory_limit(tmp_path: Path, memory: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     empty = torch.empty
 
@@ -87,7 +87,7 @@ def test_windows_keep_to_the_memory_given(tmp_path: Path, memory: int | None, mo
 
 
 @pytest.mark.parametrize("again", [checkpoint.save, checkpoint.async_save])
-def test_less_than_a_block_is_refused(tmp_path: Path, again: object) -> None:
+def test_a_memory_limit_below_one_block_raises(tmp_path: Path, again: object) -> None:
     with pytest.raises(CheckpointError, match=r"memory must be at least 1048576 bytes \(one block\), got 1000"):
         again({"w": torch.ones(1)}, tmp_path, memory=1000)  # type: ignore[operator]  # either function
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""What ranks have becomes one state, whoever says what; what differs is named, with the ranks and the values."""
+"""The states of all ranks are merged into one; differences raise with the ranks and the values."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def merged(states: Mapping[tuple[int, ...], Any], ranks: tuple[int, ...] | None 
 
 
 @given(STATES)
-def test_a_state_that_all_say_alike_is_that_state(state: Any) -> None:
+def test_identical_states_merge_to_the_same_state(state: Any) -> None:
     assert shown(rebuilt(merged({(0, 1, 2): state}))) == shown(state)
 
 
@@ -111,7 +111,7 @@ def _shuffled(state: Any, draw: Callable[..., Any]) -> Any:
 
 
 @given(parted())
-def test_any_parts_of_a_state_unite_to_it(made: tuple[Any, list[Any]]) -> None:
+def test_parts_of_a_state_merge_to_the_state(made: tuple[Any, list[Any]]) -> None:
     state, parts = made
     result = merge([((rank,), said(part)) for rank, part in enumerate(parts)], (0, 1, 2))
     assert shown(rebuilt(result)) == shown(state)
@@ -126,7 +126,7 @@ def test_any_parts_of_a_state_unite_to_it(made: tuple[Any, list[Any]]) -> None:
 
 
 @given(parted(), st.permutations(range(3)))
-def test_who_says_what_does_not_matter(made: tuple[Any, list[Any]], order: list[int]) -> None:
+def test_merging_does_not_depend_on_the_order_of_ranks(made: tuple[Any, list[Any]], order: list[int]) -> None:
     _, parts = made
     one = merge([((rank,), said(parts[rank])) for rank in range(3)], (0, 1, 2))
     other = merge([((rank,), said(parts[rank])) for rank in order], (0, 1, 2))
@@ -138,8 +138,8 @@ F = torch.zeros(2)
 DIFFERENT = {
     "a value": (1, 2, "model.x: 1 on rank 0, and 2 on ranks 1, 2"),
     "a type": (1, 1.0, "model.x: 1 on rank 0, and 1.0 on ranks 1, 2"),
-    "truth": (1, True, "model.x: 1 on rank 0, and True on ranks 1, 2"),
-    "text": ("a", "b", "model.x: 'a' on rank 0, and 'b' on ranks 1, 2"),
+    "a bool": (1, True, "model.x: 1 on rank 0, and True on ranks 1, 2"),
+    "a str": ("a", "b", "model.x: 'a' on rank 0, and 'b' on ranks 1, 2"),
     "a shape": (F, torch.zeros(3), "model.x: [2] (0: R) on rank 0, and [3] (0: R) on ranks 1, 2"),
     "a dtype": (F, F.int(), "model.x: float32 on rank 0, and int32 on ranks 1, 2"),
     "a kind": (F, 5, "model.x: a tensor on rank 0, and 5 on ranks 1, 2"),
@@ -147,20 +147,20 @@ DIFFERENT = {
     "a tuple": ([1], (1,), "model.x: a list on rank 0, and a tuple on ranks 1, 2"),
     "a length": ([1], [1, 2], "model.x: 1 entries on rank 0, and 2 entries on ranks 1, 2"),
     "an array": (F, F.numpy(), "model.x: a tensor on rank 0, and an array on ranks 1, 2"),
-    "within": ([0, {"y": 1}], [0, {"y": 2}], "model.x.1.y: 1 on rank 0, and 2 on ranks 1, 2"),
-    "of a rank": (PerRank(1), 1, "model.x: a PerRank value on rank 0, and 1 on ranks 1, 2"),
+    "a nested value": ([0, {"y": 1}], [0, {"y": 2}], "model.x.1.y: 1 on rank 0, and 2 on ranks 1, 2"),
+    "a PerRank value": (PerRank(1), 1, "model.x: a PerRank value on rank 0, and 1 on ranks 1, 2"),
 }
 
 
 @pytest.mark.parametrize(("one", "other", "words"), DIFFERENT.values(), ids=DIFFERENT.keys())
-def test_the_same_name_with_another_meaning_is_refused(one: Any, other: Any, words: str) -> None:
+def test_different_values_under_one_name_raise(one: Any, other: Any, words: str) -> None:
     same = {"same": 1}
     with pytest.raises(StateDiffersError, match=re.escape(words)) as caught:
         merged({(0,): {"model": {"x": one} | same}, (1, 2): {"model": same | {"x": other}}})
     assert "under 1 name; mark values that differ between ranks with PerRank" in str(caught.value)
 
 
-def test_everything_that_differs_is_told_at_once() -> None:
+def test_one_error_lists_all_differences() -> None:
     with pytest.raises(StateDiffersError, match="under 30 names") as caught:
         merged({(0,): {f"k{n}": n for n in range(30)}, (1,): {f"k{n}": -1 for n in range(30)}})
     assert "k0: 0 on rank 0, and -1 on rank 1" in str(caught.value)
@@ -188,7 +188,7 @@ def apart(*names: str) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(3) for name in names}
 
 
-def test_names_are_one_tensor_if_all_that_hold_both_say_so() -> None:
+def test_names_are_merged_into_one_tensor_if_they_are_tied_on_all_holders() -> None:
     assert len(merged({(0, 1): tied("a", "b")}).table) == 1
     assert len(merged({(0,): tied("a", "b") | {"x": 1}, (1,): tied("b", "a")}).table) == 1
     assert len(merged({(0,): tied("a", "b"), (1,): apart("a", "b")}).table) == 2
@@ -203,7 +203,7 @@ def silent(what: StateDescription) -> StateDescription:
     return what._replace(unsure=list(range(len(what.same))))
 
 
-def test_a_rank_that_holds_nothing_does_not_decide() -> None:
+def test_ranks_without_a_shard_do_not_decide_about_ties() -> None:
     result = merge([((0,), said(tied("a", "b"))), ((1,), silent(said(apart("a", "b"))))], (0, 1))
     assert len(result.table) == 1
     assert result.numbers == [[0, 0], [0, 0]]
@@ -218,7 +218,7 @@ def own(state: Any) -> list[PerRankDescription]:
     ]
 
 
-def test_what_each_rank_has_for_itself_is_kept_under_its_number() -> None:
+def test_per_rank_tensors_are_named_by_rank() -> None:
     states = [{"r": [PerRank({"n": rank, "t": torch.zeros(rank)})], "x": 1} for rank in range(3)]
     states[1]["only"] = PerRank(tied("a", "b"))  # what one rank alone has
     result = merge(
@@ -237,7 +237,7 @@ def test_what_each_rank_has_for_itself_is_kept_under_its_number() -> None:
         assert build(result.tree, tensor, {}, rank)["only"] == expected
 
 
-def test_a_tensor_that_a_rank_of_its_mesh_does_not_give_is_refused() -> None:
+def test_a_tensor_missing_on_a_rank_of_its_mesh_raises() -> None:
     rows = sw.Layout(sw.Mesh((2,)), [sw.Shard(0)], (4,))
     whole = StateDescription(["d", "w", 0], ["w"], ["float32"], [4], [sharding_to_json(rows)], [0])
     nothing = StateDescription(["d"], [], [], [], [], [])
@@ -250,7 +250,7 @@ def test_a_tensor_that_a_rank_of_its_mesh_does_not_give_is_refused() -> None:
 # --- on ranks ---------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_with_stages_of_their_own_save_one_state(tmp_path: Path) -> None:
+def test_pipeline_stages_are_saved_as_one_state(tmp_path: Path) -> None:
     def work() -> None:
         rank = comm.rank()
         stage = {f"layer{2 * rank + n}": torch.full((3,), 10.0 * rank + n) for n in (0, 1)}
@@ -270,7 +270,7 @@ def test_ranks_with_stages_of_their_own_save_one_state(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_ranks_that_hold_nothing_of_a_tensor_say_the_same_as_the_others() -> None:
+def test_ranks_without_shards_describe_tensors_like_the_others() -> None:
     """Or else every save of a tensor that is shorter than the mesh would gather what they say."""
 
     def work() -> StateDescription:
@@ -285,7 +285,7 @@ def test_ranks_that_hold_nothing_of_a_tensor_say_the_same_as_the_others() -> Non
     assert others == [one, one]
 
 
-def test_ranks_that_differ_raise_the_same_on_all_and_save_nothing(tmp_path: Path) -> None:
+def test_different_states_raise_the_same_error_on_all_ranks_and_save_nothing(tmp_path: Path) -> None:
     def work() -> str:
         rank = comm.rank()
         mesh = sw.init_device_mesh("cpu", (2,))
@@ -305,7 +305,7 @@ def test_ranks_that_differ_raise_the_same_on_all_and_save_nothing(tmp_path: Path
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_per_rank_values_go_back_to_their_ranks(tmp_path: Path) -> None:
+def test_per_rank_values_are_loaded_on_their_ranks(tmp_path: Path) -> None:
     def work(n: int) -> None:
         rank = comm.rank()
         torch.manual_seed(rank)

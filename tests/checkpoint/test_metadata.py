@@ -1,4 +1,4 @@
-"""PyTorch's vocabulary over our manifest, worked out when asked; DTensors that PyTorch's own checkpointing takes."""
+"""PyTorch's metadata classes as a lazy view of the manifest; DTensors work with torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwright.testing import run_ranks
 from tests.peak_memory import peak_memory
 
 
-def test_the_view_says_what_is_stored(saved: Path, whole: dict[str, torch.Tensor]) -> None:
+def test_metadata_describes_the_stored_tensors(saved: Path, whole: dict[str, torch.Tensor]) -> None:
     with checkpoint.open(saved) as ckpt:
         metadata, save_id = ckpt.metadata, ckpt.save_id
     entries = metadata.state_dict_metadata
@@ -43,7 +43,7 @@ def test_the_view_says_what_is_stored(saved: Path, whole: dict[str, torch.Tensor
         entries["nothing"]
 
 
-def test_storage_data_says_where_every_chunk_lies(saved: Path, whole: dict[str, torch.Tensor]) -> None:
+def test_storage_data_locates_the_bytes_of_every_chunk(saved: Path, whole: dict[str, torch.Tensor]) -> None:
     """Every chunk's bytes are found there by hand."""
     with checkpoint.open(saved) as ckpt:
         metadata = ckpt.metadata
@@ -56,7 +56,7 @@ def test_storage_data_says_where_every_chunk_lies(saved: Path, whole: dict[str, 
             assert data == whole[name][chunk.region.slices()].contiguous().numpy().tobytes()
 
 
-def test_the_words_are_those_of_pytorch() -> None:
+def test_metadata_classes_have_pytorchs_names_and_fields() -> None:
     fields = {
         "MetadataIndex": ("fqn", "offset", "index"),
         "ChunkStorageMetadata": ("offsets", "sizes"),
@@ -73,7 +73,7 @@ def test_the_words_are_those_of_pytorch() -> None:
     assert checkpoint.flatten_sharded_tensors is sharded.flatten_sharded_tensors
 
 
-def test_an_index_is_equal_to_pytorchs_both_ways_and_in_a_dict() -> None:
+def test_metadata_index_equals_and_hashes_like_pytorchs() -> None:
     ours, theirs = checkpoint.MetadataIndex("w", (4, 0), 3), torchs.MetadataIndex("w", (4, 0))
     assert ours == theirs
     assert theirs == ours
@@ -87,7 +87,7 @@ def test_an_index_is_equal_to_pytorchs_both_ways_and_in_a_dict() -> None:
     assert checkpoint.WriteItemType.SHARD != TorchsWriteItemType.TENSOR
 
 
-def test_nothing_is_expanded_that_is_not_looked_at() -> None:
+def test_chunks_are_expanded_only_on_access() -> None:
     """10,000 tensors on 4,096 ranks have 40,960,000 chunks, which would take gigabytes; one of them has 4,096."""
     layout = Layout(Mesh((4096,)), [Shard(0)], (8192, 16))
     count = 10_000
@@ -126,7 +126,7 @@ def _chunks_on_ranks() -> Any:
     return chunk.offsets, chunk.sizes
 
 
-def test_a_dtensor_answers_for_the_chunks_its_rank_holds() -> None:
+def test_a_dtensor_lists_the_chunks_of_its_rank_for_pytorch() -> None:
     found = run_ranks(4, _chunks_on_ranks)
     assert [tuple(offsets) for offsets, _ in found] == [(0, 0), (0, 3), (3, 0), (3, 3)]
     assert [tuple(sizes) for _, sizes in found] == [(3, 3), (3, 3), (2, 3), (2, 3)]
@@ -149,7 +149,7 @@ def _dcp_round_trip(path: str) -> Any:
     return results
 
 
-def test_pytorchs_own_checkpointing_saves_and_reshards_our_dtensors(tmp_path: Path) -> None:
+def test_torch_distributed_checkpoint_saves_and_reshards_dtensors(tmp_path: Path) -> None:
     for results in run_ranks(4, _dcp_round_trip, str(tmp_path / "dcp")):
         for tensor in results:
             assert torch.equal(tensor, torch.arange(77.0).reshape(7, 11))

@@ -1,4 +1,4 @@
-"""`open`: what is stored, seen by one process; slices that read only what they need; one save, whatever comes after."""
+"""`open` reads one save in one process; slices read only the blocks they need."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def test_every_tensor_comes_back_from_a_checkpoint_of_four_ranks(saved: Path, whole: dict[str, torch.Tensor]) -> None:
+def test_open_reads_every_tensor_of_a_checkpoint_of_four_ranks(saved: Path, whole: dict[str, torch.Tensor]) -> None:
     with checkpoint.open(saved) as ckpt:
         for name, tensor in whole.items():
             assert ckpt[name].shape == tensor.shape
@@ -92,7 +92,7 @@ INDICES: list[Any] = [
 
 @pytest.mark.parametrize("index", INDICES, ids=str)
 @pytest.mark.parametrize("name", ["rows", "replica", "pieces", "columns"])
-def test_an_index_gives_what_numpy_gives(saved: Path, whole: dict[str, torch.Tensor], name: str, index: Any) -> None:
+def test_indexing_equals_numpy(saved: Path, whole: dict[str, torch.Tensor], name: str, index: Any) -> None:
     array = whole[name].numpy()
     with checkpoint.open(saved) as ckpt:
         try:
@@ -113,7 +113,7 @@ def entries(extent: int) -> st.SearchStrategy[Any]:
 
 
 @given(st.data())
-def test_the_box_of_an_index_covers_it_and_no_more(data: st.DataObject) -> None:
+def test_the_region_of_an_index_is_its_bounding_box(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 7), max_size=4)))
     index: tuple[Any, ...] = ()
     for extent in shape[: data.draw(st.integers(0, len(shape)))]:
@@ -143,12 +143,12 @@ def test_the_box_of_an_index_covers_it_and_no_more(data: st.DataObject) -> None:
     ],
     ids=str,
 )
-def test_an_index_that_cannot_be_is_refused(saved: Path, index: Any, error: type[Exception], text: str) -> None:
+def test_an_invalid_index_raises(saved: Path, index: Any, error: type[Exception], text: str) -> None:
     with checkpoint.open(saved) as ckpt, pytest.raises(error, match=text):
         ckpt["rows"][index]
 
 
-def test_a_slice_reads_the_blocks_it_touches_and_no_others(tmp_path: Path) -> None:
+def test_a_slice_reads_only_the_blocks_it_overlaps(tmp_path: Path) -> None:
     rows = 8 * BLOCK // 4096
     checkpoint.save({"w": torch.arange(8 * BLOCK // 4, dtype=torch.int32).reshape(rows, 1024)}, tmp_path)
     calls = CountingCalls()
@@ -166,7 +166,7 @@ def test_a_slice_reads_the_blocks_it_touches_and_no_others(tmp_path: Path) -> No
             assert calls.data - before == blocks * BLOCK, index
 
 
-def test_a_wrong_name_is_told_with_the_nearest_one(saved: Path) -> None:
+def test_a_wrong_name_raises_with_the_closest_match(saved: Path) -> None:
     with checkpoint.open(saved) as ckpt:
         with pytest.raises(MissingNameError, match=r"no tensor is stored under 'colums'; did you mean 'columns'\?"):
             ckpt["colums"]
@@ -177,7 +177,7 @@ def test_a_wrong_name_is_told_with_the_nearest_one(saved: Path) -> None:
         assert ckpt.get("nothing") is None
 
 
-def test_it_is_a_mapping_of_names(saved: Path, whole: dict[str, torch.Tensor]) -> None:
+def test_an_open_checkpoint_is_a_mapping_of_names(saved: Path, whole: dict[str, torch.Tensor]) -> None:
     with checkpoint.open(saved) as ckpt:
         expected = {*whole, "__metadata__~2", "alias", "array", *(f"own.state.rank{rank}" for rank in range(4))}
         assert set(ckpt) == set(ckpt.keys()) == expected
@@ -187,7 +187,7 @@ def test_it_is_a_mapping_of_names(saved: Path, whole: dict[str, torch.Tensor]) -
         assert 3 not in ckpt
 
 
-def test_values_and_the_tree_are_there(saved: Path) -> None:
+def test_value_and_tree_return_stored_values(saved: Path) -> None:
     with checkpoint.open(saved) as ckpt:
         assert ckpt.value("epoch") == 3
         assert ckpt.value("nested.a.1.0") == 2.5
@@ -200,12 +200,12 @@ def test_values_and_the_tree_are_there(saved: Path) -> None:
         assert isinstance(tree["array"][:], np.ndarray)
 
 
-def test_what_numpy_does_not_have_is_said(saved: Path) -> None:
+def test_numpy_of_a_bfloat16_tensor_raises(saved: Path) -> None:
     with checkpoint.open(saved) as ckpt, pytest.raises(ArgumentTypeError, match="numpy has no bfloat16"):
         ckpt["grid"].numpy()
 
 
-def test_what_is_open_stays_when_it_is_replaced(tmp_path: Path) -> None:
+def test_an_open_checkpoint_stays_readable_after_a_replacement(tmp_path: Path) -> None:
     checkpoint.save({"w": torch.zeros(4), "n": 1}, tmp_path)
     with checkpoint.open(tmp_path) as old:
         checkpoint.save({"w": torch.ones(4), "n": 2}, tmp_path)
@@ -229,7 +229,7 @@ class ReplacedCalls(Calls):
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_replacement_while_it_is_opened_or_loaded_gives_the_new_one(tmp_path: Path, times: int) -> None:
+def test_open_and_read_return_the_new_checkpoint_if_replaced_meanwhile(tmp_path: Path, times: int) -> None:
     checkpoint.save({"w": torch.full((4,), 9)}, tmp_path)
     with checkpoint.open(LocalStorage(tmp_path, ReplacedCalls(tmp_path, times))) as ckpt:
         assert ckpt["w"][:].tolist() == [0] * 4
@@ -237,25 +237,25 @@ def test_a_replacement_while_it_is_opened_or_loaded_gives_the_new_one(tmp_path: 
     assert checkpoint.read(LocalStorage(tmp_path, ReplacedCalls(tmp_path, times)))["w"].tolist() == [0] * 4
 
 
-def test_a_lost_file_is_told_and_not_waited_for(saved: Path) -> None:
+def test_a_missing_data_file_raises_without_retrying(saved: Path) -> None:
     next(saved.glob("*-00002-0.safetensors")).unlink()
     with pytest.raises(CorruptionError, match=r"a file of the checkpoint is missing: .*-00002-0\.safetensors"):
         checkpoint.open(saved)
 
 
-def test_a_closed_one_says_so(saved: Path) -> None:
+def test_reading_from_a_closed_checkpoint_raises(saved: Path) -> None:
     ckpt = checkpoint.open(saved)
     ckpt.close()
     with pytest.raises(CheckpointError, match="is closed"):
         ckpt["rows"][:]
 
 
-def test_nothing_saved_is_told(tmp_path: Path) -> None:
+def test_opening_an_empty_directory_raises(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpointError, match="holds no checkpoint"):
         checkpoint.open(tmp_path)
 
 
-def test_damage_is_found_by_the_slices_that_touch_it(saved: Path) -> None:
+def test_slices_that_overlap_a_corrupted_block_raise(saved: Path) -> None:
     with checkpoint.open(saved) as ckpt:
         index = next(index for index in ckpt.metadata.storage_data if index.fqn == "big" and index.offset[0] == 0)
         info = ckpt.metadata.storage_data[index]

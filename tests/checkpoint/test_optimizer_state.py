@@ -1,4 +1,4 @@
-"""Optimizers resume: over the same parameters or others of the same names, stepped or not, on any layout."""
+"""Optimizers resume with the same parameters or others of the same names, stepped or not, in any layout."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_an_optimizer_that_has_not_stepped_gets_its_state(make: Make, tmp_path: Path) -> None:
+def test_load_creates_the_state_of_an_optimizer_that_has_not_stepped(make: Make, tmp_path: Path) -> None:
     model, other = build(), build(1)
     optimizer, fresh = make(model.parameters()), make(other.parameters())
     train(model, optimizer, 3)
@@ -77,7 +77,7 @@ def test_an_optimizer_that_has_not_stepped_gets_its_state(make: Make, tmp_path: 
     assert train(other, fresh, 3) == train(model, optimizer, 3)
 
 
-def test_a_load_that_fails_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_load_leaves_the_optimizer_unchanged(tmp_path: Path) -> None:
     model = build()
     optimizer = OPTIMIZERS["Adam"](model.parameters())
     train(model, optimizer, 1)
@@ -89,7 +89,7 @@ def test_a_load_that_fails_leaves_the_optimizer_as_it_was(tmp_path: Path) -> Non
     assert fresh.state_dict()["state"] == {}
 
 
-def test_parameters_that_were_never_stepped_have_no_state(tmp_path: Path) -> None:
+def test_frozen_parameters_get_no_state(tmp_path: Path) -> None:
     def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
         model = build()
         model[0].requires_grad_(False)
@@ -111,7 +111,7 @@ def test_parameters_that_were_never_stepped_have_no_state(tmp_path: Path) -> Non
         checkpoint.load(stepped, tmp_path)
 
 
-def test_a_state_of_another_dtype_is_refused_unless_it_is_cast(tmp_path: Path) -> None:
+def test_optimizer_state_of_another_dtype_raises_without_cast(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     train(model, optimizer, 1)
@@ -138,7 +138,7 @@ def groups(model: nn.Sequential, order: list[int], size: int) -> list[dict[str, 
 
 @pytest.mark.parametrize("name", ["momentum", "Adam", "AdamW", "Adafactor"])
 @pytest.mark.parametrize("stepped", [False, True])
-def test_named_states_survive_another_order_and_other_groups(name: str, stepped: bool, tmp_path: Path) -> None:
+def test_named_state_loads_into_another_order_and_other_groups(name: str, stepped: bool, tmp_path: Path) -> None:
     make = OPTIMIZERS[name]
     model, other = build(), build(1)
     optimizer = make(groups(model, [0, 1, 2, 3], 4))
@@ -155,7 +155,7 @@ def test_named_states_survive_another_order_and_other_groups(name: str, stepped:
     assert set(checkpoint.read(tmp_path)["optimizer"]["state"]) == set(dict(model.named_parameters()))
 
 
-def test_some_of_the_parameters_can_be_resumed(tmp_path: Path) -> None:
+def test_strict_false_resumes_a_subset_of_the_parameters(tmp_path: Path) -> None:
     model = build()
     optimizer = OPTIMIZERS["Adam"](model.parameters())
     train(model, optimizer, 2)
@@ -168,7 +168,7 @@ def test_some_of_the_parameters_can_be_resumed(tmp_path: Path) -> None:
     assert torch.equal(fresh.state[model[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
 
 
-def test_groups_with_options_of_their_own_keep_them(tmp_path: Path) -> None:
+def test_param_groups_keep_their_options(tmp_path: Path) -> None:
     model, other = build(), build()
     optimizer = torch.optim.SGD([{"params": [model[0].weight], "lr": 1.0}, {"params": [model[2].weight], "lr": 2.0}])
     checkpoint.save(optimizer_state(model, optimizer), tmp_path)
@@ -181,7 +181,7 @@ def test_groups_with_options_of_their_own_keep_them(tmp_path: Path) -> None:
     assert mixed.param_groups[0]["lr"] == 5.0
 
 
-def test_an_optimizer_of_another_model_is_refused() -> None:
+def test_optimizer_state_of_another_model_raises() -> None:
     with pytest.raises(StateError, match=r"4 of 4 parameters of the SGD have no name"):
         optimizer_state(build(), torch.optim.SGD(build().parameters()))
     with pytest.raises(ArgumentTypeError, match="expected an optimizer, got int"):
@@ -220,7 +220,7 @@ def values(model: nn.Module) -> list[torch.Tensor]:
     ]
 
 
-def test_dtensor_optimizers_resume_on_other_ranks_and_layouts(tmp_path: Path) -> None:
+def test_dtensor_optimizers_resume_with_another_world_size_and_layout(tmp_path: Path) -> None:
     names = ["momentum", "Adam", "Adafactor"]
 
     def save() -> None:
@@ -260,7 +260,7 @@ def test_dtensor_optimizers_resume_on_other_ranks_and_layouts(tmp_path: Path) ->
     run_ranks(3, load, expected)
 
 
-def test_a_sharded_optimizer_resumes_on_another_cut(tmp_path: Path) -> None:
+def test_a_sharded_optimizer_resumes_with_another_sharding(tmp_path: Path) -> None:
     def make(n: int, dim: int) -> tuple[sharded.ShardedTensor, nn.Parameter, sharded.ShardedOptimizer]:
         spec = sharded.ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in range(n)])
         table = sharded.ones(spec, 5, 3, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Work in threads: every part is done once, nobody waits for a thread that is slow, and calls are few."""
+"""Work in threads: every part runs once, a slow thread does not block the others, and system calls are few."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS = [(number, number + 1) for number in range(7)]
 
 
 @pytest.mark.parametrize("threads", [None, 1, 2, 20])
-def test_every_part_is_done_once_in_no_more_threads_than_asked_for(threads: int | None) -> None:
+def test_every_part_runs_once_in_at_most_the_given_threads(threads: int | None) -> None:
     done: list[int] = []
     seen: set[int] = set()
 
@@ -33,7 +33,7 @@ def test_every_part_is_done_once_in_no_more_threads_than_asked_for(threads: int 
     assert len(seen) <= (threads or 7)
 
 
-def test_a_thread_that_is_slow_does_not_hold_up_the_rest() -> None:
+def test_a_slow_thread_does_not_block_the_others() -> None:
     rest = threading.Event()
     done: list[int] = []
 
@@ -48,7 +48,7 @@ def test_a_thread_that_is_slow_does_not_hold_up_the_rest() -> None:
     assert done == [1, 2, 3, 4, 5, 6, 0]
 
 
-def test_where_no_thread_is_to_be_had_all_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_runs_in_the_calling_thread_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -58,7 +58,7 @@ def test_where_no_thread_is_to_be_had_all_is_done_here(monkeypatch: pytest.Monke
     assert done == list(range(7))
 
 
-def test_after_an_error_no_part_is_begun() -> None:
+def test_no_part_starts_after_an_error() -> None:
     begun: list[int] = []
 
     def work(first: int, last: int, stop: Stop) -> None:
@@ -71,7 +71,7 @@ def test_after_an_error_no_part_is_begun() -> None:
     assert begun == [0, 1, 2]
 
 
-def test_what_is_copied_in_pieces_and_turns_is_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copying_in_small_pieces_stores_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "_MIN_PER_THREAD", MIB)
     monkeypatch.setattr(staging, "_BYTES_PER_TURN", 2 * MIB)
     monkeypatch.setattr(staging, "_PIECE", 1000)
@@ -105,7 +105,7 @@ def reads_of(sizes: Sequence[int], folder: Path) -> list[list[int]]:
     return reads.sizes
 
 
-def test_the_end_of_a_tensor_is_read_with_the_beginning_of_the_next(tmp_path: Path) -> None:
+def test_adjacent_tensors_are_read_with_one_call(tmp_path: Path) -> None:
     quarter = MIB // 4
     assert reads_of([2 * MIB + quarter, MIB + quarter, quarter], tmp_path) == [
         [MIB],

@@ -1,4 +1,4 @@
-"""Who writes what and who reads what from where: arithmetic that every rank does alone, and all do alike."""
+"""Write and read plans: every rank computes its part alone, and the parts agree."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(table: TensorTabl
 
 
 @given(tables())
-def test_a_file_has_no_holes_and_its_chunks_are_aligned(table: TensorTable) -> None:
+def test_a_data_file_has_no_gaps_and_aligned_chunks(table: TensorTable) -> None:
     for rank in written_by(table):
         plan = file_plan(table, rank)
         assert (plan.starts == np.cumsum(plan.nbytes) - plan.nbytes).all()
@@ -76,7 +76,7 @@ def test_a_file_has_no_holes_and_its_chunks_are_aligned(table: TensorTable) -> N
 
 
 @given(tables(), st.data())
-def test_a_wanted_region_is_found_in_chunks_that_tile_it(table: TensorTable, data: st.DataObject) -> None:
+def test_the_chunks_located_for_a_region_tile_it(table: TensorTable, data: st.DataObject) -> None:
     locator = ChunkLocator(table)
     tensor = data.draw(st.integers(0, len(table) - 1))
     wanted = data.draw(regions(Region.whole(table.shape(tensor))))
@@ -93,7 +93,7 @@ def test_a_wanted_region_is_found_in_chunks_that_tile_it(table: TensorTable, dat
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 3000)), min_size=1, max_size=30), st.integers(2, 9))
-def test_replicated_bytes_are_cut_evenly_over_their_holders(shapes: list[tuple[int, int]], ranks: int) -> None:
+def test_replicated_bytes_are_split_evenly_over_the_ranks(shapes: list[tuple[int, int]], ranks: int) -> None:
     mesh = Mesh((ranks,))
     table = TensorTable.of(
         [f"t{n}" for n in range(len(shapes))],
@@ -107,14 +107,14 @@ def test_replicated_bytes_are_cut_evenly_over_their_holders(shapes: list[tuple[i
     assert max(sizes) <= best * 1.05 + 2 * 4096
 
 
-def test_a_single_large_replica_is_split_though_it_has_few_rows() -> None:
+def test_a_large_replicated_tensor_with_few_rows_is_split_evenly() -> None:
     table = TensorTable.of(["w"], ["float32"], [4], [Layout(Mesh((3,)), [Replicate()], (2, 3_000_000))])
     sizes = [file_plan(table, rank).size for rank in range(3)]
     assert max(sizes) <= 1.05 * sum(sizes) / 3
 
 
 @given(tables())
-def test_all_ranks_of_a_share_agree_on_who_writes_what(table: TensorTable) -> None:
+def test_all_replicas_agree_on_the_writer_of_every_range(table: TensorTable) -> None:
     plans = {rank: file_plan(table, rank) for rank in written_by(table)}
     for rank in plans:
         for share in replica_splits(table, rank):
@@ -127,7 +127,7 @@ def test_all_ranks_of_a_share_agree_on_who_writes_what(table: TensorTable) -> No
 
 
 @given(st.lists(st.integers(1, 6), min_size=0, max_size=4), st.data())
-def test_a_stretch_of_a_region_is_a_few_boxes_in_order(size: list[int], data: st.DataObject) -> None:
+def test_a_range_of_a_region_is_a_few_boxes_in_order(size: list[int], data: st.DataObject) -> None:
     region = Region([7] * len(size), size)
     first = data.draw(st.integers(0, region.volume))
     last = data.draw(st.integers(first, region.volume))
@@ -139,13 +139,13 @@ def test_a_stretch_of_a_region_is_a_few_boxes_in_order(size: list[int], data: st
 
 
 @pytest.mark.parametrize("size", [(1, 1, 5), (100_000,), (3, 1 << 20), ()])
-def test_a_grain_divides_rows_or_is_small(size: tuple[int, ...]) -> None:
+def test_the_granularity_divides_rows_or_is_small(size: tuple[int, ...]) -> None:
     step = granularity(size, 4, 1 << 20)
     assert 1 <= step * 4 <= max(4096, (1 << 20) // 64)
 
 
 @given(regions(Region((3, 0, 2), (5, 4, 6))), st.sampled_from([1, 4]), st.sampled_from([8, 32, 64]))
-def test_the_blocks_of_a_region_are_those_its_bytes_lie_in(wanted: Region, itemsize: int, block: int) -> None:
+def test_the_blocks_of_a_region_are_those_that_contain_its_bytes(wanted: Region, itemsize: int, block: int) -> None:
     chunk = Region((3, 0, 2), (5, 4, 6))
     numbers = np.arange(chunk.volume * itemsize).reshape(*chunk.size, itemsize) // block
     with pytest.MonkeyPatch.context() as patch:
@@ -154,7 +154,7 @@ def test_the_blocks_of_a_region_are_those_its_bytes_lie_in(wanted: Region, items
     assert found.tolist() == np.unique(numbers[wanted.slices(chunk)]).tolist()
 
 
-def test_rows_that_stay_rows_are_read_alone_and_columns_together() -> None:
+def test_ranks_share_reads_for_columns_but_not_for_rows() -> None:
     rows = Layout(Mesh((4,)), [Shard(0)], (4096, 1024))
     columns = Layout(Mesh((4,)), [Shard(1)], (4096, 1024))
     locator = ChunkLocator(TensorTable.of(["w"], ["float32"], [4], [rows]))
@@ -162,7 +162,7 @@ def test_rows_that_stay_rows_are_read_alone_and_columns_together() -> None:
     assert shared([ReadRequest(0, columns)], locator, [2]) == [False]
 
 
-def test_ten_thousand_tensors_on_four_thousand_ranks_fit_a_small_manifest() -> None:
+def test_the_manifest_of_10_000_tensors_on_4096_ranks_is_below_2_mb() -> None:
     names = [f"model.layers.{n // 10}.block.{n % 10}.weight" for n in range(10_000)]
     mesh = Mesh((4096,))
     layouts_ = [Layout(mesh, [Shard(0)], (1024 * (1 + n % 20), 128)) for n in range(10_000)]
@@ -172,7 +172,7 @@ def test_ten_thousand_tensors_on_four_thousand_ranks_fit_a_small_manifest() -> N
     assert len(Manifest("abcdef", tree, table, files).encode()) < 2_000_000
 
 
-def test_a_load_plans_only_the_files_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_plans_only_the_files_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
     monkeypatch.setattr(find, "file_plan", lambda table, rank: planned.append(rank) or file_plan(table, rank))
     rows = Layout(Mesh((4096,)), [Shard(0)], (409_600, 8))

@@ -1,4 +1,4 @@
-"""SIGTERM: noted, agreed on, saved; and the handler given back."""
+"""SIGTERM: recorded, agreed on by all ranks, followed by a save; the previous handler is restored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _handler_as_before() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_the_handler_before_is_called_too_and_comes_back() -> None:
+def test_the_previous_handler_is_called_and_restored() -> None:
     heard: list[int] = []
     first = signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))
     try:
@@ -43,7 +43,7 @@ def test_the_handler_before_is_called_too_and_comes_back() -> None:
         signal.signal(signal.SIGTERM, first)
 
 
-def test_a_handler_that_came_later_is_left_in_place() -> None:
+def test_a_handler_installed_later_is_not_replaced() -> None:
     preemption = Preemption()
     later = signal.SIG_IGN
     ours = signal.signal(signal.SIGTERM, later)
@@ -55,7 +55,7 @@ def test_a_handler_that_came_later_is_left_in_place() -> None:
         preemption.close()
 
 
-def test_a_thread_cannot_listen_and_is_told_so() -> None:
+def test_installing_the_handler_outside_the_main_thread_raises() -> None:
     raised: list[str] = []
 
     def listen() -> None:
@@ -70,7 +70,7 @@ def test_a_thread_cannot_listen_and_is_told_so() -> None:
     assert raised == ["save_on_sigterm: Python lets only the main thread handle signals"]
 
 
-def test_the_manager_gives_the_handler_back_also_when_the_loop_raises(tmp_path: Path) -> None:
+def test_the_manager_restores_the_handler_even_if_the_loop_raises(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     def train() -> None:
@@ -84,7 +84,7 @@ def test_the_manager_gives_the_handler_back_also_when_the_loop_raises(tmp_path: 
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_in_one_process_the_step_is_saved_and_the_loop_ends(tmp_path: Path, background: bool) -> None:
+def test_sigterm_saves_the_step_and_ends_the_loop(tmp_path: Path, background: bool) -> None:
     state = {"w": torch.zeros(3)}
     with CheckpointManager(tmp_path, save_every=100, save_on_sigterm=True, background=background) as manager:
         for step in range(1, 1000):
@@ -97,7 +97,7 @@ def test_in_one_process_the_step_is_saved_and_the_loop_ends(tmp_path: Path, back
         assert (step, manager.steps(), manager.metrics(7)) == (7, [7], {"loss": 0.5})
 
 
-def test_a_step_that_is_saved_already_is_not_saved_twice(tmp_path: Path) -> None:
+def test_sigterm_does_not_save_a_step_twice(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, save_on_sigterm=True) as manager:
         manager.save(5, {"w": torch.ones(1)})
         before = os.stat(Path(manager.path(5), "manifest.json")).st_ino
@@ -124,7 +124,7 @@ def _train_until_told(root: str, pids: str, background: bool) -> tuple[int, bool
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_one_rank_is_told_and_all_save_the_same_step(tmp_path: Path, background: bool) -> None:
+def test_sigterm_on_one_rank_saves_the_same_step_on_all(tmp_path: Path, background: bool) -> None:
     note = tmp_path / "pid"
     stop = threading.Event()
 

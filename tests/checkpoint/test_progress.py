@@ -1,4 +1,4 @@
-"""How far a save is: told to a callback, shown on a terminal if it lasts, and never printed elsewhere."""
+"""Progress of a save: reported to a callback, or shown as a bar on a terminal if the save is long."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_the_callback_hears_every_byte_once_in_order(tmp_path: Path, background: bool) -> None:
+def test_the_callback_reports_every_byte_once_in_order(tmp_path: Path, background: bool) -> None:
     heard: list[tuple[int, int]] = []
     state = {"a": torch.rand(6 * MIB), "b": torch.rand(100, MIB // 20).t(), "c": torch.ones(3)}
     if background:
@@ -40,7 +40,7 @@ def test_the_callback_hears_every_byte_once_in_order(tmp_path: Path, background:
     assert done[-1] == total
 
 
-def test_ranks_hear_of_their_own_parts(tmp_path: Path) -> None:
+def test_each_rank_reports_its_own_bytes(tmp_path: Path) -> None:
     def body(folder: str) -> tuple[int, int]:
         last = (0, 0)
 
@@ -54,7 +54,7 @@ def test_ranks_hear_of_their_own_parts(tmp_path: Path) -> None:
     assert run_ranks(4, body, str(tmp_path)) == [(4 * MIB, 4 * MIB)] * 4
 
 
-def test_a_callback_that_raises_ends_the_save_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_a_callback_that_raises_aborts_the_save_and_keeps_the_checkpoint(tmp_path: Path) -> None:
     def fail(done: int, total: int) -> None:
         raise ZeroDivisionError("no more")
 
@@ -67,7 +67,7 @@ def test_a_callback_that_raises_ends_the_save_and_nothing_is_changed(tmp_path: P
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
 
 
-def test_threads_are_counted_together() -> None:
+def test_progress_sums_over_threads() -> None:
     heard: list[int] = []
     meter = Meter(8000, lambda done, total: heard.append(done))
     threads = [threading.Thread(target=lambda: [meter(1) for _ in range(1000)]) for _ in range(8)]
@@ -78,7 +78,7 @@ def test_threads_are_counted_together() -> None:
     assert heard == list(range(1, 8001))
 
 
-def test_nothing_is_printed_where_there_is_no_terminal(
+def test_no_progress_bar_is_printed_without_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "_BAR_DELAY", 0)
@@ -87,7 +87,7 @@ def test_nothing_is_printed_where_there_is_no_terminal(
     assert capfd.readouterr() == ("", "")
 
 
-def test_long_work_is_shown_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_save_prints_a_progress_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_BAR_DELAY", 0)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     checkpoint.save({"w": torch.ones(3 * MIB)}, tmp_path)
@@ -95,7 +95,9 @@ def test_long_work_is_shown_on_a_terminal(tmp_path: Path, monkeypatch: pytest.Mo
     assert "12.6" in terminal.getvalue()  # MB
 
 
-def test_short_work_and_work_with_a_callback_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_saves_and_saves_with_a_callback_print_no_progress_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress, "_BAR_DELAY", 60)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     checkpoint.save({"w": torch.ones(MIB)}, tmp_path)
@@ -105,7 +107,7 @@ def test_short_work_and_work_with_a_callback_are_not_shown(tmp_path: Path, monke
     assert terminal.getvalue() == ""
 
 
-def test_only_the_first_rank_shows_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_prints_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_BAR_DELAY", 0)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     with reporting("saving", 10, None, comm.Group((0, 1), 1, None)) as meter:

@@ -1,4 +1,4 @@
-"""Who of a host reads what for all of them: every wanted block once, file by file, and thousands of files unlisted."""
+"""Read assignment on a host: every requested block is read once, by file, without listing thousands of files."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def blocks_of(assignment: ReadAssignment, locator: ChunkLocator, slot: int) -> B
 
 @pytest.mark.parametrize("few", [0, 64])
 @given(stored=stored_and_wanted(), data=st.data())
-def test_every_block_that_anyone_wants_is_read_once(
+def test_every_requested_block_is_read_once(
     few: int, stored: tuple[TensorTable, list[ReadRequest]], data: st.DataObject
 ) -> None:
     """The same blocks as one finds part by part, whether files are looked into beforehand or not."""
@@ -114,7 +114,7 @@ def data_of(plan: FilePlan, values: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(chunks).view(torch.uint8)
 
 
-def test_columns_out_of_the_rows_of_a_hundred_ranks_are_as_numpy_takes_them() -> None:
+def test_columns_read_from_rows_of_100_ranks_equal_numpy() -> None:
     table, requests = many_files(ranks=100, tensors=7)
     locator = with_sizes(table)
     values = [torch.arange(100 * (1 + n % 3) * 16, dtype=torch.float32).view(-1, 16) + 1e5 * n for n in range(7)]
@@ -140,7 +140,7 @@ def test_columns_out_of_the_rows_of_a_hundred_ranks_are_as_numpy_takes_them() ->
             np.testing.assert_array_equal(filled[rank][number].numpy(), columns)
 
 
-def test_a_plan_over_thousands_of_files_looks_into_none_and_gives_each_rank_whole_ones(
+def test_a_plan_over_thousands_of_files_opens_none_and_assigns_complete_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     table, requests = many_files(ranks=4096, tensors=30)
@@ -168,7 +168,7 @@ def test_a_plan_over_thousands_of_files_looks_into_none_and_gives_each_rank_whol
     assert len(judged) == 3  # one for each shape, not for each tensor
 
 
-def test_a_file_that_is_not_listed_or_is_said_to_be_empty_is_refused_by_the_plan() -> None:
+def test_planning_raises_for_files_that_are_unlisted_or_listed_as_empty() -> None:
     table, requests = many_files(ranks=100, tensors=2)
     sizes = {rank: FileEntry(file_plan(table, rank).size + 4096, 4096, "") for rank in range(100)}
     missing = {rank: size for rank, size in sizes.items() if rank != 55}

@@ -1,4 +1,4 @@
-"""Who looks at a place to which this process still saves in the background sees what is being saved there."""
+"""Readers in a process wait for its background saves to the same location."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def loaded(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("look", [first_element, verified_save, loaded])
-def test_they_see_the_save_that_was_running(tmp_path: Path, look: Callable[[Path], Any]) -> None:
+def test_readers_wait_for_a_running_background_save(tmp_path: Path, look: Callable[[Path], Any]) -> None:
     folder, link = tmp_path / "saved", tmp_path / "link"
     checkpoint.save({"w": torch.zeros(5)}, folder)
     link.symlink_to(folder)
@@ -57,7 +57,7 @@ def test_they_see_the_save_that_was_running(tmp_path: Path, look: Callable[[Path
 
 
 @pytest.mark.parametrize("look", [first_element, verified_save, loaded])
-def test_a_save_elsewhere_is_not_waited_for(tmp_path: Path, look: Callable[[Path], Any]) -> None:
+def test_readers_do_not_wait_for_saves_to_other_directories(tmp_path: Path, look: Callable[[Path], Any]) -> None:
     checkpoint.save({"w": torch.zeros(5)}, tmp_path / "here")
     gate = Gate()
     saving = checkpoint.async_save({"w": torch.ones(5)}, LocalStorage(tmp_path / "there", gate))

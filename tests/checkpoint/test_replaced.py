@@ -1,4 +1,4 @@
-"""A checkpoint that is replaced while ranks load it: all of them get the one, or all of them the other."""
+"""If a checkpoint is replaced while ranks load it, all ranks load the old one or all load the new one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _load_with_a_stale_first_look(folder: str, before: bytes) -> list[float]:
     return found
 
 
-def test_ranks_that_see_different_manifests_look_again(tmp_path: Path) -> None:
+def test_ranks_that_see_different_manifests_read_them_again(tmp_path: Path) -> None:
     folder, aside = tmp_path / "saved", tmp_path / "aside"
     checkpoint.save({"w": torch.full((8,), 1.0)}, folder)
     shutil.copytree(folder, aside)

@@ -1,4 +1,4 @@
-"""A file that is gone because the checkpoint was replaced: the ranks look again, together."""
+"""If files are gone because the checkpoint was replaced, all ranks read the new one together."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _load_while_it_is_replaced(folder: str) -> list[float]:
     return values
 
 
-def test_ranks_that_find_the_files_gone_load_what_replaced_them(tmp_path: Path) -> None:
+def test_ranks_load_the_new_checkpoint_if_files_of_the_old_one_are_gone(tmp_path: Path) -> None:
     assert run_ranks(2, _load_while_it_is_replaced, str(tmp_path)) == [[2.0] * 8] * 2
 
 
@@ -58,14 +58,14 @@ def _load_without_a_file(folder: str) -> tuple[str, bool]:
     return str(error.value), bool(target.to_local().any())
 
 
-def test_a_missing_file_is_told_on_all_ranks_before_anything_is_filled(tmp_path: Path) -> None:
+def test_a_missing_file_raises_on_all_ranks_before_any_tensor_is_filled(tmp_path: Path) -> None:
     found = run_ranks(2, _load_without_a_file, str(tmp_path))
     assert found[0] == found[1]
     assert "00001-0.safetensors does not exist" in found[0][0]
     assert not found[0][1]
 
 
-def test_all_that_is_wrong_with_the_files_is_told_at_once(tmp_path: Path) -> None:
+def test_one_error_lists_all_corrupted_files(tmp_path: Path) -> None:
     def four_files(folder: str) -> None:
         mesh = sw.init_device_mesh("cpu", (4,))
         checkpoint.save({"w": sw.zeros(8, mesh=mesh, placements=[sw.Shard(0)])}, folder)

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the decision, against a slow reference and by its laws."""
+"""Which checkpoints are kept: compared with a slow reference implementation, and by properties."""
 
 from __future__ import annotations
 
@@ -58,15 +58,13 @@ def kept_slowly(saved: list[Saved], policy: Policy, newest: int) -> set[int]:
 
 
 @given(histories(), policies)
-def test_what_goes_is_what_no_rule_names(history: tuple[list[Saved], int], policy: Policy) -> None:
+def test_to_remove_returns_the_steps_that_no_rule_keeps(history: tuple[list[Saved], int], policy: Policy) -> None:
     saved, newest = history
     assert set(to_remove(saved, policy, newest)) == {one.step for one in saved} - kept_slowly(saved, policy, newest)
 
 
 @given(histories(), policies)
-def test_the_newest_sound_step_stays_and_nothing_after_the_saved_one_goes(
-    history: tuple[list[Saved], int], policy: Policy
-) -> None:
+def test_the_saved_step_and_all_later_ones_are_kept(history: tuple[list[Saved], int], policy: Policy) -> None:
     saved, newest = history
     gone = to_remove(saved, policy, newest)
     assert newest not in gone
@@ -75,14 +73,14 @@ def test_the_newest_sound_step_stays_and_nothing_after_the_saved_one_goes(
 
 
 @given(histories(), policies)
-def test_a_second_time_removes_nothing(history: tuple[list[Saved], int], policy: Policy) -> None:
+def test_applying_retention_twice_removes_nothing_more(history: tuple[list[Saved], int], policy: Policy) -> None:
     saved, newest = history
     gone = to_remove(saved, policy, newest)
     assert to_remove([one for one in saved if one.step not in gone], policy, newest) == []
 
 
 @given(histories(), counts, counts, bests)
-def test_rules_together_keep_what_any_of_them_keeps(
+def test_combined_rules_keep_the_union_of_their_steps(
     history: tuple[list[Saved], int], last: int, every: int, best: KeepBest
 ) -> None:
     saved, newest = history
@@ -92,18 +90,18 @@ def test_rules_together_keep_what_any_of_them_keeps(
 
 
 @given(histories(), policies)
-def test_a_damaged_step_takes_no_place(history: tuple[list[Saved], int], policy: Policy) -> None:
+def test_corrupted_steps_do_not_count_towards_retention(history: tuple[list[Saved], int], policy: Policy) -> None:
     saved, newest = history
     sound = [one for one in saved if one.valid]
     gone = set(to_remove(saved, policy, newest)) & {one.step for one in sound}
     assert gone == set(to_remove(sound, policy, newest))
 
 
-def test_without_a_rule_everything_stays() -> None:
+def test_all_steps_are_kept_without_a_rule() -> None:
     assert to_remove([Saved(step) for step in range(5)], Policy(), 4) == []
 
 
-def test_of_equal_metrics_the_newer_is_better() -> None:
+def test_the_newer_of_two_equal_metrics_is_better() -> None:
     assert best_of([Saved(1, {"loss": 1.0}), Saved(2, {"loss": 1.0})], KeepBest(1, "loss")) == [2]
 
 
@@ -116,6 +114,6 @@ def test_of_equal_metrics_the_newer_is_better() -> None:
         ({"best": KeepBest(1, "loss", "least")}, 'mode must be "min" or "max", got \'least\''),
     ],
 )
-def test_a_rule_that_cannot_be_is_refused(policy: dict[str, object], message: str) -> None:
+def test_an_invalid_rule_raises(policy: dict[str, object], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         Policy(**policy)  # type: ignore[arg-type]  # by name

@@ -1,4 +1,4 @@
-"""Ranks that load talk no more often than they have to: once more only where one of them says why."""
+"""A load uses as few rounds of messages as possible, with extra rounds only if a rank asks for them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _ordinary(folder: str) -> list[list[str]]:
     return found
 
 
-def test_a_load_of_tensors_takes_four_rounds_and_plain_values_one_more(tmp_path: Path) -> None:
+def test_loading_takes_four_rounds_for_tensors_and_one_more_for_plain_values(tmp_path: Path) -> None:
     assert run_ranks(4, _ordinary, str(tmp_path)) == [[PLAIN, [*PLAIN, "load: filling the state"]]] * 4
 
 
@@ -73,7 +73,7 @@ def _stages(folder: str) -> list[str]:
     return said
 
 
-def test_ranks_with_other_names_find_out_first_who_reads_with_whom(tmp_path: Path) -> None:
+def test_ranks_with_different_names_plan_shared_reads_in_extra_rounds(tmp_path: Path) -> None:
     more = ["load: planning", "load: opening its files"]
     assert run_ranks(3, _stages, str(tmp_path)) == [[*PLAIN[:2], *more, "load: reading"]] * 3
 
@@ -86,7 +86,7 @@ def _columns(folder: str) -> list[str]:
     return said
 
 
-def test_ranks_that_read_together_open_a_window_and_their_files_in_three_rounds_more(tmp_path: Path) -> None:
+def test_shared_reads_take_three_more_rounds(tmp_path: Path) -> None:
     more = ["load: opening the window", "load: the window is open", "load: opening its files"]
     assert run_ranks(2, _columns, str(tmp_path)) == [[*PLAIN[:2], *more, "load: reading"]] * 2
 
@@ -111,7 +111,7 @@ def _lacking_on_one_rank(folder: str) -> tuple[list[str], list[str]]:
     return said, sorted(holder.state)
 
 
-def test_states_that_grow_on_some_rank_are_settled_by_all_before_they_are_checked_again(tmp_path: Path) -> None:
+def test_missing_state_on_one_rank_is_created_in_three_more_rounds(tmp_path: Path) -> None:
     grown = ["load: comparing what ranks have", "load: creating missing state", "load: checking what was created"]
     said = [*PLAIN[:2], *grown, "load: reading", "load: filling the state"]
     # What the first rank has is the first rank's, and is not made for the second.
@@ -132,7 +132,7 @@ def _damage_on_one_rank(folder: str) -> tuple[str, int, int]:
     return error.value.failures[0].kind, holder.state["value"], holder.given
 
 
-def test_objects_are_given_nothing_on_any_rank_if_one_could_not_read(tmp_path: Path) -> None:
+def test_load_state_dict_is_called_on_no_rank_if_one_rank_cannot_read(tmp_path: Path) -> None:
     assert run_ranks(2, _damage_on_one_rank, str(tmp_path)) == [("CorruptionError", 0, 0)] * 2
 
 
@@ -148,5 +148,5 @@ def _misfit_and_missing_file(folder: str) -> tuple[str, bool]:
     return type(error.value).__name__, bool(target.to_local().any())
 
 
-def test_what_does_not_fit_is_told_before_what_is_wrong_with_files(tmp_path: Path) -> None:
+def test_mismatches_are_raised_before_file_errors(tmp_path: Path) -> None:
     assert run_ranks(2, _misfit_and_missing_file, str(tmp_path)) == [("LoadMismatchError", False)] * 2

@@ -1,4 +1,4 @@
-"""What was saved under any layout on any number of ranks is loaded under any other on any other number, bit by bit."""
+"""A state saved in any layout on any number of ranks loads in any other layout on any other number, bit by bit."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def load_all(seeds: list[int], folder: Path) -> int:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize(("n", "m"), PAIRS)
-def test_any_layout_becomes_any_other(n: int, m: int, tmp_path: Path) -> None:
+def test_any_layout_loads_into_any_other_layout(n: int, m: int, tmp_path: Path) -> None:
     place = PAIRS.index((n, m))
     seeds = [seed for seed in range(CASES) if seed % len(PAIRS) == place]
     run_ranks(n, save_all, seeds, tmp_path)

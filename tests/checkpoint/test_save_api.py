@@ -1,4 +1,4 @@
-"""The arguments of a save: replicas compared when asked, plans used again, mistakes raised on every rank."""
+"""Arguments of save: replicas are compared on request, plans are reused, wrong arguments raise on every rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _refused(state: dict[str, Any], folder: str, **how: Any) -> str:
     return str(raised.value)
 
 
-def test_replicas_that_differ_are_named_on_all_ranks_before_anything_is_written(tmp_path: Path) -> None:
+def test_check_replicas_names_different_replicas_on_all_ranks_before_writing(tmp_path: Path) -> None:
     def body(folder: str) -> tuple[str, list[str]]:
         checkpoint.save({"w": torch.full((4, 4), 5.0)}, folder)
         weights = torch.full((4, 4), 1.0 + (comm.rank() == 1))
@@ -51,7 +51,7 @@ def test_replicas_that_differ_are_named_on_all_ranks_before_anything_is_written(
     assert len(list(tmp_path.glob("*.safetensors"))) > 0
 
 
-def test_shards_held_twice_are_compared_with_their_own_replicas(tmp_path: Path) -> None:
+def test_check_replicas_compares_replicated_shards_with_their_replicas(tmp_path: Path) -> None:
     def body(folder: str) -> str:
         mesh = sw.init_device_mesh("cpu", (2, 2))
         tensor = sw.distribute_tensor(torch.arange(10.0), mesh, [sw.Replicate(), sw.Shard(0)])
@@ -67,7 +67,7 @@ def test_shards_held_twice_are_compared_with_their_own_replicas(tmp_path: Path) 
     assert torch.equal(checkpoint.read(tmp_path)["w"], torch.arange(10.0))
 
 
-def test_names_that_some_ranks_have_are_compared_among_them(tmp_path: Path) -> None:
+def test_check_replicas_compares_names_among_the_ranks_that_have_them(tmp_path: Path) -> None:
     def body(folder: str) -> str:
         state: dict[str, Any] = {"all": torch.ones(3), "own": checkpoint.PerRank(torch.tensor([comm.rank()]))}
         if comm.rank() != 1:
@@ -80,12 +80,12 @@ def test_names_that_some_ranks_have_are_compared_among_them(tmp_path: Path) -> N
         assert "; rank 2 " in text
 
 
-def test_they_are_not_compared_unless_asked(tmp_path: Path) -> None:
+def test_replicas_are_not_compared_by_default(tmp_path: Path) -> None:
     run_ranks(2, lambda folder: checkpoint.save({"w": torch.tensor([comm.rank()])}, folder), str(tmp_path))
     assert checkpoint.read(tmp_path)["w"].tolist() in ([0], [1])
 
 
-def test_a_checksum_is_that_of_the_bytes_in_row_major_order() -> None:
+def test_checksums_are_of_the_bytes_in_row_major_order() -> None:
     import crc32c
 
     weights = torch.rand(1500, 1800)  # more than a window
@@ -94,7 +94,7 @@ def test_a_checksum_is_that_of_the_bytes_in_row_major_order() -> None:
     assert checksums(tensors, threads=2).tolist() == expected
 
 
-def test_a_wrong_argument_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+def test_a_wrong_argument_on_one_rank_raises_on_all(tmp_path: Path) -> None:
     def body(folder: str) -> list[str]:
         found = []
         for how in ({"memory": 5}, {"memory": "64 MB"}, {"threads": 0}):
@@ -113,7 +113,7 @@ def test_a_wrong_argument_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert "CheckpointError: threads must be at least 1, got 0" in found[0][4]
 
 
-def test_the_plan_of_an_unchanged_state_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_of_an_unchanged_state_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
     plan = saving.file_plan
     monkeypatch.setattr(saving, "_plans", type(saving._plans)())
@@ -139,7 +139,7 @@ def test_the_plan_of_an_unchanged_state_is_used_again(tmp_path: Path, monkeypatc
         assert all(torch.equal(loaded[name], state[name]) for name in state)
 
 
-def test_the_plan_is_used_again_on_ranks_and_only_there(tmp_path: Path) -> None:
+def test_plans_of_sharded_and_per_rank_states_are_reused_on_all_ranks(tmp_path: Path) -> None:
     def body(folder: str) -> list[int]:
         counts = []
         plan = saving.file_plan
@@ -168,14 +168,14 @@ def test_the_plan_is_used_again_on_ranks_and_only_there(tmp_path: Path) -> None:
         assert loaded["table"].shape == (7, 2)
 
 
-def test_only_so_many_plans_are_kept(tmp_path: Path) -> None:
+def test_the_number_of_cached_plans_is_bounded(tmp_path: Path) -> None:
     for size in range(1, 9):
         checkpoint.save({"w": torch.ones(size)}, tmp_path)
     assert len(saving._plans) == saving._MAX_PLANS
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/run", "gs://b/r", "HTTP://host/x", "hdfs:/x", Path("s3://bucket/run")])
-def test_a_scheme_that_is_not_served_is_refused_wherever_a_path_is_given(
+def test_an_unsupported_url_scheme_raises_in_every_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -194,7 +194,7 @@ def test_a_scheme_that_is_not_served_is_refused_wherever_a_path_is_given(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_url_and_a_folder_with_a_colon_are_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_urls_and_directories_with_a_colon_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     checkpoint.save({"w": torch.ones(2)}, f"file://{tmp_path}/a%20b")
     assert checkpoint.read(tmp_path / "a b")["w"].tolist() == [1, 1]
@@ -223,7 +223,7 @@ class Talks:
         assert set(said) == {self.name.encode()}
 
 
-def test_objects_are_called_in_one_order_whatever_the_order_of_the_dicts(tmp_path: Path) -> None:
+def test_state_dict_is_called_in_one_order_whatever_the_order_of_the_dicts(tmp_path: Path) -> None:
     def body(folder: str) -> list[int]:
         names = ["foo", "bar", "deep", "zed"]
         objects = {name: Talks(name) for name in (names if comm.rank() else reversed(names))}

@@ -1,4 +1,4 @@
-"""What several ranks of a host want is read and verified once, whatever they want of it."""
+"""Bytes that several ranks of a host need are read and verified once."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _load_all_ways(folder: str) -> dict[str, tuple[bool, int]]:
     return found
 
 
-def test_four_ranks_read_the_bytes_of_a_checkpoint_once_among_them(tmp_path: Path) -> None:
+def test_four_ranks_together_read_every_byte_once(tmp_path: Path) -> None:
     found = run_ranks(4, _load_all_ways, str(tmp_path / "saved"))
     size = ROWS * COLUMNS * 4 * TENSORS + 8000
     # Each rank reads the manifest, too, and the headers of the files it reads from.
@@ -92,7 +92,7 @@ def _load_without_a_window(folder: str) -> bool:
         collective_read.open_window = host_window.open_window
 
 
-def test_without_shared_memory_each_rank_reads_for_itself(tmp_path: Path) -> None:
+def test_each_rank_reads_alone_without_shared_memory(tmp_path: Path) -> None:
     assert all(run_ranks(4, _load_without_a_window, str(tmp_path)))
 
 
@@ -112,7 +112,7 @@ def _load_damaged(folder: str) -> tuple[str, float]:
     return str(error.value), time.monotonic() - start
 
 
-def test_damage_found_by_one_reader_is_raised_on_all_soon(tmp_path: Path) -> None:
+def test_corruption_found_by_one_reader_raises_on_all_within_seconds(tmp_path: Path) -> None:
     found = run_ranks(4, _load_damaged, str(tmp_path))
     assert len({message for message, _ in found}) == 1
     assert "CorruptionError" in found[0][0]
@@ -127,5 +127,5 @@ def _leftovers(folder: str) -> list[str]:
     return [name for name in os.listdir("/dev/shm") if name.startswith(f"shardwright-{os.getpid()}-")]
 
 
-def test_the_window_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
+def test_shared_reads_leave_nothing_in_shared_memory(tmp_path: Path) -> None:
     assert run_ranks(4, _leftovers, str(tmp_path)) == [[]] * 4

@@ -1,4 +1,4 @@
-"""Many small tensors: what most of them have in common is worked out once, and those that differ still count."""
+"""Many small tensors: shared work is done once, and tensors that need special treatment are still correct."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def entries_of(folder: Path) -> dict[str, object]:
     return found
 
 
-def test_memory_is_looked_at_exactly_only_where_two_tensors_may_share_it(
+def test_exact_overlap_checks_run_only_for_tensors_that_may_overlap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[str] = []
@@ -40,7 +40,7 @@ def test_memory_is_looked_at_exactly_only_where_two_tensors_may_share_it(
         assert other.eq(n).all()
 
 
-def test_a_header_describes_tensors_alike_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_header_describes_identical_tensors_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     described: list[int] = []
     describe = DataFile._describe
     monkeypatch.setattr(
@@ -55,7 +55,7 @@ def test_a_header_describes_tensors_alike_once(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("odd", ['a"b', "a\\", "a\n", "a@[0:2]", "a]", "a\u2028é"])
-def test_a_name_that_is_written_otherwise_stands_among_others(tmp_path: Path, odd: str) -> None:
+def test_names_that_need_escaping_round_trip(tmp_path: Path, odd: str) -> None:
     state = {"first": torch.zeros(2), odd: torch.ones(2), "last": torch.full((2,), 2.0)}
     checkpoint.save(state, tmp_path)
     key = "a@[0:2]@[0:2]" if odd == "a@[0:2]" else odd
@@ -65,7 +65,7 @@ def test_a_name_that_is_written_otherwise_stands_among_others(tmp_path: Path, od
     assert all(torch.equal(target[name], state[name]) for name in state)
 
 
-def test_a_tensor_is_one_with_a_dtensor_of_its_memory_and_layout(tmp_path: Path) -> None:
+def test_a_tensor_and_a_dtensor_of_the_same_memory_are_stored_as_one(tmp_path: Path) -> None:
     local = torch.arange(6.0)
     whole = sw.DTensor.from_local(local, sw.init_device_mesh("cpu", (1,)), [sw.Replicate()], run_check=False)
     assert whole.to_local().data_ptr() == local.data_ptr()
@@ -74,7 +74,7 @@ def test_a_tensor_is_one_with_a_dtensor_of_its_memory_and_layout(tmp_path: Path)
     assert loaded["plain"] is loaded["spread"]
 
 
-def test_tensors_that_are_not_stored_as_they_lie_are_filled_beside_those_that_are(tmp_path: Path) -> None:
+def test_non_contiguous_conjugate_and_cast_targets_are_filled(tmp_path: Path) -> None:
     state = {f"t{n}": torch.randn(2, 3, dtype=torch.complex64) for n in range(4)}
     checkpoint.save(state, tmp_path)
     memory = [torch.zeros(2, 3, dtype=torch.complex64) for _ in range(4)]
@@ -85,7 +85,7 @@ def test_tensors_that_are_not_stored_as_they_lie_are_filled_beside_those_that_ar
     assert all(torch.equal(one.to(torch.complex64), other) for one, other in zip(memory, state.values(), strict=True))
 
 
-def test_every_filled_tensor_is_known_to_autograd_as_changed(tmp_path: Path) -> None:
+def test_load_increments_the_version_counter_of_every_tensor(tmp_path: Path) -> None:
     state = {"a": torch.ones(2), "b": torch.nn.Parameter(torch.ones(2)), "c": torch.ones(0)}
     with torch.inference_mode():
         state["d"] = torch.ones(2)

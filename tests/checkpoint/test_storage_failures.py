@@ -1,4 +1,4 @@
-"""A call that fails says nothing: what could not be looked at is neither absent nor removed, and never waited for."""
+"""A failed system call is never taken for an absent file: the step is neither removed nor skipped."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, part: str, code: int) ->
 
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("name", ["stat", "open"])
-def test_a_step_that_cannot_be_looked_at_is_never_removed(
+def test_a_step_whose_stat_or_open_fails_is_never_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1 if name == "stat" else None)
@@ -61,7 +61,7 @@ def test_a_step_that_cannot_be_looked_at_is_never_removed(
     assert manager.restore(state()) == 20
 
 
-def test_a_folder_that_cannot_be_listed_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_listed_raises_the_same_error_on_all_ranks(tmp_path: Path) -> None:
     def body() -> list[str]:
         real, told = Calls.listdir, []
         manager = CheckpointManager(tmp_path)
@@ -109,7 +109,7 @@ KINDS = [fifo, link, listening, Path.mkdir]
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("make", KINDS)
-def test_locks_that_are_no_regular_files_are_refused_and_never_waited_for(
+def test_lock_files_that_are_not_regular_files_raise_without_waiting(
     tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
@@ -144,7 +144,7 @@ with LocalStorage(sys.argv[1]).lock():
 """
 
 
-def test_the_lock_of_a_process_ends_with_it_though_its_child_lives_on(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_process_is_released_while_its_child_is_alive(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, tmp_path], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -178,5 +178,5 @@ sys.exit(os.waitpid(child, 0)[1])
 """
 
 
-def test_a_child_that_leaves_a_hold_of_its_parent_closes_no_file_of_its_own(tmp_path: Path) -> None:
+def test_a_forked_child_that_leaves_its_parents_lock_closes_none_of_its_own_files(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", LEAVING, tmp_path], check=True, timeout=60)

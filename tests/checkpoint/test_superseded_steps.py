@@ -40,7 +40,7 @@ def go_back(root: Path, to: int, *steps: int, **options: Any) -> CheckpointManag
     return run
 
 
-def test_after_going_back_and_a_crash_the_new_run_is_restored_and_the_old_steps_are_kept(tmp_path: Path) -> None:
+def test_after_going_back_and_a_crash_the_new_run_is_restored_and_old_steps_are_kept(tmp_path: Path) -> None:
     fill_up(tmp_path, *range(10, 110, 10))
     run = go_back(tmp_path, 50)
     assert (run.latest(), run.superseded(), restored(tmp_path)) == (100, [], (100, 100))  # nothing was saved yet

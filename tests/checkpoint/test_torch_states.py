@@ -1,4 +1,4 @@
-"""PyTorch's own distributed states, as they come: FSDP2, FSDP1, its DTensors and ShardedTensors, in and out."""
+"""PyTorch's own distributed states: FSDP2, FSDP1, its DTensors and ShardedTensors, saved and loaded."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def full(state: Any) -> dict[str, torch.Tensor]:
         }
 
 
-def test_fsdp2_states_survive_another_world(tmp_path: Path) -> None:
+def test_fsdp2_states_load_with_another_world_size(tmp_path: Path) -> None:
     def save() -> tuple[dict[str, torch.Tensor], list[float]]:
         model, optimizer = fsdp2(1, (2,))
         train(model, optimizer, 2)
@@ -107,7 +107,7 @@ def test_fsdp2_states_survive_another_world(tmp_path: Path) -> None:
     run_ranks(3, load, expected, losses, (3,))
 
 
-def test_a_two_dimensional_fsdp2_state_is_saved_as_it_is_cut(tmp_path: Path) -> None:
+def test_a_two_dimensional_fsdp2_state_with_strided_shards_is_saved(tmp_path: Path) -> None:
     """Tensor parallelism cuts first, then fully_shard: what PyTorch calls a strided shard."""
 
     def work() -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -123,7 +123,7 @@ def test_a_two_dimensional_fsdp2_state_is_saved_as_it_is_cut(tmp_path: Path) -> 
     assert all(torch.equal(made[name], value) for name, value in expected.items())
 
 
-def test_pytorchs_dtensors_and_ours_load_each_other(tmp_path: Path) -> None:
+def test_pytorchs_and_shardwrights_dtensors_load_each_other(tmp_path: Path) -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (2,))
         whole = torch.arange(35.0).reshape(5, 7)
@@ -151,7 +151,7 @@ def test_pytorchs_dtensors_and_ours_load_each_other(tmp_path: Path) -> None:
     run_ranks(2, work)
 
 
-def test_fsdp1_sharded_state_dicts_survive_another_world(tmp_path: Path) -> None:
+def test_fsdp1_sharded_state_dicts_load_with_another_world_size(tmp_path: Path) -> None:
     def make(seed: int) -> FullyShardedDataParallel:
         with quiet():
             return FullyShardedDataParallel(build(seed), device_id=torch.device("cpu"), use_orig_params=True)
@@ -190,7 +190,7 @@ def test_fsdp1_sharded_state_dicts_survive_another_world(tmp_path: Path) -> None
     run_ranks(3, load, expected)
 
 
-def test_a_dtensor_outside_of_its_mesh_is_nothing_there(tmp_path: Path) -> None:
+def test_ranks_outside_the_mesh_of_a_dtensor_save_nothing_of_it(tmp_path: Path) -> None:
     def work() -> None:
         world = sw.init_device_mesh("cpu", (3,))
         small = comm.DeviceMesh("cpu", [0, 2])
@@ -244,7 +244,7 @@ def test_fsdp_on_slices_of_a_mesh_is_saved_as_replicas(tmp_path: Path) -> None:
     assert made["optimizer"]["state"]["2.weight"]["exp_avg"].shape == (8,)
 
 
-def test_layouts_that_are_no_slices_of_one_mesh_are_refused(tmp_path: Path) -> None:
+def test_layouts_that_are_not_slices_of_one_mesh_raise(tmp_path: Path) -> None:
     def body(folder: str) -> None:
         mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         mine = mesh["dp"]

@@ -1,4 +1,4 @@
-"""`verify` finds all damage, names it, and reads every byte once in bounded memory."""
+"""`verify` reports all corruptions and reads every byte once in bounded memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def test_a_sound_checkpoint_is_read_whole_and_found_sound(saved: Path) -> None:
+def test_verify_reads_every_byte_of_an_intact_checkpoint(saved: Path) -> None:
     told: list[tuple[int, int]] = []
     report = checkpoint.verify(saved, lambda done, total: told.append((done, total)))
     size = sum(path.stat().st_size for path in saved.glob("*.safetensors"))
@@ -32,7 +32,7 @@ def test_a_sound_checkpoint_is_read_whole_and_found_sound(saved: Path) -> None:
     assert "is intact: 4 files" in str(report)
 
 
-def test_all_damage_is_reported_and_not_the_first_alone(tmp_path: Path) -> None:
+def test_verify_reports_all_corruptions(tmp_path: Path) -> None:
     checkpoint.save({"a": torch.zeros(3 * BLOCK // 4), "b": torch.zeros(2 * BLOCK // 4, 1)}, tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
     data = file.stat().st_size - 5 * BLOCK
@@ -49,7 +49,7 @@ def test_all_damage_is_reported_and_not_the_first_alone(tmp_path: Path) -> None:
     assert f"{file.name}: block 1 of [0:524288, 0:1] of tensor 'b' does not match its checksum" in str(report)
 
 
-def test_missing_cut_and_stray_files_are_told(saved: Path) -> None:
+def test_verify_reports_missing_truncated_and_stray_files(saved: Path) -> None:
     first, second, third, fourth = sorted(saved.glob("*.safetensors"))
     first.unlink()
     os.truncate(second, second.stat().st_size - 3)
@@ -72,19 +72,19 @@ def test_missing_cut_and_stray_files_are_told(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 20, 500, -1])
-def test_a_damaged_manifest_is_reported(saved: Path, at: int) -> None:
+def test_verify_reports_a_corrupted_manifest(saved: Path, at: int) -> None:
     flip(saved / "manifest.json", at)
     report = checkpoint.verify(saved)
     assert not report
     assert report.corruptions[0].file == "manifest.json"
 
 
-def test_where_nothing_was_saved_it_raises(tmp_path: Path) -> None:
+def test_verify_raises_if_there_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpointError):
         checkpoint.verify(tmp_path)
 
 
-def test_a_file_that_is_no_file_is_reported(saved: Path) -> None:
+def test_verify_reports_data_files_that_are_not_regular_files(saved: Path) -> None:
     first, second, *_ = sorted(saved.glob("*.safetensors"))
     second.unlink()
     second.symlink_to(first)
@@ -96,14 +96,14 @@ def test_a_file_that_is_no_file_is_reported(saved: Path) -> None:
     assert "symbolic link" in report.corruptions[1].what
 
 
-def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+def test_the_memory_of_verify_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     checkpoint.save({"w": torch.zeros(48 * BLOCK, dtype=torch.uint8)}, tmp_path)
     with peak_memory() as peak:
         assert checkpoint.verify(tmp_path)
     assert peak() < 16 * BLOCK
 
 
-def test_a_checkpoint_without_tensors_is_sound(tmp_path: Path) -> None:
+def test_a_checkpoint_without_tensors_is_intact(tmp_path: Path) -> None:
     checkpoint.save({"epoch": 3}, tmp_path)
     report = checkpoint.verify(tmp_path)
     assert report

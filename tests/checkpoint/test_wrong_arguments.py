@@ -51,7 +51,7 @@ class Own:
         ({"threads": "a"}, ArgumentTypeError, "threads must be an int, got str: 'a'"),
     ],
 )
-def test_wrong_arguments_of_a_save_are_named(tmp_path, options, kind, words):
+def test_wrong_arguments_of_save_raise_with_their_name(tmp_path, options, kind, words):
     for call in (save, async_save):
         with pytest.raises(kind, match=words):
             call(STATE, tmp_path, **options)
@@ -74,13 +74,13 @@ def test_wrong_arguments_of_a_save_are_named(tmp_path, options, kind, words):
         ),
     ],
 )
-def test_wrong_arguments_of_a_load_are_named(tmp_path, options, kind, words):
+def test_wrong_arguments_of_load_raise_with_their_name(tmp_path, options, kind, words):
     save(STATE, tmp_path)
     with pytest.raises(kind, match=words):
         load({"w": torch.zeros(64)}, tmp_path, **options)
 
 
-def test_load_without_a_path_names_read(tmp_path):
+def test_load_without_a_path_raises_and_suggests_read(tmp_path):
     save(STATE, tmp_path)
     with pytest.raises(ArgumentTypeError, match=r"load\(state, path\) needs a path; .* call read\(path\)"):
         load(tmp_path)
@@ -97,7 +97,7 @@ def test_load_without_a_path_names_read(tmp_path):
         {"process_group": object()},
     ],
 )
-def test_load_without_a_path_is_refused_whatever_the_options(tmp_path, options):
+def test_load_without_a_path_raises_whatever_the_options(tmp_path, options):
     save(STATE, tmp_path)
     with pytest.raises(ArgumentTypeError):
         load(tmp_path, **options)
@@ -124,7 +124,7 @@ def test_read_checks_its_limits(tmp_path):
         ({"save_every": "x"}, "save_every must be an int, got str: 'x'"),
     ],
 )
-def test_wrong_arguments_of_a_manager_are_named(tmp_path, options, words):
+def test_wrong_arguments_of_the_manager_raise_with_their_name(tmp_path, options, words):
     with pytest.raises(ArgumentTypeError, match=words):
         CheckpointManager(tmp_path, **options)
 

@@ -1,4 +1,4 @@
-"""A disk that is soon full, where one can be had."""
+"""A small disk that is soon full, if one can be mounted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both storages keep the contract, and the contract notices those that do not."""
+"""Both storages satisfy the storage contract, and the contract detects storages that do not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ BROKEN = {
         replace_in_place,
     ),
     "replace is seen by old readers": ("test_a_reader_survives_deletion_and_replacement", "replace", replace_in_place),
-    "keys come as they come": (
+    "keys are not sorted": (
         "test_keys_are_listed_in_order",
         "list_keys",
         lambda storage, right: right()[::-1],
@@ -63,11 +63,11 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("test", "method", "body"), BROKEN.values(), ids=BROKEN.keys())
-def test_the_contract_can_fail(test, method, body, tmp_path):
+def test_the_storage_contract_detects_broken_storages(test, method, body, tmp_path):
     with pytest.raises((AssertionError, StorageError, ValueError)):
         broken(test, method, tmp_path, body)
 
 
-def test_a_memory_storage_does_not_travel_to_another_process():
+def test_pickling_a_memory_storage_raises():
     with pytest.raises(StorageError, match="lives in one process"):
         pickle.dumps(MemoryStorage())

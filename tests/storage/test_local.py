@@ -1,4 +1,4 @@
-"""A local folder: what is flushed when, what hostile files do, what the system's errors become."""
+"""LocalStorage: the order of flushes, files of other kinds, and error messages for system errors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Failing(Calls):
 # What is flushed, and when.
 
 
-def test_finish_flushes_the_file_and_then_its_folder(tmp_path):
+def test_finish_flushes_the_file_and_then_its_directory(tmp_path):
     calls = RecordedCalls(tmp_path)
     fill(LocalStorage(tmp_path, calls), "data")
     assert calls.events == [
@@ -69,7 +69,7 @@ def test_finish_flushes_the_file_and_then_its_folder(tmp_path):
     ]
 
 
-def test_replace_flushes_the_new_file_before_the_rename_and_the_folder_after_it(tmp_path):
+def test_replace_flushes_the_file_before_the_rename_and_the_directory_after_it(tmp_path):
     (tmp_path / "manifest.json").write_bytes(b"old")
     calls = RecordedCalls(tmp_path)
     LocalStorage(tmp_path, calls).replace("manifest.json", b"new")
@@ -84,7 +84,7 @@ def test_replace_flushes_the_new_file_before_the_rename_and_the_folder_after_it(
     ]
 
 
-def test_every_folder_that_is_made_is_flushed_into_its_parent(tmp_path):
+def test_prepare_flushes_the_parent_of_every_new_directory(tmp_path):
     calls = RecordedCalls(tmp_path)
     LocalStorage(tmp_path / "a/b/c", calls).prepare()
     assert calls.events == [
@@ -97,7 +97,7 @@ def test_every_folder_that_is_made_is_flushed_into_its_parent(tmp_path):
     ]
 
 
-def test_a_folder_that_a_killed_save_made_is_flushed_by_the_next(tmp_path):
+def test_prepare_flushes_a_directory_created_by_a_killed_save(tmp_path):
     (tmp_path / "a").mkdir()  # and killed
     calls = RecordedCalls(tmp_path)
     LocalStorage(tmp_path / "a/b", calls).prepare()
@@ -108,7 +108,7 @@ def test_a_folder_that_a_killed_save_made_is_flushed_by_the_next(tmp_path):
 
 
 @pytest.mark.parametrize("flags", ["link", "dangling", "folder", "pipe", "socket"])
-def test_only_regular_files_are_opened_and_nothing_waits(tmp_path, flags):
+def test_opening_anything_but_a_regular_file_raises_without_blocking(tmp_path, flags):
     (tmp_path / "real").write_bytes(b"secret")
     path = tmp_path / "data"
     match flags:
@@ -133,7 +133,7 @@ def test_only_regular_files_are_opened_and_nothing_waits(tmp_path, flags):
     assert (tmp_path / "real").read_bytes() == b"secret"
 
 
-def test_a_link_is_replaced_and_not_followed(tmp_path):
+def test_replace_replaces_a_symbolic_link_instead_of_following_it(tmp_path):
     (tmp_path / "real").write_bytes(b"secret")
     (tmp_path / "manifest.json").symlink_to(tmp_path / "real")
     LocalStorage(tmp_path).replace("manifest.json", b"new")
@@ -142,7 +142,7 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_lock_file_that_is_no_file_is_refused(tmp_path, kind):
+def test_a_lock_file_that_is_not_a_regular_file_raises(tmp_path, kind):
     (tmp_path / "real").write_bytes(b"")
     if kind == "link":
         (tmp_path / ".lock").symlink_to(tmp_path / "real")
@@ -153,7 +153,7 @@ def test_a_lock_file_that_is_no_file_is_refused(tmp_path, kind):
 
 
 @pytest.mark.parametrize("size", [2, 9])
-def test_a_file_that_changes_its_size_while_it_is_read_is_an_error(tmp_path, size):
+def test_a_file_that_changes_size_while_open_raises(tmp_path, size):
     (tmp_path / "data").write_bytes(b"12345")
     with LocalStorage(tmp_path).open("data") as reader:
         os.truncate(tmp_path / "data", size)
@@ -174,7 +174,7 @@ class Stingy(Calls):
         return os.preadv(fd, [buffers[0][:2]], offset)
 
 
-def test_short_writes_and_reads_go_on(tmp_path):
+def test_short_writes_and_reads_are_continued(tmp_path):
     storage = LocalStorage(tmp_path, Stingy())
     pieces = [b"hello ", b"", b"w", b"orld, and", b"", b" more"]
     writer = storage.create("data")
@@ -186,7 +186,7 @@ def test_short_writes_and_reads_go_on(tmp_path):
     assert places == pieces
 
 
-def test_wide_elements_are_cut_by_bytes(tmp_path):
+def test_short_writes_of_wide_elements_continue_at_the_right_byte(tmp_path):
     class Wide(Stingy):
         def pwritev(self, fd, buffers, offset):
             return os.pwrite(fd, buffers[0].cast("B")[:3], offset)
@@ -196,7 +196,7 @@ def test_wide_elements_are_cut_by_bytes(tmp_path):
     assert read(LocalStorage(tmp_path), "data") == bytes(range(16))
 
 
-def test_a_write_that_takes_nothing_is_an_error_and_no_loop(tmp_path):
+def test_a_write_of_zero_bytes_raises_instead_of_looping(tmp_path):
     class Full(Calls):
         def pwritev(self, fd, buffers, offset):
             return 0
@@ -205,7 +205,7 @@ def test_a_write_that_takes_nothing_is_an_error_and_no_loop(tmp_path):
         fill(LocalStorage(tmp_path, Full()), "data")
 
 
-def test_signals_do_not_cut_work_short(tmp_path):
+def test_signals_do_not_interrupt_reads_and_writes(tmp_path):
     """EINTR is retried, by the interpreter: a handler that returns is all that happens."""
     caught = []
     before = signal.signal(signal.SIGALRM, lambda *_: caught.append(1))
@@ -221,7 +221,7 @@ def test_signals_do_not_cut_work_short(tmp_path):
     assert caught
 
 
-def test_without_vectored_calls_the_plain_ones_do(tmp_path, monkeypatch):
+def test_storage_works_without_vectored_system_calls(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "preadv")
     monkeypatch.delattr(os, "pwritev")
     monkeypatch.setattr("shardwright.storage.calls._sync_file_range", None)
@@ -232,7 +232,7 @@ def test_without_vectored_calls_the_plain_ones_do(tmp_path, monkeypatch):
     assert read(storage, "data") == b"abcde"
 
 
-def test_where_flushing_needs_more_than_fsync_more_is_done(tmp_path, monkeypatch):
+def test_full_fsync_is_used_where_the_platform_has_it(tmp_path, monkeypatch):
     done = []
     monkeypatch.setattr("shardwright.storage.calls._FULL_FSYNC", 51)
     monkeypatch.setattr("fcntl.fcntl", lambda fd, what: done.append(what))
@@ -240,7 +240,7 @@ def test_where_flushing_needs_more_than_fsync_more_is_done(tmp_path, monkeypatch
     assert done == [51, 51]
 
 
-def test_a_file_system_that_flushes_no_folders_will_do(tmp_path):
+def test_a_file_system_that_cannot_flush_directories_is_accepted(tmp_path):
     class NoFolders(Calls):
         def fsync(self, fd):
             if stat.S_ISDIR(os.fstat(fd).st_mode):
@@ -268,7 +268,7 @@ def test_a_file_system_that_flushes_no_folders_will_do(tmp_path):
     ],
 )
 @pytest.mark.parametrize("name", ["open", "pwritev", "fsync", "close"])
-def test_a_file_that_cannot_be_written_is_told_and_removed(tmp_path, name, code, text):
+def test_a_file_that_cannot_be_written_raises_and_is_removed(tmp_path, name, code, text):
     storage = LocalStorage(tmp_path, Failing(name, code))
     with pytest.raises(StorageError, match=re.escape(str(tmp_path / "data")) + ".*" + text):
         fill(storage, "data")
@@ -276,7 +276,7 @@ def test_a_file_that_cannot_be_written_is_told_and_removed(tmp_path, name, code,
 
 
 @pytest.mark.parametrize("name", ["open", "pwritev", "fsync", "close", "rename"])
-def test_a_replacement_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, name):
+def test_a_failed_replace_keeps_the_old_file_and_nothing_else(tmp_path, name):
     (tmp_path / "manifest.json").write_bytes(b"old")
     with pytest.raises(StorageError, match=r"cannot replace .*manifest\.json: no space"):
         LocalStorage(tmp_path, Failing(name, errno.ENOSPC)).replace("manifest.json", b"new")
@@ -284,7 +284,7 @@ def test_a_replacement_that_fails_leaves_what_was_there_and_nothing_else(tmp_pat
     assert (tmp_path / "manifest.json").read_bytes() == b"old"
 
 
-def test_a_failed_flush_is_not_tried_again(tmp_path):
+def test_a_failed_flush_is_not_retried(tmp_path):
     class Once(Calls):
         count = 0
 
@@ -302,7 +302,7 @@ def test_a_failed_flush_is_not_tried_again(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_that_was_not_flushed_is_told_and_the_file_can_be_given_up(tmp_path):
+def test_a_failed_directory_flush_raises_and_the_file_can_be_discarded(tmp_path):
     class NoFolder(Calls):
         def fsync(self, fd):
             if stat.S_ISDIR(os.fstat(fd).st_mode):
@@ -318,7 +318,7 @@ def test_a_folder_that_was_not_flushed_is_told_and_the_file_can_be_given_up(tmp_
         storage.replace("manifest.json", b"new")
 
 
-def test_a_file_where_the_folder_should_be_is_told(tmp_path):
+def test_a_file_in_place_of_the_directory_raises(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     for path in (tmp_path / "file", tmp_path / "file/below"):
         with pytest.raises(StorageError, match=re.escape(f"{tmp_path / 'file'} exists and is not a directory")):
@@ -327,14 +327,14 @@ def test_a_file_where_the_folder_should_be_is_told(tmp_path):
         LocalStorage(tmp_path / "file").list_keys()
 
 
-def test_a_place_that_is_not_there_has_no_keys(tmp_path):
+def test_a_directory_that_does_not_exist_has_no_keys(tmp_path):
     assert LocalStorage(tmp_path / "nowhere").list_keys() == []
     with pytest.raises(MissingKeyError):
         LocalStorage(tmp_path / "nowhere").open("manifest.json")
 
 
 @NEEDS_OTHER_USER
-def test_permission_denied_is_told(tmp_path):
+def test_permission_denied_raises_with_the_user(tmp_path):
     (tmp_path / "locked").mkdir(mode=0o700)
     os.seteuid(65534)
     try:
@@ -344,7 +344,7 @@ def test_permission_denied_is_told(tmp_path):
         os.seteuid(0)
 
 
-def test_a_full_disk_raises_and_leaves_nothing(small_disk):
+def test_a_full_disk_raises_and_leaves_no_partial_file(small_disk):
     storage = LocalStorage(small_disk)
     fill(storage, "old", b"x" * 1000)
     with pytest.raises(StorageError, match="no space is left"):
@@ -356,7 +356,7 @@ def test_a_full_disk_raises_and_leaves_nothing(small_disk):
 # The lock.
 
 
-def test_a_lock_ends_with_its_process_by_kill_9_too(tmp_path):
+def test_a_lock_is_released_when_its_process_is_killed(tmp_path):
     def body() -> str:
         if comm.world().rank == 1:
             with LocalStorage(tmp_path).lock():
@@ -380,7 +380,7 @@ def test_a_lock_ends_with_its_process_by_kill_9_too(tmp_path):
     assert outcomes(2, body) == [Returned("let go of"), Died(-signal.SIGKILL)]
 
 
-def test_a_lock_is_let_go_of_though_a_forked_child_lives_on(tmp_path):
+def test_a_lock_is_released_while_a_forked_child_is_alive(tmp_path):
     """A worker that was forked during a save has the lock file open for as long as it lives, as a duplicate has."""
 
     class Forked(Calls):
@@ -420,7 +420,7 @@ def test_two_threads_do_not_hold_the_lock_at_once(tmp_path):
     assert most == [1] * 8
 
 
-def test_a_file_system_without_locks_is_told_and_can_be_used_all_the_same(tmp_path):
+def test_a_file_system_without_locks_raises_unless_locks_is_false(tmp_path):
     calls = Failing("lock", errno.ENOSYS)
     with pytest.raises(StorageError, match="locks=False"), LocalStorage(tmp_path, calls).lock():
         pass

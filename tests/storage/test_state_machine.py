@@ -1,4 +1,4 @@
-"""Any sequence of calls does to a storage what it does to a dict."""
+"""Random sequences of calls have the same effect on a storage as on a dict."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def _alone(work: Any) -> Any:
     return work()
 
 
-def test_every_movement_is_exact_on_the_device() -> None:
+def test_every_redistribution_is_exact_on_the_device() -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
         whole = torch.arange(35.0, device="cuda").reshape(7, 5)
@@ -114,7 +114,7 @@ def test_gradients_agree_with_one_device() -> None:
     run_ranks(4, work, timeout=150.0)
 
 
-def test_random_numbers_on_the_device_are_the_cpus() -> None:
+def test_random_numbers_on_the_device_equal_the_cpus() -> None:
     def work() -> None:
         cpu, cuda = (sw.init_device_mesh(device, (2,)) for device in ("cpu", "cuda"))
         for make in (sw.rand, sw.randn):

@@ -1,4 +1,4 @@
-"""The prover is not fooled: wrong rules, planted, are found, each by what is wrong with it; right ones pass."""
+"""The prover finds planted wrong rules, each with its reason, and accepts right ones."""
 
 from __future__ import annotations
 
@@ -61,21 +61,31 @@ def mean_of_asker(x: Operand) -> Strategies:
 
 
 PLANTED: dict[str, tuple[Any, tuple[Any, ...], Any, str]] = {
-    "a non-linear operator on addends": (torch.relu, (randn(5),), lambda x: strategies(strategy(P, P)), "output 0"),
-    "an addend plus a whole": (
+    "a non-linear operator on partial values": (
+        torch.relu,
+        (randn(5),),
+        lambda x: strategies(strategy(P, P)),
+        "output 0",
+    ),
+    "a partial value plus a replicated one": (
         torch.add,
         (randn(4), randn(4)),
         lambda x, y: strategies(strategy((P, R), P)),
         "output 0",
     ),
-    "a constant added to addends": (torch.add, (randn(4), 1.0), lambda x, n: strategies(strategy(P, P)), "output 0"),
+    "a constant added to partial values": (
+        torch.add,
+        (randn(4), 1.0),
+        lambda x, n: strategies(strategy(P, P)),
+        "output 0",
+    ),
     "a product of two partial sums": (
         torch.mul,
         (randn(4), randn(4)),
         lambda x, y: strategies(strategy((P, P), P)),
         "output 0",
     ),
-    "softmax cut along its dimension": (
+    "softmax sharded along its dimension": (
         torch.softmax,
         (randn(4, 2), 0),
         lambda x, d: strategies(strategy(Shard(0), Shard(0))),
@@ -87,7 +97,7 @@ PLANTED: dict[str, tuple[Any, tuple[Any, ...], Any, str]] = {
         lambda x, d: strategies(strategy(Shard(0), Partial("avg"))),
         "output 0",
     ),
-    "a contracted dimension, cut, called whole": (
+    "a sharded contraction declared replicated": (
         torch.mm,
         (
             randn(2, 4),
@@ -102,7 +112,7 @@ PLANTED: dict[str, tuple[Any, tuple[Any, ...], Any, str]] = {
         lambda x: replace(strategies(strategy(Shard(0), Shard(0))), fresh=False),
         "has shape",
     ),
-    "a dimension that is not there": (
+    "a missing dimension": (
         torch.sum,
         (randn(4),),
         lambda x: strategies(strategy(R, Shard(1))),
@@ -114,21 +124,26 @@ PLANTED: dict[str, tuple[Any, tuple[Any, ...], Any, str]] = {
         lambda x: Strategies(lambda _: [Strategy((R,), ())]),
         "1 inputs and 0 outputs",
     ),
-    "a maximum whose gradient nobody can give": (
+    "a maximum without a possible gradient": (
         torch.amax,
         (randn(6), 0),
         lambda x, d: strategies(strategy(Shard(0), Partial("max"))),
         "no gradient",
     ),
-    "a strategy that hides behind the chooser's first": (
+    "a wrong strategy after a right one": (
         torch.abs,
         (randn(4),),
         lambda x: strategies(strategy(R, R), strategy(Shard(0), Shard(0)), strategy(Shard(0), P)),
         "has shape",
     ),
     "a rule that raises": (torch.abs, (randn(4),), lambda x: {}["no"], "raised KeyError"),
-    "a local call that depends on who asked": (torch.mean, (randn(4), 0), lambda x, d: mean_of_asker(x), "output 0"),
-    "a view said to be new": (
+    "a local call that depends on the original placement": (
+        torch.mean,
+        (randn(4), 0),
+        lambda x, d: mean_of_asker(x),
+        "output 0",
+    ),
+    "a view declared a new tensor": (
         torch.t,
         (randn(4, 2),),
         lambda x: Strategies(index_strategies([x], ["ab"], ["ba"])),
@@ -151,12 +166,12 @@ GRADIENTS: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
         (randn(4),),
         lambda x: Strategies(lambda _: [strategy(R, Shard(0))], run=own_shard),
     ),
-    "a local call that cuts the graph": (
+    "a local call that detaches": (
         torch.sin,
         (randn(4),),
         lambda x: Strategies(lambda _: [strategy(R, R)], run=lambda _: lambda f, a, k: f(a[0].detach())),
     ),
-    "a local call whose gradient is another's": (
+    "a local call with a wrong gradient": (
         torch.relu,
         (randn(4),),
         lambda x: Strategies(
@@ -168,7 +183,7 @@ GRADIENTS: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
 
 
 @pytest.mark.parametrize(("func", "args", "rule", "said"), PLANTED.values(), ids=PLANTED.keys())
-def test_a_wrong_rule_is_found(func: Any, args: tuple[Any, ...], rule: Any, said: str) -> None:
+def test_prove_finds_a_wrong_rule(func: Any, args: tuple[Any, ...], rule: Any, said: str) -> None:
     proof = prove(func, *args, rule=rule)
     assert proof.wrong, proof
     assert said in " ".join(str(verdict) for verdict in proof.wrong)
@@ -176,13 +191,13 @@ def test_a_wrong_rule_is_found(func: Any, args: tuple[Any, ...], rule: Any, said
 
 
 @pytest.mark.parametrize(("func", "args", "rule"), GRADIENTS.values(), ids=GRADIENTS.keys())
-def test_a_rule_with_right_values_and_wrong_gradients_is_found(func: Any, args: tuple[Any, ...], rule: Any) -> None:
+def test_prove_finds_wrong_gradients_of_a_rule_with_right_values(func: Any, args: tuple[Any, ...], rule: Any) -> None:
     proof = prove(func, *args, rule=rule)
     assert proof.wrong, proof
     assert all(verdict.gradient and "gradient of input" in (verdict.fault or "") for verdict in proof.wrong), proof
 
 
-def test_a_right_rule_is_proved_strategy_by_strategy() -> None:
+def test_prove_lists_the_proved_strategies_of_a_right_rule() -> None:
     proof = prove(torch.mm, randn(4, 2), randn(2, 5))
     said = {(verdict.ins, verdict.outs) for verdict in proof.proved}
     assert not proof.wrong, proof
@@ -191,14 +206,14 @@ def test_a_right_rule_is_proved_strategy_by_strategy() -> None:
     assert proof.left_out == 0
 
 
-def test_a_write_that_would_change_its_targets_layout_is_declined() -> None:
+def test_in_place_writes_that_change_the_targets_layout_are_declined() -> None:
     proof = prove(torch.Tensor.t_, randn(2, 4))
     assert not proof.verdicts
     assert (R,) in proof.declined
     assert (P, R) in prove(torch.Tensor.add_, randn(4), randn(4)).declined
 
 
-def test_what_cannot_be_tried_for_many_inputs_is_counted() -> None:
+def test_prove_counts_the_placements_it_leaves_out_for_many_inputs() -> None:
     def rule(tensors: list[Operand]) -> Strategies:
         return strategies(strategy((R,) * 4, R))
 
@@ -219,19 +234,19 @@ def unattached_where_empty(context: LocalContext) -> Local:
     return lambda func, args, kwargs: func(*args) if args[0].numel() else torch.empty(0, dtype=args[0].dtype)
 
 
-def test_a_rank_that_would_not_take_part_in_the_backward_pass_is_found() -> None:
+def test_prove_finds_a_rank_that_would_skip_the_backward_pass() -> None:
     rule = lambda x: replace(strategies(strategy(Shard(0), Shard(0))), run=unattached_where_empty)  # noqa: E731  # short
     (fault,) = {verdict.fault for verdict in prove(torch.exp, randn(2), rule=rule).wrong}
     assert fault == "output 0 depends on the inputs on some ranks, but not on others"
 
 
-def test_gradients_are_asked_for_what_requires_them() -> None:
+def test_prove_checks_gradients_only_of_inputs_that_require_grad() -> None:
     proof = prove(torch.mul, randn(4).requires_grad_(), randn(4))
     entered = [verdict.ins for verdict in proof.proved if verdict.gradient and verdict.ins[0] == P]
     assert entered == [(P, R)]  # nobody asks for the second one's gradient: it need not enter
 
 
-def test_an_operator_without_a_rule_is_refused() -> None:
+def test_prove_of_an_operator_without_a_rule_raises() -> None:
     def nobodys_operator(x: Tensor) -> Tensor:
         return x
 
@@ -241,6 +256,6 @@ def test_an_operator_without_a_rule_is_refused() -> None:
         prove(torch.add, 1, 2)
 
 
-def test_a_call_that_torch_refuses_is_raised_as_torch_does() -> None:
+def test_prove_raises_torchs_error_for_an_invalid_call() -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         prove(torch.mm, randn(2, 3), randn(2, 3))
