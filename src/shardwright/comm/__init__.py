@@ -12,7 +12,7 @@ from shardwright.comm.collectives import (
 from shardwright.comm.coordinate import gather_bytes
 from shardwright.comm.exchange import exchange, start_exchange
 from shardwright.comm.fold import ReduceOp
-from shardwright.comm.group import Group, forget, mesh_group, on_forget, subgroup, world
+from shardwright.comm.group import Group, forget, mesh_group, on_change, on_forget, subgroup, world
 from shardwright.comm.join import host_store, join, leave, reach_store
 from shardwright.comm.ledger import moving_tensor
 from shardwright.comm.many import (
@@ -40,6 +40,7 @@ from shardwright.comm.reduce import (
     start_reduce_scatter,
 )
 from shardwright.comm.rpc import call_remotely, rank_of_worker, worker_name
+from shardwright.comm.simulate import device_type, is_simulated, simulate
 from shardwright.comm.timeout import default_timeout
 from shardwright.comm.traffic import Traffic, Transfer, count, listen
 
@@ -64,6 +65,7 @@ __all__ = [
     "current_mesh",
     "default_timeout",
     "device_mesh_of",
+    "device_type",
     "entered_mesh",
     "exchange",
     "forget",
@@ -71,11 +73,13 @@ __all__ = [
     "group_along",
     "host_store",
     "init_device_mesh",
+    "is_simulated",
     "join",
     "leave",
     "listen",
     "mesh_group",
     "moving_tensor",
+    "on_change",
     "on_first_rank",
     "on_forget",
     "rank",
@@ -83,6 +87,7 @@ __all__ = [
     "reach_store",
     "reduce_scatter",
     "reduce_scatter_many",
+    "simulate",
     "start_all_gather",
     "start_all_gather_many",
     "start_all_reduce",

@@ -21,6 +21,7 @@ from shardwright.comm.exchange import Operation, as_bytes, begin, dense, post
 from shardwright.comm.group import Group, world
 from shardwright.comm.native import is_small, native
 from shardwright.comm.pending import Pending
+from shardwright.comm.simulate import device_type
 from shardwright.comm.traffic import report
 from shardwright.errors import CollectiveArgumentError
 
@@ -69,7 +70,7 @@ def gather(tensor: Tensor, group: Group, sizes: Sequence[int], dim: int, operati
         pieces = list(torch.split(whole, list(sizes), dim))
     else:
         pieces = [torch.empty(shape, **like(tensor)) for shape in shapes]
-    natively = tensor.device.type != "cpu" and group.moves(tensor.device)
+    natively = device_type(tensor) != "cpu" and group.moves(tensor.device)
     if in_place and natively and len(set(sizes)) == 1 and group.size > 1 and piece.numel():
         target = as_bytes(whole)
         flights = native(lambda: _all_gather_single(target, as_bytes(piece), group), group, operation, piece)

@@ -19,7 +19,7 @@ from shardwright.comm.group import Group, world
 from shardwright.comm.ledger import code, current_tensor, of_tensor, tag
 from shardwright.comm.pending import Pending
 from shardwright.comm.traffic import report
-from shardwright.errors import CollectiveArgumentError
+from shardwright.errors import CollectiveArgumentError, CommError
 
 __all__ = ["Operation", "as_bytes", "begin", "dense", "exchange", "post", "start_exchange"]
 
@@ -149,6 +149,10 @@ def post(
     if not sends and not receives:
         return []
     device = (receives or sends)[0][1].device
+    if group.simulated:
+        if device.type != "meta":
+            raise CommError(f"{operation.kind}: a simulated world has no ranks to send values to: pass meta tensors")
+        return []
     if not group.moves(device):
         return _post_through_host(sends, receives, group, operation)
     process_group = group.process_group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, final
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,19 @@ from shardwright.errors import ArgumentTypeError, CommError, RankLostError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Group", "forget", "known_groups", "mesh_group", "on_enter", "on_forget", "subgroup", "world"]
+__all__ = [
+    "Group",
+    "forget",
+    "known_groups",
+    "mesh_group",
+    "on_change",
+    "on_enter",
+    "on_forget",
+    "replace_world",
+    "restore_world",
+    "subgroup",
+    "world",
+]
 
 
 class ControlChannel(Protocol):
@@ -89,6 +102,15 @@ class Group:
             found = self.asides[name] = Group(self.ranks, self.rank, self.process_group, name)
         return found
 
+    @property
+    def simulated(self) -> bool:
+        """True if the other ranks do not exist, see simulate.py.
+
+        >>> world().simulated
+        False
+        """
+        return self.process_group is None and self.size > 1
+
     def moves(self, device: torch.device) -> bool:
         """True if the backend transfers tensors of this device directly; else they go through host memory.
 
@@ -117,11 +139,21 @@ def _ledger_of(process_group: dist.ProcessGroup | None) -> Ledger:
     return _ledgers.setdefault(process_group, Ledger())
 
 
+@dataclass(slots=True)
+class SimulatedWorld:
+    """A world whose other ranks do not exist, and its groups."""
+
+    world: Group
+    subgroups: dict[tuple[int, ...], Group] = field(default_factory=dict)
+
+
 _ALONE = Group((0,), 0, None)
+_simulated: SimulatedWorld | None = None
 _world = _ALONE
 _groups: dict[dist.ProcessGroup, Group] = {}
 _subgroups: dict[tuple[int, ...], Group] = {}
 _forget_hooks: list[Callable[[], None]] = []
+_change_hooks: list[Callable[[], None]] = []
 _enter_hooks: list[Callable[[Group], None]] = []
 
 
@@ -131,6 +163,8 @@ def world() -> Group:
     >>> world().size
     1
     """
+    if _simulated is not None:
+        return _simulated.world
     process_group = dist.group.WORLD if dist.is_initialized() else None
     if _world.process_group is not process_group:
         return _enter(process_group)
@@ -145,7 +179,8 @@ def subgroup(ranks: Sequence[int]) -> Group:
     """
     wanted = tuple(ranks)
     everyone = world()
-    known = _subgroups.get(wanted)
+    subgroups = _subgroups if _simulated is None else _simulated.subgroups
+    known = subgroups.get(wanted)
     if known is not None:
         return known
     me = everyone.global_rank
@@ -155,11 +190,11 @@ def subgroup(ranks: Sequence[int]) -> Group:
         raise CommError(f"subgroup {wanted}: rank {me} is not a member")
     if wanted == everyone.ranks:
         group = everyone
-    elif len(wanted) == 1:
-        group = Group(wanted, 0, None)
+    elif len(wanted) == 1 or everyone.simulated:
+        group = Group(wanted, wanted.index(me), None)
     else:
         group = Group.of(_new_group(wanted, me))
-    _subgroups[wanted] = group
+    subgroups[wanted] = group
     return group
 
 
@@ -200,6 +235,34 @@ def mesh_group(mesh: DeviceMesh, dim: int | str) -> Group:
     if mesh.get_coordinate() is None:
         raise CommError(f"rank {dist.get_rank()} is not in the mesh {mesh}, so it has no group along {dim!r}")
     return Group.of(mesh.get_group(dim))
+
+
+def replace_world(group: Group) -> SimulatedWorld | None:
+    """Make `group` the world until `restore_world` is called with what this returns."""
+    global _simulated
+    before, _simulated = _simulated, SimulatedWorld(group)
+    _changed()
+    return before
+
+
+def restore_world(before: SimulatedWorld | None) -> None:
+    """End what `replace_world` began."""
+    global _simulated
+    _simulated = before
+    _changed()
+
+
+def _changed() -> None:
+    for hook in _change_hooks:
+        hook()
+
+
+def on_change(hook: Callable[[], None]) -> None:
+    """Register a function that is called whenever this process gets another rank for a while, by `replace_world`.
+
+    >>> on_change(lambda: None)
+    """
+    _change_hooks.append(hook)
 
 
 def forget() -> None:

@@ -25,6 +25,7 @@ from shardwright.comm.ledger import code
 from shardwright.comm.native import native
 from shardwright.comm.pending import Pending
 from shardwright.comm.reduce import NATIVE_OPERATIONS, backend_reduces, is_little_padding
+from shardwright.comm.simulate import device_type
 from shardwright.comm.traffic import report
 from shardwright.errors import CollectiveArgumentError
 
@@ -96,7 +97,7 @@ def start_all_gather_many(
         return Pending("all_gather_many", group, (), lambda: wholes)
     report("all_gather", sum(whole.nbytes for whole in wholes) - plan.nbytes(table, group.rank), group)
     operation = begin(group, "all_gather_many", torch.uint8, *plan.details)
-    if sent[0].device.type != "cpu" and group.moves(sent[0].device):
+    if device_type(sent[0]) != "cpu" and group.moves(sent[0].device):
         return _gather_natively(sent, wholes, table, group, operation)
     return _gather_point_to_point(sent, wholes, table, plan, group, operation)
 
@@ -196,18 +197,24 @@ def start_reduce_scatter_many(
         return Pending("reduce_scatter_many", group, (), lambda: _without_absent(results, present, None))
     report("reduce_scatter", (group.size - 1) * plan.nbytes(table, group.rank), group)
     operation = begin(group, "reduce_scatter_many", torch.uint8, present is not None, *plan.details, op=op)
-    flags = None if present is None else torch.tensor(list(present), dtype=torch.int32, device=given[0].device)
-    natively = given[0].device.type != "cpu" and group.moves(given[0].device)
+    natively = device_type(given[0]) != "cpu" and group.moves(given[0].device)
     if natively and all(
         backend_reduces(tensor, op) and is_little_padding(list(size)) for tensor, size in zip(given, table, strict=True)
     ):
-        return _scatter_natively(given, table, flags, group, operation, op)
-    return _scatter_point_to_point(given, table, plan, flags, group, operation, op)
+        return _scatter_natively(given, table, present, group, operation, op)
+    return _scatter_point_to_point(given, table, plan, present, group, operation, op)
 
 
 def _scatter_point_to_point(
-    given: list[Tensor], sizes: Sizes, plan: _Plan, flags: Tensor | None, group: Group, operation: Operation, op: str
+    given: list[Tensor],
+    sizes: Sizes,
+    plan: _Plan,
+    present: Sequence[bool] | None,
+    group: Group,
+    operation: Operation,
+    op: str,
 ) -> Pending[list[Tensor | None]]:
+    flags = _flags(present, given[0].device)
     others, me = others_in(group), group.rank
     parts = [torch.split(tensor, list(size)) for tensor, size in zip(given, sizes, strict=True)]
     received = [
@@ -232,15 +239,16 @@ def _scatter_point_to_point(
             _unpack(landing, [*their, *(received[index][peer] for index in plan.packed)])
             counts = counts + their[0] if counts is not None else None
         results = [fold(pieces, op) for pieces in received]
-        return _without_absent(results, None if flags is None else flags.tolist(), counts)
+        return _without_absent(results, present, None if group.simulated else counts)
 
     return Pending("reduce_scatter_many", group, flights, finish, operation.number)
 
 
 def _scatter_natively(
-    given: list[Tensor], sizes: Sizes, flags: Tensor | None, group: Group, operation: Operation, op: str
+    given: list[Tensor], sizes: Sizes, present: Sequence[bool] | None, group: Group, operation: Operation, op: str
 ) -> Pending[list[Tensor | None]]:
     """Reduce by the backend's reduce-scatter of equal pieces, to which uneven ones are padded."""
+    flags = _flags(present, given[0].device)
     inputs, outputs, results = [], [], []
     for tensor, size in zip(given, sizes, strict=True):
         stacked = tensor.view(-1) if min(size) == max(size) else _padded(tensor, size)
@@ -260,9 +268,13 @@ def _scatter_natively(
     def finish() -> list[Tensor | None]:
         _ = inputs  # must stay alive until they are sent
         reduced = [result.div_(group.size) for result in results] if op == "avg" else results
-        return _without_absent(reduced, None if flags is None else flags.tolist(), counts)
+        return _without_absent(reduced, present, None if group.simulated else counts)
 
     return Pending("reduce_scatter_many", group, flights, finish, operation.number)
+
+
+def _flags(present: Sequence[bool] | None, device: torch.device) -> Tensor | None:
+    return None if present is None else torch.tensor(list(present), dtype=torch.int32, device=device)
 
 
 def _without_absent(
@@ -278,9 +290,7 @@ def _without_absent(
 def _launch(call: Any, inputs: list[Tensor], group: Group, operation: Operation) -> list[Flight]:
     if not inputs:
         return []
-    process_group = group.process_group
-    assert process_group is not None  # a group of one communicates nothing
-    return native(lambda: call(process_group), group, operation, inputs[0])
+    return native(lambda: call(group.process_group), group, operation, inputs[0])
 
 
 def _coalesced_gather(backend: Any, outputs: list[Tensor], inputs: list[Tensor]) -> dist.Work:

@@ -21,6 +21,7 @@ from shardwright.comm.flight import Flight
 from shardwright.comm.group import Group
 from shardwright.comm.ledger import code
 from shardwright.comm.pending import Pending, explain
+from shardwright.comm.simulate import device_type
 
 __all__ = ["is_small", "native"]
 
@@ -31,13 +32,15 @@ _TOKEN = torch.zeros(1, dtype=torch.uint8)
 
 def is_small(tensor: Tensor, group: Group) -> bool:
     """True if a tensor is small enough to be sent to every rank point to point; never for NCCL."""
-    if tensor.device.type != "cpu" and group.moves(tensor.device):
+    if device_type(tensor) != "cpu" and group.moves(tensor.device):
         return False
     return tensor.nbytes * (group.size - 1) <= _MAX_POINT_TO_POINT
 
 
 def native(call: Callable[[], dist.Work | None], group: Group, operation: Operation, payload: Tensor) -> list[Flight]:
     """Start one of the backend's own collectives."""
+    if group.simulated:
+        return post([], [(0, payload)], group, operation)  # it refuses values
     if payload.device.type == "cpu" or not group.moves(payload.device):
         _barrier(group, operation, payload.nbytes)
     try:

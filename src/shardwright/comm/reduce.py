@@ -19,6 +19,7 @@ from shardwright.comm.fold import ReduceOp, check, fold
 from shardwright.comm.group import Group, world
 from shardwright.comm.native import is_small, native
 from shardwright.comm.pending import Pending
+from shardwright.comm.simulate import device_type
 from shardwright.comm.traffic import report
 from shardwright.errors import CollectiveArgumentError
 
@@ -94,9 +95,9 @@ def _natively(tensor: Tensor, group: Group, op: str) -> bool:
 def backend_reduces(tensor: Tensor, op: str) -> bool:
     """Return True if the backend reduces tensors of this dtype by this operation, correctly."""
     if op in ("band", "bor", "bxor"):
-        return tensor.dtype in _INTEGERS and tensor.device.type == "cpu"  # NCCL has no bitwise reductions
+        return tensor.dtype in _INTEGERS and device_type(tensor) == "cpu"  # NCCL has no bitwise reductions
     if op in ("max", "min"):
-        return tensor.dtype in _INTEGERS or (tensor.dtype in _FLOATS and tensor.device.type != "cpu")
+        return tensor.dtype in _INTEGERS or (tensor.dtype in _FLOATS and device_type(tensor) != "cpu")
     if op == "product":
         return tensor.dtype in _INTEGERS or tensor.dtype in _FLOATS
     return tensor.dtype in _INTEGERS or tensor.dtype in _FLOATS or tensor.dtype in _COMPLEX
@@ -155,7 +156,7 @@ def start_reduce_scatter(
     own = torch.split(tensor, parts, dim)[group.rank]
     if group.size > 1:
         report("reduce_scatter", (group.size - 1) * own.nbytes, group)
-    natively = tensor.device.type != "cpu" and group.moves(tensor.device) and is_little_padding(parts)
+    natively = device_type(tensor) != "cpu" and group.moves(tensor.device) and is_little_padding(parts)
     if natively and tensor.numel() and group.size > 1 and backend_reduces(tensor, op):
         return _reduce_scatter_natively(tensor, group, parts, dim, op)
     outgoing = {peer: dense(piece) for peer, piece in enumerate(torch.split(tensor, parts, dim)) if peer != group.rank}

@@ -239,3 +239,4 @@ def remember_plan(layout: Layout, key: CallKey, plan: CallPlan) -> None:
 
 
 comm.on_forget(forget_caches)  # plans depend on this process's rank
+comm.on_change(forget_caches)

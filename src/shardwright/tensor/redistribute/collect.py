@@ -72,7 +72,7 @@ def all_reduce(step: AllReduce, local: Tensor, context: ExecutionContext, *, own
     On CPU it is a reduce-scatter and an all-gather of equal chunks of the flattened tensor, for every dtype.
     """
     group = context.group(step.before.mesh, step.mesh_dims)
-    if local.device.type != "cpu":
+    if comm.device_type(local) != "cpu":
         return comm.start_all_reduce(local, group, step.op).wait  # type: ignore[arg-type]  # Partial checked it
     flat = local.contiguous().reshape(-1)
     sizes = [piece(flat.numel(), group.size, index) for index in range(group.size)]

@@ -80,7 +80,7 @@ def _gather(local: Tensor, halo: Halo) -> Tensor:
     own, window, mine = halo.layout.region(rank), halo.window(rank), _schedule(halo, rank)
     _note(halo, mine.receives, local)
     out = torch.empty(window.size, dtype=local.dtype, device=local.device)
-    if local.is_meta:
+    if local.is_meta and not comm.is_simulated():
         return out
     plain = _plain(local)
     if mine.kept is not None:
@@ -97,7 +97,7 @@ def _reduce(windowed: Tensor, halo: Halo) -> Tensor:
     own, window, mine = halo.layout.region(rank), halo.window(rank), _schedule(halo, rank)
     _note(halo, mine.sends, windowed)
     out = torch.zeros(own.size, dtype=windowed.dtype, device=windowed.device)
-    if windowed.is_meta:
+    if windowed.is_meta and not comm.is_simulated():
         return out
     plain = _plain(windowed)
     if mine.kept is not None:
