@@ -154,13 +154,13 @@ def is_manifest(change: Any) -> bool:
 
 
 def allowed_in_replacement(events: Sequence[Event]) -> Callable[[int], set[str]]:
-    rename_entries, last = commit(events), len(events)
-    return lambda point: {"old"} if point < rename_entries else {"new"} if point == last else {"old", "new"}
+    commit_point, last = commit(events), len(events)
+    return lambda point: {"old"} if point < commit_point else {"new"} if point == last else {"old", "new"}
 
 
 def allowed_in_first_save(events: Sequence[Event]) -> Callable[[int], set[str]]:
-    rename_entries, last = commit(events), len(events)
-    return lambda point: {NOTHING} if point < rename_entries else {"new"} if point == last else {NOTHING, "new"}
+    commit_point, last = commit(events), len(events)
+    return lambda point: {NOTHING} if point < commit_point else {"new"} if point == last else {NOTHING, "new"}
 
 
 def test_a_crash_during_a_replacement_leaves_the_old_or_the_new_checkpoint(replacement, ram, capsys):
@@ -243,14 +243,14 @@ def test_a_save_after_a_killed_save_survives_every_crash(tmp_path, ram):
         assert killed == point
         calls.last = -1
         save(state(2), LocalStorage(root / PLACE, calls))
-        rename_entries, last = commit(calls.events[killed:]) + killed, len(calls.events)
+        commit_point, last = commit(calls.events[killed:]) + killed, len(calls.events)
         if point >= commit(events):
             before = {"old", NOTHING}  # it was killed after its commit, which need not have been flushed
         else:
             before = {NOTHING}
 
-        def allowed(number, killed=killed, rename_entries=rename_entries, last=last, before=before):
-            return {"new"} if number == last else before if number < rename_entries else before | {"new"}
+        def allowed(number, killed=killed, commit_point=commit_point, last=last, before=before):
+            return {"new"} if number == last else before if number < commit_point else before | {"new"}
 
         bad, tried, _ = (
             bad_states(calls.start, calls.events, allowed, ram, limit=8) if FULL else last_states(calls, ram)

@@ -118,7 +118,7 @@ def prepare(path: Path) -> None:
 def test_a_save_in_one_process_survives_a_failure_of_any_system_call(tmp_path, code):
     made = count_calls(tmp_path / "counted")
     assert {name.partition(" ")[0] for name in made} >= set(CALLS) - {"mkdir"}
-    rename_entries = made.index("rename of a temporary")
+    rename_index = made.index("rename of a temporary")
     failed = 0
     for failing, what in enumerate(made):
         path = tmp_path / f"{failing}"
@@ -127,7 +127,7 @@ def test_a_save_in_one_process_survives_a_failure_of_any_system_call(tmp_path, c
         error = attempt(2, path, calls)
         assert calls.failed == what
         if error is None:
-            assert what in HARMLESS or failing > rename_entries + 1, what
+            assert what in HARMLESS or failing > rename_index + 1, what
             assert holds(path) == 2
         else:
             failed += 1
@@ -135,9 +135,9 @@ def test_a_save_in_one_process_survives_a_failure_of_any_system_call(tmp_path, c
             assert str(path) in str(error), what
             assert CODES[code] in str(error), what
             # After the rename the new state is there, though it may not outlive a crash.
-            assert holds(path) == (1 if failing <= rename_entries else 2), what
+            assert holds(path) == (1 if failing <= rename_index else 2), what
             # The one file of each save, and the leftover that was there: nothing of the save that failed.
-            assert data_files(path) == (2 if failing <= rename_entries else 3), what
+            assert data_files(path) == (2 if failing <= rename_index else 3), what
         assert attempt(3, path, Calls()) is None
         assert holds(path) == 3
         assert data_files(path) == 1, what

@@ -203,14 +203,14 @@ def test_a_commit_whose_flush_fails_keeps_its_data_files(tmp_path):
     """The new manifest is in place when the flush of the folder fails: it must not lose what it refers to."""
 
     class NoSecondFlush(Calls):
-        rename_entries = False
+        committed = False
 
         def rename(self, source: str, target: str) -> None:
             super().rename(source, target)
-            self.rename_entries = True
+            self.committed = True
 
         def fsync(self, fd: int) -> None:
-            if self.rename_entries:
+            if self.committed:
                 raise OSError(5, "lost")
             super().fsync(fd)
 

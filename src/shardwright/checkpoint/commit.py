@@ -68,8 +68,8 @@ class Commit:
         location = location_id(self._storage) if isinstance(self._storage, LocalStorage) else ""
         message = msgspec.json.encode([self.save_id, location])
         gathered = [
-            msgspec.json.decode(one, type=tuple[str, str])
-            for one in comm.gather_bytes(message, self._group, what="save: naming it")
+            msgspec.json.decode(data, type=tuple[str, str])
+            for data in comm.gather_bytes(message, self._group, what="save: naming it")
         ]
         self.save_id = gathered[0][0]
         _check_same_location([location for _, location in gathered], self._group.ranks)

@@ -63,9 +63,11 @@ class LoadOperation:
         with ExitStack() as opened:
             files = OpenFiles(self._current.storage, self._current.manifest, opened)
             reports = self._check(files)
-            raise_mismatches([one.mismatches for one in reports], self._match, self._flat, self._stored, self._group)
-            reads = [one.reads for one in reports if one.reads is not None]
-            sets_values = any(one.sets_values for one in reports)
+            raise_mismatches(
+                [report.mismatches for report in reports], self._match, self._flat, self._stored, self._group
+            )
+            reads = [report.reads for report in reports if report.reads is not None]
+            sets_values = any(report.sets_values for report in reports)
 
             def fill_state() -> Any:
                 return fill(self._flat, self._match)
@@ -88,11 +90,11 @@ class LoadOperation:
             return None, msgspec.json.encode(report)
 
         reports = self._agree(check, "load: checking")
-        if all(one.is_matched for one in reports):
+        if all(rank_report.is_matched for rank_report in reports):
             return reports
-        if any(one.creates_state for one in reports):
+        if any(rank_report.creates_state for rank_report in reports):
             self._create_missing()
-        if any(one.is_nested for one in reports):
+        if any(rank_report.is_nested for rank_report in reports):
             flatten_nested_shards(self._flat, self._group)
 
         def check_again() -> tuple[None, bytes]:
@@ -102,7 +104,7 @@ class LoadOperation:
 
     def _agree(self, check: Callable[[], tuple[None, bytes]], what: str) -> list[_RankReport]:
         _, gathered = comm.agree(check, what=what, group=self._group, gather=True)
-        return [msgspec.json.decode(one, type=_RankReport) for one in gathered]
+        return [msgspec.json.decode(data, type=_RankReport) for data in gathered]
 
     def _flatten_target(self) -> None:
         group, request, manifest = self._group, self._request, self._current.manifest

@@ -131,9 +131,9 @@ class CheckpointManager:
             values = comm.agree(lambda: _metric_values(metrics), what=f"metrics of step {step}", group=self._group)
 
         def check() -> dict[str, Any]:
-            known = self._catalog.saved(step)
+            existing = self._catalog.saved(step)
             replaces = force or (self._restored is not None and step > self._restored)
-            if known is not None and known.valid and not replaces:
+            if existing is not None and existing.valid and not replaces:
                 raise CheckpointError(
                     f"step {step} is already saved in {self.path(step)}; pass force=True to replace it, or call "
                     "restore first to continue an earlier run"
@@ -203,12 +203,12 @@ class CheckpointManager:
         rule = self._policy.best or KeepBest(1, "", "min")
         if not (metric or rule.metric):
             raise CheckpointError("best needs a metric: pass one, or create the manager with keep_best")
-        same = metric in (None, rule.metric)
-        wanted = KeepBest(1, metric or rule.metric, mode or (rule.mode if same else "min"))
-        Policy(best=wanted)  # checks the mode
+        is_same_metric = metric in (None, rule.metric)
+        best = KeepBest(1, metric or rule.metric, mode or (rule.mode if is_same_metric else "min"))
+        Policy(best=best)  # checks the mode
 
         def find() -> int | None:
-            return next(iter(best_of(list(self._catalog.valid().values()), wanted)), None)
+            return next(iter(best_of(list(self._catalog.valid().values()), best)), None)
 
         return self._on_first_rank("best", find, int | None)
 
@@ -281,16 +281,16 @@ class CheckpointManager:
 
         For a process beside the training, which evaluates or copies checkpoints. Not collective.
         """
-        with ExitStack() as held:
+        with ExitStack() as locks:
             for _ in range(MAX_TRIES):
                 before = self._steps.committed()
-                wanted = max(self._catalog.valid(), default=None) if step is None else _step(step)
-                if wanted is None:
+                chosen = max(self._catalog.valid(), default=None) if step is None else _step(step)
+                if chosen is None:
                     if self._steps.committed() != before:
                         continue  # steps were removed meanwhile, and there may be a newer one
                     raise NotACheckpointError(f"{self.root} holds no checkpoint yet")
                 try:
-                    path = held.enter_context(self._steps.reading(wanted))
+                    path = locks.enter_context(self._steps.reading(chosen))
                 except NotACheckpointError:
                     if step is not None:
                         raise
@@ -365,10 +365,10 @@ class CheckpointManager:
     @contextmanager
     def _locked(self, step: int) -> Iterator[None]:
         """Keep a step from being removed, on every rank."""
-        with ExitStack() as held:
+        with ExitStack() as locks:
             lock: AbstractContextManager[str] = self._steps.reading(step)
             with comm.unwrap_common_error(self._group):
-                comm.agree(lambda: held.enter_context(lock), what=f"restore of step {step}", group=self._group)
+                comm.agree(lambda: locks.enter_context(lock), what=f"restore of step {step}", group=self._group)
             yield
 
     def _load_with_fallback(
@@ -379,7 +379,7 @@ class CheckpointManager:
         If names that are not stored are an error (`on_missing`), any older step overwrites all of it.
         """
         if options["on_missing"] != "raise":
-            older = [one for one in left if one < step]
+            older = [other for other in left if other < step]
             if self._on_first_rank("restore: names", lambda: fallback.must_verify(step, older), bool):
                 self._verify(step)
         try:
@@ -411,17 +411,17 @@ def _count(value: Any, name: str) -> int | None:
     return None if value is None else integer(value, name)
 
 
-def _keep_best(given: Any) -> KeepBest | None:
+def _keep_best(value: Any) -> KeepBest | None:
     """Validate the `keep_best` argument."""
-    if given is None:
+    if value is None:
         return None
-    if not isinstance(given, tuple | list) or len(given) not in (2, 3):
+    if not isinstance(value, tuple | list) or len(value) not in (2, 3):
         raise ArgumentTypeError(
-            f'keep_best must be KeepBest(n, metric, mode), such as KeepBest(3, "loss", "min"), got {given!r}'
+            f'keep_best must be KeepBest(n, metric, mode), such as KeepBest(3, "loss", "min"), got {value!r}'
         )
-    best = KeepBest(*given)
+    best = KeepBest(*value)
     if not isinstance(best.metric, str) or not isinstance(best.mode, str):
-        raise ArgumentTypeError(f"keep_best: metric and mode must be str, got {given!r}")
+        raise ArgumentTypeError(f"keep_best: metric and mode must be str, got {value!r}")
     return best._replace(n=integer(best.n, "keep_best"))
 
 

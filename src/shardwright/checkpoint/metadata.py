@@ -178,8 +178,8 @@ class Metadata:
     def state_dict_metadata(self) -> Mapping[str, STORAGE_TYPES]:
         """The metadata of every name."""
         numbers: dict[str, int | None] = dict(self._manifest.tensors.index)
-        for name, _, what, *_ in stored_entries(self._manifest.tree, None):
-            numbers.setdefault(name, what.number if isinstance(what, StoredTensor) else None)
+        for name, _, content, *_ in stored_entries(self._manifest.tree, None):
+            numbers.setdefault(name, content.number if isinstance(content, StoredTensor) else None)
         return _View(numbers, self._entry)
 
     @cached_property
@@ -190,7 +190,7 @@ class Metadata:
     @cached_property
     def storage_data(self) -> Mapping[MetadataIndex, StorageInfo]:
         """The file, offset and length of every chunk. The cost grows with the number of chunks."""
-        found: dict[MetadataIndex, StorageInfo] = {}
+        infos: dict[MetadataIndex, StorageInfo] = {}
         for rank in self._manifest.files:
             file = self._manifest.file(rank)
             plan = file.plan
@@ -198,8 +198,8 @@ class Metadata:
                 zip(plan.tensors.tolist(), plan.starts.tolist(), plan.nbytes.tolist(), strict=True)
             ):
                 index = MetadataIndex(plan.table.names[tensor], plan.region(chunk).offset)
-                found[index] = StorageInfo(file.name, file.header_size + start, nbytes)
-        return found
+                infos[index] = StorageInfo(file.name, file.header_size + start, nbytes)
+        return infos
 
     @property
     def storage_meta(self) -> StorageMeta:
@@ -292,15 +292,15 @@ def _stored_regions(table: TensorTable, number: int) -> list[Region]:
         return [Region.whole(sharding.shape)]
     if isinstance(sharding, Pieces):
         return sorted((region for region in sharding.regions if not region.is_empty), key=lambda region: region.offset)
-    found: list[Region] = []
-    for held, ranks in sharding.regions():
+    regions: list[Region] = []
+    for box, ranks in sharding.regions():
         if len(ranks) == 1:
-            found.append(held)
+            regions.append(box)
             continue
         share = replica_split(table, ranks)
         for _, first, last in share.writers(int(np.searchsorted(share.tensors, number))):
-            found += boxes_of_range(held, first, last)
-    return sorted(found, key=lambda region: region.offset)
+            regions += boxes_of_range(box, first, last)
+    return sorted(regions, key=lambda region: region.offset)
 
 
 class WriteItemType(enum.Enum):
@@ -376,11 +376,11 @@ def local_tensor_for(tensor: DTensor, index: Any) -> Tensor:
     torch.Size([4, 2])
     """
     region = _own_region(tensor)
-    wanted = None if index.offset is None else tuple(index.offset)
-    if region is None or wanted not in (None, region.offset):
-        held = "nothing of it" if region is None else str(region)
+    offset = None if index.offset is None else tuple(index.offset)
+    if region is None or offset not in (None, region.offset):
+        local = "nothing of it" if region is None else str(region)
         raise MissingNameError(
-            f"{index.fqn!r}: no chunk at {wanted} is on rank {comm.rank()}, which holds {held} of {tensor.sharding}"
+            f"{index.fqn!r}: no chunk at {offset} is on rank {comm.rank()}, which holds {local} of {tensor.sharding}"
         )
     return tensor.to_local().detach()
 

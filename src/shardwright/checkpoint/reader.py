@@ -95,8 +95,8 @@ class LazyTensor(Generic[Out]):
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Out:
-        wanted, dim, layers = slicing_of(index, self.shape).by_layers(self.shape, self.dtype.itemsize, BLOCK)
-        return self._given(wanted.take(self._checkpoint._read(self._number, layers, dim)))
+        slicing, dim, layers = slicing_of(index, self.shape).by_layers(self.shape, self.dtype.itemsize, BLOCK)
+        return self._convert(slicing.take(self._checkpoint._read(self._number, layers, dim)))
 
     def tensor(self) -> Tensor:
         """Read all of it as a plain tensor."""
@@ -106,7 +106,7 @@ class LazyTensor(Generic[Out]):
         """Read all of it as an array."""
         return _as_array(self.tensor())
 
-    def _given(self, tensor: Tensor) -> Out:
+    def _convert(self, tensor: Tensor) -> Out:
         return cast(Out, _as_array(tensor) if self._gives_arrays else tensor)
 
     def __repr__(self) -> str:
@@ -136,8 +136,8 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
         # A tensor's own name comes first; other paths that lead to it are also names of it.
         self._numbers = dict(manifest.tensors.index)
         for entry in stored_entries(manifest.tree, None):
-            if isinstance(entry.what, StoredTensor):
-                self._numbers.setdefault(entry.name, entry.what.number)
+            if isinstance(entry.content, StoredTensor):
+                self._numbers.setdefault(entry.name, entry.content.number)
 
     @property
     def save_id(self) -> str:
@@ -167,13 +167,13 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
 
     def value(self, path: str, *, rank: int = 0) -> Any:
         """Return the plain value under a path; of a `PerRank` value, that of `rank`."""
-        leaves = {entry.name: entry.what for entry in stored_entries(self._manifest.tree, rank)}
+        leaves = {entry.name: entry.content for entry in stored_entries(self._manifest.tree, rank)}
         leaf = leaves.get(path)
         if isinstance(leaf, StoredValue):
             return leaf.value.value if isinstance(leaf.value, EnumValue) else leaf.value
         if leaf is not None:
             raise MissingNameError(f"{path!r} is a tensor, not a plain value; use ckpt[{path!r}]")
-        plain = [name for name, other in leaves.items() if isinstance(other, StoredValue)]
+        plain = [name for name, content in leaves.items() if isinstance(content, StoredValue)]
         raise MissingNameError(f"no plain value is stored under {path!r}{_did_you_mean(path, plain)}")
 
     def tree(self, *, rank: int = 0, codecs: Mapping[type, Codec] | None = None) -> Any:
@@ -227,24 +227,28 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
             size = list(regions[0].size)
             if len(regions) > 1:
                 size[dim] = len(regions)
-            found = torch.empty(size, dtype=DTYPES[table.dtypes[number]])
-            layers = [found] if len(regions) == 1 else [found.narrow(dim, index, 1) for index in range(len(regions))]
+            result = torch.empty(size, dtype=DTYPES[table.dtypes[number]])
+            layers = [result] if len(regions) == 1 else [result.narrow(dim, index, 1) for index in range(len(regions))]
             for rank, file in files.items():
                 file.read(
-                    [Destination(p, layers[index], regions[index], found.dtype) for p, index in parts if p.rank == rank]
+                    [
+                        Destination(p, layers[index], regions[index], result.dtype)
+                        for p, index in parts
+                        if p.rank == rank
+                    ]
                 )
         finally:
             self._close_excess()
-        check_bools([Target(table.names[number], number, found, Region.whole(size), found.dtype)])
-        return found
+        check_bools([Target(table.names[number], number, result, Region.whole(size), result.dtype)])
+        return result
 
     def _parts(self, number: int, region: Region) -> list[Part]:
         return self._manifest.locator.parts(number, region)
 
     def _file(self, rank: int) -> FileReader:
         """Return the file of a rank, with its header verified."""
-        known = self._files.get(rank)
-        if known is None:
+        file = self._files.get(rank)
+        if file is None:
             reader = self._readers.get(rank)
             if reader is None:
                 try:
@@ -253,8 +257,8 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
                     raise CorruptionError(
                         f"a file is missing: {error}; if another checkpoint was saved here meanwhile, open it again"
                     ) from error
-            known = self._files[rank] = FileReader(reader, self._manifest.file(rank), self._manifest.files[rank])
-        return known
+            file = self._files[rank] = FileReader(reader, self._manifest.file(rank), self._manifest.files[rank])
+        return file
 
     def _close_excess(self) -> None:
         """Close files beyond the limit."""

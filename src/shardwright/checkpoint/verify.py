@@ -167,14 +167,14 @@ class _Verifying:
 
     def run(self, threads: int) -> VerifyReport:
         in_threads(self._work, [(0, 0)] * max(1, min(threads, len(self._manifest.files))))
-        known = self._manifest.names
+        data_files = self._manifest.names
         return VerifyReport(
             repr(self._storage),
             self._manifest.save_id,
             len(self._manifest.files),
             self._nbytes,
             tuple(corruption for *_, corruption in sorted(self._corruptions, key=lambda found: found[:2])),
-            tuple(key for key in self._storage.list_keys() if key != KEY and key not in known),
+            tuple(key for key in self._storage.list_keys() if key != KEY and key not in data_files),
         )
 
     def _work(self, _first: int, _last: int, stop: Stop) -> None:
@@ -202,8 +202,8 @@ class _Verifying:
     def _contents(self, rank: int, name: str, reader: Reader) -> None:
         expected = self._manifest.files[rank]
         if reader.size != expected.size:
-            what = f"has {reader.size} bytes, but the manifest says {expected.size}"
-            self._add(rank, -1, Corruption(name, what))
+            problem = f"has {reader.size} bytes, but the manifest says {expected.size}"
+            self._add(rank, -1, Corruption(name, problem))
             if reader.size < expected.header_size:
                 return
         file = self._manifest.file(rank)
@@ -226,9 +226,9 @@ class _Verifying:
     def _data(self, rank: int, file: DataFile, reader: Reader, checksums: npt.NDArray[np.uint32]) -> None:
         """Check every block, in the order of the file, several per read."""
         chunks = np.repeat(np.arange(len(file.blocks)), file.blocks)
-        numbers = np.arange(len(chunks)) - file.first_blocks[chunks]
-        starts = file.header_size + file.plan.starts[chunks] + numbers * BLOCK
-        sizes = np.minimum(BLOCK, file.plan.nbytes[chunks] - numbers * BLOCK)
+        indices = np.arange(len(chunks)) - file.first_blocks[chunks]
+        starts = file.header_size + file.plan.starts[chunks] + indices * BLOCK
+        sizes = np.minimum(BLOCK, file.plan.nbytes[chunks] - indices * BLOCK)
         dtypes = file.plan.table.dtypes
         is_bool = [dtypes[tensor] == "bool" for tensor in file.plan.tensors.tolist()]
         window = memoryview(bytearray(min(_WINDOW, file.plan.size)))
@@ -241,30 +241,30 @@ class _Verifying:
             for block in range(first, last):
                 low = int(starts[block]) - begin
                 high = low + int(sizes[block])
-                what = ""
+                problem = ""
                 if high > available:
-                    what = "is truncated"
+                    problem = "is truncated"
                 elif crc32c.crc32c(window[low:high]) != checksums[block]:
-                    what = "does not match its checksum"
+                    problem = "does not match its checksum"
                 elif is_bool[chunks[block]] and int(np.frombuffer(window[low:high], np.uint8).max()) > 1:
-                    what = "is of a bool tensor, but contains bytes other than 0 and 1"
-                if what:
-                    self._add(rank, block, self._corruption_of(file, int(chunks[block]), int(numbers[block]), what))
+                    problem = "is of a bool tensor, but contains bytes other than 0 and 1"
+                if problem:
+                    self._add(rank, block, self._corruption_of(file, int(chunks[block]), int(indices[block]), problem))
             self._count(available)
             first = last
 
-    def _corruption_of(self, file: DataFile, chunk: int, block: int, what: str) -> Corruption:
+    def _corruption_of(self, file: DataFile, chunk: int, block: int, problem: str) -> Corruption:
         return Corruption(
             file.name,
-            what,
+            problem,
             file.plan.table.names[int(file.plan.tensors[chunk])],
             file.plan.region(chunk),
             block,
         )
 
-    def _add(self, rank: int, place: int, corruption: Corruption) -> None:
+    def _add(self, rank: int, block: int, corruption: Corruption) -> None:
         with self._lock:
-            self._corruptions.append((rank, place, corruption))
+            self._corruptions.append((rank, block, corruption))
 
     def _count(self, nbytes: int) -> None:
         with self._lock:

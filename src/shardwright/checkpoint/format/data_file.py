@@ -93,9 +93,9 @@ class DataFile:
 
     def in_save(self, save_id: str) -> DataFile:
         """Return the file of the same plan in another save, reusing what does not depend on the save."""
-        other = DataFile(self.plan, save_id)
-        other.__dict__.update(blocks=self.blocks, first_blocks=self.first_blocks, _entries=self._entries)
-        return other
+        file = DataFile(self.plan, save_id)
+        file.__dict__.update(blocks=self.blocks, first_blocks=self.first_blocks, _entries=self._entries)
+        return file
 
     @cached_property
     def _rest(self) -> bytes:
@@ -108,15 +108,15 @@ class DataFile:
         plan, table = self.plan, self.plan.table
         names, dtypes, kinds = table.names, table.dtypes, table.kinds.tolist()
         is_plain = not _SPECIAL.search("".join(names))
-        known: dict[tuple[int, str, int], tuple[str, str]] = {}  # by kind; of split chunks, by chunk
+        descriptions: dict[tuple[int, str, int], tuple[str, str]] = {}  # by kind; of split chunks, by chunk
         entries = [""]
         for chunk, (tensor, start, nbytes) in enumerate(
             zip(plan.tensors.tolist(), plan.starts.tolist(), plan.nbytes.tolist(), strict=True)
         ):
             name, kind = names[tensor], (kinds[tensor], dtypes[tensor], chunk if chunk in plan.boxes else -1)
-            description = known.get(kind)
+            description = descriptions.get(kind)
             if description is None:
-                description = known[kind] = self._describe(chunk, tensor)
+                description = descriptions[kind] = self._describe(chunk, tensor)
             ranges, entry = description
             if is_plain:
                 key = f'"{name}{ranges}"'
@@ -164,12 +164,12 @@ class DataFile:
         first = 8 + len(START)
         try:
             text = header[first : first + 8 * int(self.blocks.sum())].decode("ascii")
-            found = np.frombuffer(bytes.fromhex(text), ">u4").astype(np.uint32)
+            checksums = np.frombuffer(bytes.fromhex(text), ">u4").astype(np.uint32)
         except ValueError:
-            found = np.empty(0, np.uint32)
-        if len(found) != self.blocks.sum() or self.header(found) != header:
+            checksums = np.empty(0, np.uint32)
+        if len(checksums) != self.blocks.sum() or self.header(checksums) != header:
             raise FormatError(f"{self.name}: its header does not match the manifest")
-        return found
+        return checksums
 
 
 def file_name(save_id: str, rank: int) -> str:

@@ -83,13 +83,13 @@ class ChunkLocator:
         """Return the bytes of data in a rank's file, without planning the file if the manifest lists it."""
         if self._entries is None:
             return self.file(rank).size
-        known = self._entries.get(rank)
-        listed = 0 if known is None else known.size - known.header_size
+        entry = self._entries.get(rank)
+        listed = 0 if entry is None else entry.size - entry.header_size
         if listed > 0:
             return listed
         if file_plan(self.table, rank).size:  # a file listed as empty is not opened, so only this check finds the error
-            what = "no file" if known is None else "no data in the file"
-            raise FormatError(f"the manifest lists {what} of rank {rank}, but tensors are stored in it")
+            missing = "no file" if entry is None else "no data in the file"
+            raise FormatError(f"the manifest lists {missing} of rank {rank}, but tensors are stored in it")
         return 0
 
     def parts(self, tensor: int, wanted: Region) -> list[Part]:
@@ -106,21 +106,21 @@ class ChunkLocator:
                 return self._pieces_parts(tensor, sharding, wanted)
             spots = self._locate_kind(kind, sharding, wanted)
             self._last[kind] = wanted, spots
-        found: list[Part] = []
-        for region, ranks, held, chunks in spots:
+        parts: list[Part] = []
+        for region, ranks, chunk_region, chunks in spots:
             if chunks is not None:
-                found.append(Part(ranks[0], chunks[tensor], region, held))
+                parts.append(Part(ranks[0], chunks[tensor], region, chunk_region))
             else:
-                found += self._split_parts(tensor, held, ranks, region)
-        return found
+                parts += self._split_parts(tensor, chunk_region, ranks, region)
+        return parts
 
     def _locate_kind(self, kind: int, sharding: Layout, wanted: Region) -> list[_Spot]:
-        found = self._spots.get((kind, wanted))
-        if found is None:
-            found = self._spots[kind, wanted] = [
+        spots = self._spots.get((kind, wanted))
+        if spots is None:
+            spots = self._spots[kind, wanted] = [
                 self._spot(sharding, holding, wanted) for holding in sharding.holders(wanted)
             ]
-        return found
+        return spots
 
     def _spot(self, sharding: Layout, holding: Holding, wanted: Region) -> _Spot:
         region, ranks = holding
@@ -129,25 +129,25 @@ class ChunkLocator:
         # Use one object for equal regions: they are compared by identity for every tensor.
         return _Spot(wanted if region == wanted else region, ranks, wanted if held == wanted else held, chunks)
 
-    def _split_parts(self, tensor: int, held: Region, ranks: tuple[int, ...], wanted: Region) -> list[Part]:
+    def _split_parts(self, tensor: int, chunk_region: Region, ranks: tuple[int, ...], wanted: Region) -> list[Part]:
         share = self._shares.get(ranks)
         if share is None:
             share = self._shares[ranks] = replica_split(self.table, ranks)
-        found = []
+        parts = []
         for rank, first, last in share.writers(int(np.searchsorted(share.tensors, tensor))):
-            boxes = boxes_of_range(held, first, last)
+            boxes = boxes_of_range(chunk_region, first, last)
             for chunk, box in zip(self.file(rank).chunks_of(tensor), boxes, strict=True):
                 common = box.intersect(wanted)
                 if common is not None:
-                    found.append(Part(rank, chunk, common, box))
-        return found
+                    parts.append(Part(rank, chunk, common, box))
+        return parts
 
     def _pieces_parts(self, tensor: int, sharding: Pieces, wanted: Region) -> list[Part]:
-        found = []
+        parts = []
         for number, (region, rank) in enumerate(zip(sharding.regions, sharding.ranks, strict=True)):
             common = region.intersect(wanted)
             if common is not None:
                 plan = self.file(rank)
                 index = sharding.of_rank(rank).index(number)
-                found.append(Part(rank, plan.chunks_of(tensor)[index], common, region))
-        return found
+                parts.append(Part(rank, plan.chunks_of(tensor)[index], common, region))
+        return parts

@@ -103,11 +103,11 @@ class Manifest:
                 f"the manifest would have {len(body)} bytes, but at most {MAX_BYTES} can be read; store large values "
                 "as tensors or arrays"
             )
-        places = sum(sharding.mesh.size for sharding in self.tensors.shardings if isinstance(sharding, Layout))
-        if places > _max_places(len(tensors)):
+        total_ranks = sum(sharding.mesh.size for sharding in self.tensors.shardings if isinstance(sharding, Layout))
+        if total_ranks > _max_total_ranks(len(tensors)):
             raise StateError(
-                f"the state has {len(self.tensors.shardings)} different shapes and layouts on meshes of {places} ranks "
-                f"in total, but at most {_max_places(len(tensors))} can be read; use fewer"
+                f"the state has {len(self.tensors.shardings)} different shapes and layouts on meshes of {total_ranks} "
+                f"ranks in total, but at most {_max_total_ranks(len(tensors))} can be read; use fewer"
             )
         return body + _END % digest(body + _END % _ZEROS).encode()
 
@@ -238,8 +238,8 @@ def _tensors_from_json(raw: msgspec.Raw) -> TensorTable:
         raise FormatError(f"{len(names)} names, {len(kinds_of_dtype)} dtypes and {len(kinds)} shardings do not match")
     if len(set(names)) != len(names):
         raise FormatError("two tensors have the same name")
-    _check_numbers(kinds_of_dtype, len(dtypes), "dtype")
-    _check_numbers(kinds, len(shardings), "sharding")
+    _check_indices(kinds_of_dtype, len(dtypes), "dtype")
+    _check_indices(kinds, len(shardings), "sharding")
     for name, itemsize in dtypes:
         if name not in DTYPES or DTYPES[name].itemsize != itemsize:
             raise FormatError(f"dtype {name[:60]!r} of {itemsize} bytes is not known to this version of PyTorch")
@@ -259,13 +259,13 @@ def _check_mesh_sizes(shardings: list[list[Any]], spreads: list[Any], nbytes: in
     sizes = [prod(max(1, size) for size in mesh_shape) for mesh_shape, *_ in spreads]
     if any(size > _MAX_RANKS for size in sizes):
         raise FormatError(f"a mesh has {max(sizes)} ranks, but at most {_MAX_RANKS} are supported")
-    numbers = (sharding[0] for sharding in shardings if sharding and type(sharding[0]) is int)
-    places = sum(sizes[number] for number in numbers if 0 <= number < len(sizes))
-    if places > _max_places(nbytes):
-        raise FormatError(f"{len(shardings)} shardings on meshes of {places} ranks in total exceed the limit")
+    indices = (sharding[0] for sharding in shardings if sharding and type(sharding[0]) is int)
+    total_ranks = sum(sizes[index] for index in indices if 0 <= index < len(sizes))
+    if total_ranks > _max_total_ranks(nbytes):
+        raise FormatError(f"{len(shardings)} shardings on meshes of {total_ranks} ranks in total exceed the limit")
 
 
-def _max_places(nbytes: int) -> int:
+def _max_total_ranks(nbytes: int) -> int:
     """Return the limit on the total size of the meshes of all shardings in a manifest of this many bytes."""
     return _MAX_PLACES + _PLACES_PER_BYTE * nbytes
 
@@ -276,7 +276,7 @@ def _with_spread(value: list[Any], spreads: list[Any]) -> list[Any]:
         raise FormatError(f"sharding {str(value)[:60]} does not begin with the index of a spread")
     if value[0] == -1:
         return value
-    _check_numbers(value[:1], len(spreads), "spread")
+    _check_indices(value[:1], len(spreads), "spread")
     return [spreads[value[0]], *value[1:]]
 
 
@@ -324,8 +324,8 @@ def _pieces(shape: tuple[int, ...], offsets: list[int], sizes: list[int], ranks:
     )
     if not is_tiled:
         is_small = len(ranks) << ndim <= _MAX_CORNERS
-        where = f": {Region.whole(shape).covers(regions)}" if is_small else ""
-        raise FormatError(f"the pieces of a tensor of shape {shape} do not tile it{where}")
+        detail = f": {Region.whole(shape).covers(regions)}" if is_small else ""
+        raise FormatError(f"the pieces of a tensor of shape {shape} do not tile it{detail}")
     return Pieces(shape, regions, tuple(ranks))
 
 
@@ -398,9 +398,9 @@ def _check_ranks(ranks: list[int], *, distinct: bool = False) -> None:
         raise FormatError("a mesh repeats a rank")
 
 
-def _check_numbers(numbers: list[int], count: int, what: str) -> None:
-    if numbers and not (min(numbers) >= 0 and max(numbers) < count):
-        raise FormatError(f"{what} indices must be below {count}, got {min(numbers)} to {max(numbers)}")
+def _check_indices(indices: list[int], count: int, kind: str) -> None:
+    if indices and not (min(indices) >= 0 and max(indices) < count):
+        raise FormatError(f"{kind} indices must be below {count}, got {min(indices)} to {max(indices)}")
 
 
 def _check_shape(shape: list[int], *, every: bool = True) -> None:

@@ -59,8 +59,8 @@ class ReplicaSplit:
             return volume
         granule = granularity(self.sizes[self.kinds[number]], itemsize, self.total // len(self.ranks))
         unit = itemsize * granule
-        cut = (2 * (byte - start) + unit) // (2 * unit) * granule  # the nearest; the later one of two
-        return min(cut, volume)
+        element = (2 * (byte - start) + unit) // (2 * unit) * granule  # the nearest; the later one of two
+        return min(element, volume)
 
     def writers(self, number: int) -> list[Range]:
         """Return the writers of a tensor (by its index here), each with its range."""
@@ -70,14 +70,14 @@ class ReplicaSplit:
         end = int(self.ends[number])
         start = end - volume * int(self.itemsizes[number])
         first = max(0, start * count // max(1, self.total) - 1)
-        found = []
+        ranges = []
         for index in range(first, count):
             if self.bound(index) >= end:
                 break
             low, high = self.point(number, self.bound(index)), self.point(number, self.bound(index + 1))
             if low < high:
-                found.append(Range(self.ranks[index], low, high))
-        return found
+                ranges.append(Range(self.ranks[index], low, high))
+        return ranges
 
 
 def replica_splits(table: TensorTable, rank: int) -> list[ReplicaSplit]:

@@ -31,18 +31,18 @@ def _boxes(offset: tuple[int, ...], size: tuple[int, ...], first: int, last: int
     if row == 1 or (first % row == 0 and last % row == 0):
         low, high = first // row, last // row
         return [Region((offset[0] + low, *offset[1:]), (high - low, *size[1:]))]
-    found: list[Region] = []
+    boxes: list[Region] = []
     head, tail = first // row, last // row
     if head == tail:
         return _within(offset, size, head, first - head * row, last - head * row)
     if first % row:
-        found += _within(offset, size, head, first - head * row, row)
+        boxes += _within(offset, size, head, first - head * row, row)
         head += 1
     if tail > head:
-        found.append(Region((offset[0] + head, *offset[1:]), (tail - head, *size[1:])))
+        boxes.append(Region((offset[0] + head, *offset[1:]), (tail - head, *size[1:])))
     if last % row:
-        found += _within(offset, size, tail, 0, last - tail * row)
-    return found
+        boxes += _within(offset, size, tail, 0, last - tail * row)
+    return boxes
 
 
 def _within(offset: tuple[int, ...], size: tuple[int, ...], row: int, first: int, last: int) -> list[Region]:
@@ -57,10 +57,10 @@ def granularity(size: tuple[int, ...], itemsize: int, share: int) -> int:
     >>> granularity((100, 8, 16), itemsize=4, share=1 << 20)
     128
     """
-    most = max(4096, share // 64) // itemsize
+    limit = max(4096, share // 64) // itemsize
     row = prod(size)
     for extent in size:
-        if row <= most:
+        if row <= limit:
             break
         row //= max(1, extent)
-    return row if row > 1 else max(1, min(most, 1024))
+    return row if row > 1 else max(1, min(limit, 1024))

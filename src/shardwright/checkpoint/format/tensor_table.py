@@ -37,10 +37,10 @@ class Pieces:
 
     @cached_property
     def _by_rank(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        numbers_by_rank: dict[int, list[int]] = {}
         for number, rank in enumerate(self.ranks):
-            found.setdefault(rank, []).append(number)
-        return found
+            numbers_by_rank.setdefault(rank, []).append(number)
+        return numbers_by_rank
 
 
 Sharding: TypeAlias = Layout | Pieces
@@ -71,13 +71,13 @@ class TensorTable:
         cls, names: Sequence[str], dtypes: Sequence[str], itemsizes: Sequence[int], shardings: Sequence[Sharding]
     ) -> TensorTable:
         """Return the table of these tensors, with equal shardings stored once."""
-        known: dict[int, int] = {}
+        kind_of: dict[int, int] = {}
         unique: list[Sharding] = []
         kinds = []
         for sharding in shardings:  # Layouts are interned: equal ones are the same object
-            number = known.get(id(sharding))
+            number = kind_of.get(id(sharding))
             if number is None:
-                number = known[id(sharding)] = len(unique)
+                number = kind_of[id(sharding)] = len(unique)
                 unique.append(sharding)
             kinds.append(number)
         return cls(tuple(names), tuple(dtypes), np.array(itemsizes, np.int64), np.array(kinds, np.int64), tuple(unique))

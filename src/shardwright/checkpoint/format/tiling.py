@@ -35,10 +35,10 @@ def tiles(shape: tuple[int, ...], offsets: npt.NDArray[np.int64], sizes: npt.NDA
     boxes = np.ones((_TIMES, len(offsets)), np.int64)
     tensor = np.ones(_TIMES, np.int64)
     for dim, extent in enumerate(shape):
-        points, where = np.unique(
+        points, inverse = np.unique(
             np.concatenate([offsets[:, dim], ends[:, dim], np.array([0, extent], np.int64)]), return_inverse=True
         )
-        weights = random.integers(0, _PRIME, (_TIMES, len(points)), np.int64)[:, where.reshape(-1)]
+        weights = random.integers(0, _PRIME, (_TIMES, len(points)), np.int64)[:, inverse.reshape(-1)]
         begins, ends_at = weights[:, : len(offsets)], weights[:, len(offsets) : -2]
         boxes = boxes * ((ends_at - begins) % _PRIME) % _PRIME
         tensor = tensor * ((weights[:, -1] - weights[:, -2]) % _PRIME) % _PRIME

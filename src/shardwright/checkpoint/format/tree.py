@@ -52,7 +52,7 @@ class StoredEntry(NamedTuple):
 
     name: str
     keys: tuple[Any, ...] | None
-    what: StoredTensor | StoredValue
+    content: StoredTensor | StoredValue
     of_rank: bool = False
     path: tuple[Any, ...] = ()
     within: str = ""
@@ -64,7 +64,7 @@ def check_tree(tree: Any, dtypes: Sequence[str]) -> None:
 
     `dtypes` are those of the tensors: an array must have a dtype that numpy supports.
     """
-    numbers: list[int] = []
+    tensor_numbers: list[int] = []
     arrays: list[int] = []
     pending = [(tree, 0)]
     while pending:
@@ -72,7 +72,7 @@ def check_tree(tree: Any, dtypes: Sequence[str]) -> None:
         _check_depth(depth)
         match node:
             case int() if not isinstance(node, bool):
-                numbers.append(node)
+                tensor_numbers.append(node)
                 continue
             case ["a", int(number)] if not isinstance(number, bool):
                 arrays.append(number)
@@ -92,14 +92,14 @@ def check_tree(tree: Any, dtypes: Sequence[str]) -> None:
                 raise _unknown_node(node)
         # Most nodes are tensors in a large dict: handle them directly.
         tensors = [child for child in children if type(child) is int]
-        numbers += tensors
+        tensor_numbers += tensors
         if tensors:
             _check_depth(depth + 1)
         if len(tensors) < len(children):
             pending += [(child, depth + 1) for child in children if type(child) is not int]
-    numbers += arrays
-    if numbers and not (min(numbers) >= 0 and max(numbers) < len(dtypes)):
-        invalid = next(number for number in numbers if not 0 <= number < len(dtypes))
+    tensor_numbers += arrays
+    if tensor_numbers and not (min(tensor_numbers) >= 0 and max(tensor_numbers) < len(dtypes)):
+        invalid = next(number for number in tensor_numbers if not 0 <= number < len(dtypes))
         raise FormatError(f"the tree refers to tensor {invalid}, but there are {len(dtypes)}")
     for number in arrays:
         if dtypes[number] not in NUMPY:
@@ -108,15 +108,15 @@ def check_tree(tree: Any, dtypes: Sequence[str]) -> None:
 
 def stored_entries(tree: Any, rank: int | None) -> list[StoredEntry]:
     """Return the stored entries: first those common to all ranks, in the same order on all, then those of `rank`."""
-    found: list[StoredEntry] = []
-    _find(tree, "", _Context((), "", (), False), rank, found)
-    own = [entry for entry in found if entry.of_rank]
-    return [entry for entry in found if not entry.of_rank] + own if own else found
+    entries: list[StoredEntry] = []
+    _collect_entries(tree, "", _Context((), "", (), False), rank, entries)
+    of_this_rank = [entry for entry in entries if entry.of_rank]
+    return [entry for entry in entries if not entry.of_rank] + of_this_rank if of_this_rank else entries
 
 
 def values_of_other_ranks(tree: Any, ranks: Collection[int]) -> list[tuple[str, int]]:
     """Return the `PerRank` values of ranks that are not among these: name and rank of each."""
-    found: list[tuple[str, int]] = []
+    values: list[tuple[str, int]] = []
     pending = [("", tree)]
     while pending:
         name, node = pending.pop()
@@ -128,8 +128,8 @@ def values_of_other_ranks(tree: Any, ranks: Collection[int]) -> list[tuple[str, 
             case ["x", str(), inner]:
                 pending.append((name, inner))
             case ["r", *entries]:
-                found += [(name, owner) for owner, _ in values_by_rank(entries) if owner not in ranks]
-    return sorted(found)
+                values += [(name, owner) for owner, _ in values_by_rank(entries) if owner not in ranks]
+    return sorted(values)
 
 
 def tensor_names(tree: Any) -> set[str]:
@@ -138,13 +138,13 @@ def tensor_names(tree: Any) -> set[str]:
     >>> sorted(tensor_names(["d", "w", 0, "own", ["r", [0, 1], [1, 2]], "epoch", ["v", 3]]))
     ['own (rank 0)', 'own (rank 1)', 'w']
     """
-    found: set[str] = set()
+    names: set[str] = set()
     pending = [("", "", tree)]
     while pending:
         name, owner, node = pending.pop()
         match node:
             case int() | ["a", int()]:
-                found.add(name + owner)
+                names.add(name + owner)
             case ["d", *pairs]:
                 pending += [(joined(name, key), owner, child) for key, child in pairs_of(pairs)]
             case ["l" | "t", *items]:
@@ -153,7 +153,7 @@ def tensor_names(tree: Any) -> set[str]:
                 pending.append((name, owner, inner))
             case ["r", *entries]:
                 pending += [(name, f" (rank {rank})", inner) for rank, inner in values_by_rank(entries)]
-    return found
+    return names
 
 
 class _Context(NamedTuple):
@@ -165,38 +165,38 @@ class _Context(NamedTuple):
     of_rank: bool
 
 
-def _find(node: Any, name: str, context: _Context, rank: int | None, found: list[StoredEntry]) -> None:
+def _collect_entries(node: Any, name: str, context: _Context, rank: int | None, result: list[StoredEntry]) -> None:
     keys, within, codecs, of_rank = context
-    what: StoredTensor | StoredValue
+    content: StoredTensor | StoredValue
     match node:
         case int():
-            what = StoredTensor(node, is_array=False)
+            content = StoredTensor(node, is_array=False)
         case ["a", int(number)]:
-            what = StoredTensor(number, is_array=True)
+            content = StoredTensor(number, is_array=True)
         case ["d" | "l" | "t" as kind]:
-            what = StoredValue({"d": {}, "l": [], "t": ()}[kind])
+            content = StoredValue({"d": {}, "l": [], "t": ()}[kind])
         case ["d" | "l" | "t" as kind, *items]:
             within += kind
             begin = prefix(name)
             for key, child in pairs_of(items) if kind == "d" else enumerate(items):
                 below = (*keys, key)
                 if type(child) is int:  # the usual case
-                    what = StoredTensor(child, False)
-                    found.append(StoredEntry(f"{begin}{key}", below, what, of_rank, below, within, codecs))
+                    content = StoredTensor(child, False)
+                    result.append(StoredEntry(f"{begin}{key}", below, content, of_rank, below, within, codecs))
                 else:
-                    _find(child, f"{begin}{key}", _Context(below, within, codecs, of_rank), rank, found)
+                    _collect_entries(child, f"{begin}{key}", _Context(below, within, codecs, of_rank), rank, result)
             return
         case ["x", str(codec), inner]:
-            _find(inner, name, context._replace(codecs=(*codecs, (len(keys), codec))), rank, found)
+            _collect_entries(inner, name, context._replace(codecs=(*codecs, (len(keys), codec))), rank, result)
             return
         case ["r", *entries]:
             for owner, inner in values_by_rank(entries):
                 if owner == rank:
-                    _find(inner, name, context._replace(of_rank=True), rank, found)
+                    _collect_entries(inner, name, context._replace(of_rank=True), rank, result)
             return
         case _:
-            what = StoredValue(decode_value(node))
-    found.append(StoredEntry(name, keys, what, of_rank, keys, within, codecs))
+            content = StoredValue(decode_value(node))
+    result.append(StoredEntry(name, keys, content, of_rank, keys, within, codecs))
 
 
 def pairs_of(items: list[Any]) -> Iterator[tuple[Any, Any]]:
@@ -218,14 +218,14 @@ def _check_keys(items: list[Any]) -> list[Any]:
 
 def values_by_rank(entries: list[Any]) -> list[tuple[int, Any]]:
     """Return the node of each rank, of which none is repeated."""
-    found: dict[int, Any] = {}
+    by_rank: dict[int, Any] = {}
     for entry in entries:
         match entry:
-            case [int(rank), inner] if not isinstance(rank, bool) and rank not in found:
-                found[rank] = inner
+            case [int(rank), inner] if not isinstance(rank, bool) and rank not in by_rank:
+                by_rank[rank] = inner
             case _:
                 raise _unknown_node(entry)
-    return list(found.items())
+    return list(by_rank.items())
 
 
 def _check_depth(depth: int) -> None:

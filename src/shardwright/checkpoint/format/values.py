@@ -127,10 +127,10 @@ class EnumValue:
         if not issubclass(kind, enum.Flag):
             return None
         try:
-            made = kind(self.value)
+            member = kind(self.value)
         except (TypeError, ValueError):
             return None
-        return made if isinstance(made, kind) else None
+        return member if isinstance(member, kind) else None
 
 
 def decode_value(node: list[Any]) -> Any:

@@ -55,10 +55,10 @@ class FilePlan:
 
     def chunks_of(self, tensor: int) -> list[int]:
         """Return the chunks of a tensor, in order."""
-        found: list[int] = self._by_tensor[
+        chunks: list[int] = self._by_tensor[
             np.searchsorted(self._sorted, tensor) : np.searchsorted(self._sorted, tensor, side="right")
         ].tolist()
-        return found
+        return chunks
 
     @cached_property
     def first_chunks(self) -> list[int]:
@@ -100,9 +100,9 @@ def file_plan(table: TensorTable, rank: int) -> FilePlan:
     nbytes: list[Integers] = []
     split_chunks: list[tuple[int, Region]] = []
     for share in replica_splits(table, rank):
-        whole, pieces = _part(share, rank, table)
-        tensors.append(share.tensors[whole])
-        nbytes.append(share.volumes[whole] * share.itemsizes[whole])
+        unsplit, pieces = _part(share, rank, table)
+        tensors.append(share.tensors[unsplit])
+        nbytes.append(share.volumes[unsplit] * share.itemsizes[unsplit])
         split_chunks += pieces
     for kind, sharding in enumerate(table.shardings):
         if isinstance(sharding, Pieces):
@@ -119,9 +119,9 @@ def file_plan(table: TensorTable, rank: int) -> FilePlan:
     before = len(tensor_of) - len(split_chunks)
     boxes = {}
     if split_chunks:
-        where = np.empty(len(order), np.int64)
-        where[order] = np.arange(len(order))
-        boxes = {int(where[before + number]): region for number, (_, region) in enumerate(split_chunks)}
+        position_of = np.empty(len(order), np.int64)
+        position_of[order] = np.arange(len(order))
+        boxes = {int(position_of[before + number]): region for number, (_, region) in enumerate(split_chunks)}
     sizes = sizes[order]
     return FilePlan(rank, tensor_of[order], sizes, np.cumsum(sizes) - sizes, boxes, table)
 
@@ -138,26 +138,26 @@ def _part(share: ReplicaSplit, rank: int, table: TensorTable) -> tuple[Integers,
     touched = np.flatnonzero(full & (share.ends > low) & (starts < high))
     inside = (starts[touched] >= low) & (share.ends[touched] <= high)
     pieces = []
-    whole = [touched[inside]]
+    unsplit = [touched[inside]]
     for number in touched[~inside].tolist():
         first, last = share.point(number, low), share.point(number, high)
         tensor = int(share.tensors[number])
         if (first, last) == (0, int(share.volumes[number])):
-            whole.append(np.array([number]))
+            unsplit.append(np.array([number]))
         elif first < last:
             sharding = table.sharding(tensor)
             assert isinstance(sharding, Layout)  # only layouts have replicas
             pieces += [(tensor, box) for box in boxes_of_range(sharding.region(rank), first, last)]
-    return np.concatenate(whole), pieces
+    return np.concatenate(unsplit), pieces
 
 
 def _empty(table: TensorTable, rank: int) -> list[tuple[int, Region]]:
     """Return tensors without elements: the first rank that has one writes an empty chunk, so that a file lists it."""
-    found = []
+    chunks = []
     for kind, sharding in enumerate(table.shardings):
         if 0 not in sharding.shape:
             continue
         first = sharding.mesh.ranks[0] if isinstance(sharding, Layout) else min(sharding.ranks, default=0)
         if first == rank and not (isinstance(sharding, Pieces) and sharding.of_rank(rank)):
-            found += [(int(tensor), Region.whole(sharding.shape)) for tensor in np.flatnonzero(table.kinds == kind)]
-    return found
+            chunks += [(int(tensor), Region.whole(sharding.shape)) for tensor in np.flatnonzero(table.kinds == kind)]
+    return chunks

@@ -71,45 +71,45 @@ class StepCatalog:
             self._lineage = current if new.superseded == current.superseded else new
             self._returned_to = None
         lineage = current_lineage(lineages) if self._lineage is None else self._lineage
-        left = {
+        superseded = {
             other: save_id
             for other, save_id in lineage.superseded.items()
             if other != step and other in lineages and lineages[other].save_id == save_id
         }
-        return Lineage(lineage.number, left)
+        return Lineage(lineage.number, superseded)
 
     def unfinished(self, after: int) -> dict[int, str]:
         """Return the steps after this one whose save did not complete, or may not have, each with what is known."""
-        found = {}
+        reasons = {}
         for step in self._steps.without_manifest():
             if step > after:
                 try:
                     if self._steps.has_data(step) and self._steps.is_abandoned(step):
-                        found[step] = "it has no manifest: its save did not complete"
+                        reasons[step] = "it has no manifest: its save did not complete"
                 except StorageError as error:
-                    found[step] = f"it has no manifest, and its state cannot be determined: {error}"
-        return found
+                    reasons[step] = f"it has no manifest, and its state cannot be determined: {error}"
+        return reasons
 
     def clean_up_after(self, step: int) -> list[str]:
         """Remove what the policy does not keep, and leftovers of crashes; return the errors. Steps in use stay."""
         self._steps.announce(step)
         errors: list[str] = []
         try:
-            unfinished = [one for one in self._steps.without_manifest() if one <= step]
+            unfinished = [candidate for candidate in self._steps.without_manifest() if candidate <= step]
             expired = self._expired(step)
         except StorageError as error:
             return [str(error)]
-        for one in [*unfinished, *expired]:
+        for candidate in [*unfinished, *expired]:
             try:
-                if one in expired:
-                    self._steps.remove(one, if_version=self._inspected[one].version)
-                elif self._steps.is_abandoned(one):
-                    self._steps.remove(one, if_version="")
+                if candidate in expired:
+                    self._steps.remove(candidate, if_version=self._inspected[candidate].version)
+                elif self._steps.is_abandoned(candidate):
+                    self._steps.remove(candidate, if_version="")
             except StorageBusyError:
                 continue
             except StorageError as error:
                 errors.append(str(error))
-            self._inspected.pop(one, None)
+            self._inspected.pop(candidate, None)
         return errors
 
     def _expired(self, step: int) -> list[int]:
@@ -117,9 +117,11 @@ class StepCatalog:
         if self._policy.keeps_all:
             return []
         superseded = current_lineage(self._lineages()).superseded
-        known = [self._inspect(one, version) for one, version in self._steps.committed().items() if one <= step]
+        inspected = [
+            self._inspect(number, version) for number, version in self._steps.committed().items() if number <= step
+        ]
         # Superseded steps are removed like the others, but do not count as kept ones.
-        judged = [one._replace(valid=one.valid and one.step not in superseded) for one in known if one]
+        judged = [saved._replace(valid=saved.valid and saved.step not in superseded) for saved in inspected if saved]
         return to_remove(judged, self._policy, step)
 
     def _inspect(self, step: int, version: str | None) -> Saved | None:
@@ -148,10 +150,10 @@ class StepCatalog:
 
         Without it, a superseded step could be taken for the newest.
         """
-        found = {}
+        lineages = {}
         for step, version in self._steps.committed().items():
             self._inspect(step, version)
             lineage = self._inspected[step].lineage
             if lineage is not None:
-                found[step] = lineage
-        return found
+                lineages[step] = lineage
+        return lineages

@@ -39,15 +39,15 @@ class Fallback:
             return False  # loading it finds the same corruption before it changes anything
         self._names[step] = names
         for before in self._partly_loaded:
-            left = sorted(map(str, self._names[before] - names))
-            if left:
-                listed = join_first([repr(name) for name in left], _MAX_LISTED)
+            remaining = sorted(map(str, self._names[before] - names))
+            if remaining:
+                listed = join_first([repr(name) for name in remaining], _MAX_LISTED)
                 raise CheckpointError(
                     f"step {before} is corrupted, and part of it was loaded before that was found; step {step} does "
                     f"not have {listed}, which the state may now hold from step {before}. The state is undefined: "
                     f"create it anew, and pass step={step} to restore"
                 )
-        return any(other is not None and not names <= other for other in map(self._read_names, older))
+        return any(older_names is not None and not names <= older_names for older_names in map(self._read_names, older))
 
     def failed(self, step: int) -> None:
         """Record that loading a step failed, possibly after it had changed the state."""

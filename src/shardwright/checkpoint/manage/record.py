@@ -45,12 +45,16 @@ def current_lineage(steps: Mapping[int, StepLineage]) -> Lineage:
     >>> current_lineage({10: first, 60: second, 100: StepLineage("b", Lineage())})
     Lineage(number=1, superseded={100: 'b'})
     """
-    newest = max((one.lineage for _, one in sorted(steps.items())), key=lambda one: one.number, default=Lineage())
-    save_ids = {step: one.save_id for step, one in steps.items()}
+    newest = max(
+        (record.lineage for _, record in sorted(steps.items())), key=lambda lineage: lineage.number, default=Lineage()
+    )
+    save_ids = {step: record.save_id for step, record in steps.items()}
     # Steps of a lineage are written one after the other; merge their lists, as any of the steps may be gone.
-    lists = [one.lineage.superseded for one in steps.values() if one.lineage.number == newest.number]
-    left = {step: save_id for one in lists for step, save_id in one.items() if save_ids.get(step) == save_id}
-    return Lineage(newest.number, dict(sorted(left.items())))
+    lists = [record.lineage.superseded for record in steps.values() if record.lineage.number == newest.number]
+    superseded = {
+        step: save_id for listed in lists for step, save_id in listed.items() if save_ids.get(step) == save_id
+    }
+    return Lineage(newest.number, dict(sorted(superseded.items())))
 
 
 def lineage_from(step: int, steps: Mapping[int, StepLineage]) -> Lineage:
@@ -60,15 +64,15 @@ def lineage_from(step: int, steps: Mapping[int, StepLineage]) -> Lineage:
     >>> lineage_from(10, {10: first, 60: second, 100: StepLineage("b", Lineage())})
     Lineage(number=2, superseded={60: 'c', 100: 'b'})
     """
-    here = steps[step].lineage if step in steps else Lineage()
-    left = {
-        number: one.save_id
-        for number, one in sorted(steps.items())
+    restored = steps[step].lineage if step in steps else Lineage()
+    superseded = {
+        number: record.save_id
+        for number, record in sorted(steps.items())
         if number > step
-        or one.lineage.number > here.number
-        or (number != step and here.superseded.get(number) == one.save_id)
+        or record.lineage.number > restored.number
+        or (number != step and restored.superseded.get(number) == record.save_id)
     }
-    return Lineage(1 + max((one.lineage.number for one in steps.values()), default=0), left)
+    return Lineage(1 + max((record.lineage.number for record in steps.values()), default=0), superseded)
 
 
 @final

@@ -48,17 +48,17 @@ def restore_newest(
     tried: dict[tuple[int, str], ShardwrightError] = {}
     for _ in range(MAX_TRIES):
         versions = candidates()
-        left = {step: version for step, version in versions.items() if (step, version) not in tried}
-        newest = max(left, default=None)
+        untried = {step: version for step, version in versions.items() if (step, version) not in tried}
+        newest = max(untried, default=None)
         if newest is not None:
             try:
                 with _note_tried_steps({step for step, _ in tried}):
-                    load(newest, left)
+                    load(newest, untried)
             except (RankFailedError, CorruptionError, FormatError, MissingKeyError, NotACheckpointError) as error:
                 if not _is_corruption(error):
                     raise
                 # If it was removed or replaced meanwhile, it has another version at the next look, or none.
-                tried[newest, left[newest]] = error
+                tried[newest, untried[newest]] = error
                 continue
         skipped = {step: error for (step, version), error in tried.items() if versions.get(step) == version}
         _report_skipped(root, skipped, unfinished(-1 if newest is None else newest), newest)
@@ -77,8 +77,8 @@ def _report_skipped(
             f"no checkpoint in {root} can be restored; the state may have been changed{listed}"
         ) from next(iter(skipped.values()))
     if listed:
-        what = "nothing to restore" if restored is None else f"restored step {restored}"
-        warnings.warn(f"{what} in {root}, and skipped{listed}", CheckpointWarning, stacklevel=4)
+        outcome = "nothing to restore" if restored is None else f"restored step {restored}"
+        warnings.warn(f"{outcome} in {root}, and skipped{listed}", CheckpointWarning, stacklevel=4)
 
 
 def _is_corruption(error: ShardwrightError) -> bool:
@@ -106,6 +106,6 @@ def _note_tried_steps(steps: Collection[int]) -> Iterator[None]:
 
 def _in_one_line(error: ShardwrightError) -> str:
     if isinstance(error, RankFailedError):
-        reasons = [f"{one.kind}: {one.message}" for one in error.failures if one.kind in _CORRUPTION]
+        reasons = [f"{failure.kind}: {failure.message}" for failure in error.failures if failure.kind in _CORRUPTION]
         return "; ".join(list(dict.fromkeys(reasons))[:4])
     return f"{type(error).__name__}: {error}"

@@ -75,17 +75,19 @@ def to_remove(saved: Sequence[Saved], policy: Policy, newest: int) -> list[int]:
     """
     if policy.keeps_all:
         return []
-    candidates = sorted((one for one in saved if one.step <= newest), key=lambda one: one.step)
-    valid = [one.step for one in candidates if one.valid]
+    candidates = sorted(
+        (checkpoint for checkpoint in saved if checkpoint.step <= newest), key=lambda checkpoint: checkpoint.step
+    )
+    valid = [checkpoint.step for checkpoint in candidates if checkpoint.valid]
     kept = set(valid[-1:])
     if policy.last is not None:
         threshold = valid[-policy.last] if len(valid) >= policy.last else 0
-        kept.update(one.step for one in candidates if one.step >= threshold)
+        kept.update(checkpoint.step for checkpoint in candidates if checkpoint.step >= threshold)
     if policy.every is not None:
-        kept.update(one.step for one in candidates if one.step % policy.every == 0)
+        kept.update(checkpoint.step for checkpoint in candidates if checkpoint.step % policy.every == 0)
     if policy.best is not None:
         kept.update(best_of(candidates, policy.best))
-    return [one.step for one in candidates if one.step not in kept]
+    return [checkpoint.step for checkpoint in candidates if checkpoint.step not in kept]
 
 
 def best_of(saved: Sequence[Saved], best: KeepBest) -> list[int]:
@@ -96,8 +98,8 @@ def best_of(saved: Sequence[Saved], best: KeepBest) -> list[int]:
     """
     sign = 1 if best.mode == "min" else -1
     ranked = sorted(
-        (sign * value, -one.step)
-        for one in saved
-        if one.valid and (value := one.metrics.get(best.metric)) is not None and not math.isnan(value)
+        (sign * value, -checkpoint.step)
+        for checkpoint in saved
+        if checkpoint.valid and (value := checkpoint.metrics.get(best.metric)) is not None and not math.isnan(value)
     )
     return [-step for _, step in ranked[: best.n]]

@@ -62,13 +62,13 @@ class Steps:
         """Return the steps that have a manifest, in order, each with a version that changes when it is replaced."""
         while True:
             directories = self._directories()
-            found = {}
+            versions = {}
             for step in directories:
                 if version := self._version(step):
-                    found[step] = version
+                    versions[step] = version
             # List again: an empty result may be a race with a concurrent replacement.
-            if found or self._directories() == directories:
-                return found
+            if versions or self._directories() == directories:
+                return versions
 
     def without_manifest(self) -> list[int]:
         """Return the steps that have a directory but no manifest: being saved now, or left over from a crash."""
@@ -150,7 +150,7 @@ class Steps:
             return []
         except OSError as error:
             raise StorageError(f"cannot list {self.root}: {explained(error)}") from error
-        steps = (int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
+        steps = (int(matched[1]) for name in names if (matched := _NAME.fullmatch(name)))
         return sorted(step for step in steps if os.path.basename(self.path(step)) in names)
 
     def _version(self, step: int) -> str:
@@ -174,8 +174,8 @@ class Steps:
                 raise StorageError(f"cannot open {readers}: {explained(error)}") from error
             try:
                 file.lock(shared=True)
-                there = status_of(self._calls, readers)
-                if there is not None and os.path.samestat(file.status, there):
+                status = status_of(self._calls, readers)
+                if status is not None and os.path.samestat(file.status, status):
                     return file
             except BlockingIOError:
                 file.close()

@@ -36,10 +36,10 @@ def build(tree: Any, tensor: Callable[[int, bool], Any], codecs: Mapping[str, Co
                 value = make(inner)
                 return value if codec is None else codec.decode(value)
             case ["r", *entries]:
-                own = dict(values_by_rank(entries))
-                if rank is None or rank in own or not own:
-                    return make(own[rank]) if rank in own else None
-                return PerRank({owner: make(inner) for owner, inner in own.items()})
+                by_rank = dict(values_by_rank(entries))
+                if rank is None or rank in by_rank or not by_rank:
+                    return make(by_rank[rank]) if rank in by_rank else None
+                return PerRank({owner: make(inner) for owner, inner in by_rank.items()})
         value = decode_value(node)
         return value.value if isinstance(value, EnumValue) else value
 

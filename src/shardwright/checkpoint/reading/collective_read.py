@@ -115,25 +115,27 @@ class CollectiveRead:
         `summaries` are those of all ranks. A failure on any rank, in reading or in `finish`, is raised on all.
         """
         group = self._group
-        own = summaries[group.rank]
+        own_summary = summaries[group.rank]
         # The default plus twice the time a slow disk needs. A rank that dies is noticed at once, however long this is.
-        timeout = comm.default_timeout() + 2 * max(one.nbytes for one in summaries) / _MIN_BYTES_PER_SECOND
-        slot = min(one.slot for one in summaries)
-        candidates = zip(group.ranks, self._hosts, (one.requests for one in summaries), strict=True)
-        peers = [rank for rank, host, requests in candidates if (host, requests) == (self._own_host, own.requests)]
+        timeout = comm.default_timeout() + 2 * max(summary.nbytes for summary in summaries) / _MIN_BYTES_PER_SECOND
+        slot = min(summary.slot for summary in summaries)
+        candidates = zip(group.ranks, self._hosts, (summary.requests for summary in summaries), strict=True)
+        peers = [
+            rank for rank, host, requests in candidates if (host, requests) == (self._own_host, own_summary.requests)
+        ]
         shares = self._any_shares(summaries, peers)
         with ExitStack() as closing:
             window = open_window(group, peers, timeout, slot) if shares and slot else None
             if window is not None:
                 closing.callback(window.close)
-            if shares or not all(one.is_open for one in summaries):
+            if shares or not all(summary.is_open for summary in summaries):
                 self._plan = comm.agree(
                     lambda: self._plan_and_open(peers, window), what="load: opening its files", group=group
                 )
 
             def read_and_finish() -> T:
                 with torch.no_grad():
-                    _fail_window_on_error(lambda: self._fill(window, own.nbytes), window)
+                    _fail_window_on_error(lambda: self._fill(window, own_summary.nbytes), window)
                 return finish()
 
             return comm.agree(read_and_finish, what="load: reading", group=group, timeout=timeout)
@@ -147,9 +149,9 @@ class CollectiveRead:
 
         The summaries are exact if all ranks of each host have equal requests; otherwise the ranks report once more.
         """
-        requests = {(host, one.requests) for host, one in zip(self._hosts, summaries, strict=True)}
+        requests = {(host, summary.requests) for host, summary in zip(self._hosts, summaries, strict=True)}
         if len(requests) == len(set(self._hosts)):
-            return any(one.shares for one in summaries)
+            return any(summary.shares for summary in summaries)
         locator = self._files.manifest.locator
 
         def plan() -> tuple[None, bytes]:
@@ -161,11 +163,13 @@ class CollectiveRead:
         """Plan what to read alone and what together; open and check the files."""
         requests, matches, manifest = self._requests, self._matches, self._files.manifest
         is_shared = shared(requests, manifest.locator, peers) if window is not None else [False] * len(matches)
-        alone = targets_of([one for one, common in zip(matches, is_shared, strict=True) if not common], manifest)
-        together = targets_of([one for one, common in zip(matches, is_shared, strict=True) if common], manifest)
+        alone = targets_of(
+            [item for item, is_common in zip(matches, is_shared, strict=True) if not is_common], manifest
+        )
+        together = targets_of([item for item, is_common in zip(matches, is_shared, strict=True) if is_common], manifest)
         assignment = None
         if window is not None and any(is_shared):
-            common_requests = [one for one, common in zip(requests, is_shared, strict=True) if common]
+            common_requests = [item for item, is_common in zip(requests, is_shared, strict=True) if is_common]
             assignment = ReadAssignment(common_requests, manifest.locator, peers, window.slot)
         index = peers.index(self._group.global_rank)
         destinations = by_file(alone, manifest.locator)

@@ -97,10 +97,10 @@ def read_current_on_ranks(locate: Callable[[], Storage], group: comm.Group, work
                 raise
             newer = _same_on_ranks(locate, group)
             if newer.manifest.save_id == current.manifest.save_id:
-                own = comm.common_error(error, group)
-                if own is None:
+                common = comm.common_error(error, group)
+                if common is None:
                     raise
-                raise CorruptionError(f"a file of the checkpoint is missing: {own}") from own
+                raise CorruptionError(f"a file of the checkpoint is missing: {common}") from common
             current = newer
 
 
@@ -117,14 +117,14 @@ def _same_on_ranks(locate: Callable[[], Storage], group: comm.Group) -> Current:
 
     for attempt in range(_MAX_TRIES):
         (storage, manifest), gathered = comm.agree(look_up, what="load", group=group, gather=True)
-        before, views = views, [msgspec.json.decode(one, type=_View) for one in gathered]
-        if len({one.save_id for one in views}) == 1:
-            return Current(storage, manifest, tuple(one.host for one in views))
-        if len({one.folder for one in views}) > 1 and views == before:
+        before, views = views, [msgspec.json.decode(view, type=_View) for view in gathered]
+        if len({view.save_id for view in views}) == 1:
+            return Current(storage, manifest, tuple(view.host for view in views))
+        if len({view.folder for view in views}) > 1 and views == before:
             break  # different directories, and none of them is being replaced
         time.sleep(min(_MAX_PAUSE, 0.001 * 2 ** min(attempt, 10)))
     listed = [
-        f"rank {rank} reads save {one.save_id} of {one.where}" for rank, one in zip(group.ranks, views, strict=True)
+        f"rank {rank} reads save {view.save_id} of {view.where}" for rank, view in zip(group.ranks, views, strict=True)
     ]
     raise CheckpointError(
         f"ranks read different checkpoints, but load needs one: {join_first(listed, _MAX_LISTED, '; ')}. Give all "

@@ -109,7 +109,7 @@ class FileReader:
             lambda first, last, stop: self._read_straight(_Blocks(*(c[first:last] for c in blocks)), stop, progress),
             split(blocks.nbytes, threads, least=8 * BLOCK),
         )
-        sizes = np.array([one.blocks * BLOCK for one in windows], np.int64)
+        sizes = np.array([each_window.blocks * BLOCK for each_window in windows], np.int64)
         in_threads(
             lambda first, last, stop: self._read_windows(windows[first:last], window, stop, progress),
             split(sizes, through_windows, least=8 * BLOCK),
@@ -127,7 +127,7 @@ class FileReader:
     def _divide(self, destinations: Sequence[Destination], max_blocks: int) -> tuple[_Blocks, list[_Window]]:
         """Divide the blocks into those read in place and those read through windows."""
         windows: list[_Window] = []
-        whole: list[int] = []
+        full_chunks: list[int] = []
         addresses: list[int] = []
         parts: list[_Blocks] = []
         for destination in destinations:
@@ -136,13 +136,13 @@ class FileReader:
             is_framed = region is frame or region == frame
             memory_view = tensor if is_framed else tensor[region.slices(frame)]
             if is_all and ((is_straight and is_framed) or _is_contiguous_host(destination, memory_view)):
-                whole.append(chunk)
+                full_chunks.append(chunk)
                 addresses.append(memory_view.data_ptr())
             else:
                 straight, through_windows = self._split_part(destination, memory_view, max_blocks)
                 parts.append(straight)
                 windows += through_windows
-        chunks = np.array(whole, np.int64)
+        chunks = np.array(full_chunks, np.int64)
         counts = self.file.blocks[chunks]
         which = np.repeat(np.arange(len(chunks)), counts)
         number = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -153,11 +153,11 @@ class FileReader:
         )
         return _Blocks(*(np.concatenate(columns) for columns in zip(*parts, strict=True))), windows
 
-    def _blocks(self, chunks: Integers, numbers: Integers, addresses: Integers) -> _Blocks:
+    def _blocks(self, chunks: Integers, indices: Integers, addresses: Integers) -> _Blocks:
         plan, file = self.file.plan, self.file
-        within = numbers * BLOCK
+        within = indices * BLOCK
         return _Blocks(
-            file.first_blocks[chunks] + numbers,
+            file.first_blocks[chunks] + indices,
             file.header_size + plan.starts[chunks] + within,
             addresses,
             np.minimum(BLOCK, plan.nbytes[chunks] - within),
@@ -175,9 +175,9 @@ class FileReader:
         if len(starts) == 1 and _is_contiguous_host(destination, memory_view):
             begin, end = int(starts[0]), int(starts[0]) + length
             inside = (blocks * BLOCK >= begin) & (np.minimum((blocks + 1) * BLOCK, nbytes) <= end)
-            whole = blocks[inside]
+            full_blocks = blocks[inside]
             straight = self._blocks(
-                np.full(len(whole), part.chunk), whole, memory_view.data_ptr() + whole * BLOCK - begin
+                np.full(len(full_blocks), part.chunk), full_blocks, memory_view.data_ptr() + full_blocks * BLOCK - begin
             )
         else:
             straight = _Blocks(*(np.empty(0, np.int64),) * 4)
@@ -185,25 +185,25 @@ class FileReader:
 
     def _read_straight(self, blocks: _Blocks, stop: Stop, progress: Progress | None) -> None:
         """Read blocks into place and verify them; adjacent ones with one call."""
-        numbers, offsets, addresses, sizes = (column.tolist() for column in blocks)
+        indices, offsets, addresses, sizes = (column.tolist() for column in blocks)
         stored = self._checksums[blocks.numbers].tolist()
         for first, last in _batches(blocks):
             if stop:
                 return
             views = list(map(memory_at, addresses[first:last], sizes[first:last]))
-            self._read_and_verify(views, numbers[first:last], stored[first:last], offsets[first])
+            self._read_and_verify(views, indices[first:last], stored[first:last], offsets[first])
             if progress is not None:
                 progress(sum(sizes[first:last]))
 
     def _read_and_verify(
-        self, views: Sequence[memoryview], numbers: Sequence[int], stored: Sequence[int], start: int
+        self, views: Sequence[memoryview], indices: Sequence[int], stored: Sequence[int], start: int
     ) -> None:
         """Read adjacent blocks and verify them."""
         self._reader.read(views, start)
-        found = list(map(crc32c.crc32c, views))
-        if found != stored:
+        computed = list(map(crc32c.crc32c, views))
+        if computed != stored:
             raise self._corruption(
-                next(n for n, one, other in zip(numbers, found, stored, strict=True) if one != other)
+                next(n for n, actual, expected in zip(indices, computed, stored, strict=True) if actual != expected)
             )
 
     def _read_windows(self, windows: Sequence[_Window], size: int, stop: Stop, progress: Progress | None) -> None:
@@ -219,8 +219,8 @@ class FileReader:
             views = [memory_at(address + at, min(BLOCK, nbytes - at)) for at in range(0, nbytes, BLOCK)]
             number = int(file.first_blocks[chunk]) + window.first
             start = file.header_size + int(plan.starts[chunk]) + begin
-            numbers = range(number, number + len(views))
-            self._read_and_verify(views, numbers, self._checksums[number : numbers.stop].tolist(), start)
+            indices = range(number, number + len(views))
+            self._read_and_verify(views, indices, self._checksums[number : indices.stop].tolist(), start)
             filled = copy_window(window.destination, scratch, begin, nbytes)
             if progress is not None:
                 progress(filled)
@@ -254,15 +254,11 @@ def _batches(blocks: _Blocks) -> Iterator[tuple[int, int]]:
 def _windows(destination: Destination, blocks: Integers, max_blocks: int) -> Iterator[_Window]:
     """Group adjacent blocks, as many as a window holds."""
     start = 0
-    numbers = blocks.tolist()
-    for memory_view in range(1, len(numbers) + 1):
-        if (
-            memory_view == len(numbers)
-            or numbers[memory_view] != numbers[memory_view - 1] + 1
-            or memory_view - start == max_blocks
-        ):
-            yield _Window(destination, numbers[start], memory_view - start)
-            start = memory_view
+    indices = blocks.tolist()
+    for stop in range(1, len(indices) + 1):
+        if stop == len(indices) or indices[stop] != indices[stop - 1] + 1 or stop - start == max_blocks:
+            yield _Window(destination, indices[start], stop - start)
+            start = stop
 
 
 def _is_contiguous_host(destination: Destination, memory_view: Tensor) -> bool:

@@ -64,35 +64,35 @@ def shared(requests: Sequence[ReadRequest], locator: ChunkLocator, ranks: Sequen
     """
     if len(ranks) == 1:
         return [False] * len(requests)
-    known: dict[tuple[int, int, int], bool] = {}
-    found = []
+    cache: dict[tuple[int, int, int], bool] = {}
+    is_shared = []
     for request in requests:
         table = locator.table
         # Tensors with equal stored and requested shardings need the same blocks, except where replicas are split.
         key = (int(table.kinds[request.number]), id(request.sharding), int(table.itemsizes[request.number]))
-        if key not in known:
-            known[key] = _overlaps(request, locator, ranks)
-        found.append(known[key])
-    return found
+        if key not in cache:
+            cache[key] = _overlaps(request, locator, ranks)
+        is_shared.append(cache[key])
+    return is_shared
 
 
 def _overlaps(request: ReadRequest, locator: ChunkLocator, ranks: Sequence[int]) -> bool:
     """Return True if ranks need common blocks, counting replicas as if one rank had written all of them."""
     itemsize = int(locator.table.itemsizes[request.number])
-    wanted = [region for rank in ranks for region in regions_of(request.sharding, rank)]
-    _, offsets, sizes = boxes_intersecting(locator.table.sharding(request.number), wanted)
+    regions = [region for rank in ranks for region in regions_of(request.sharding, rank)]
+    _, offsets, sizes = boxes_intersecting(locator.table.sharding(request.number), regions)
     boxes = np.unique(np.concatenate([offsets, sizes], axis=1), axis=0)
-    each = once = 0
+    separate = combined = 0
     for row in boxes[np.unique(np.linspace(0, len(boxes) - 1, _SAMPLED_BOXES).astype(int))] if len(boxes) else ():
-        numbers = row.tolist()
-        box = Region(numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :])
-        blocks = [blocks_of(part, box, itemsize) for region in wanted if (part := region.intersect(box)) is not None]
-        each += sum(map(len, blocks))
-        once += len(np.unique(np.concatenate(blocks)))
-    return each > _MAX_OVERHEAD * once
+        bounds = row.tolist()
+        box = Region(bounds[: len(bounds) // 2], bounds[len(bounds) // 2 :])
+        blocks = [blocks_of(part, box, itemsize) for region in regions if (part := region.intersect(box)) is not None]
+        separate += sum(map(len, blocks))
+        combined += len(np.unique(np.concatenate(blocks)))
+    return separate > _MAX_OVERHEAD * combined
 
 
-def boxes_intersecting(sharding: Sharding, wanted: Iterable[Region]) -> RegionTable:
+def boxes_intersecting(sharding: Sharding, regions: Iterable[Region]) -> RegionTable:
     """Return the stored boxes that intersect any of the regions, each with a rank that holds it.
 
     >>> from shardwright.layout import Layout, Mesh, Shard
@@ -102,7 +102,7 @@ def boxes_intersecting(sharding: Sharding, wanted: Iterable[Region]) -> RegionTa
     table = _boxes_of(sharding) if isinstance(sharding, Pieces) else sharding.table()
     ends = table.offsets + table.sizes
     intersects = np.zeros(len(table.ranks), bool)
-    for region in dict.fromkeys(wanted):
+    for region in dict.fromkeys(regions):
         low, high = np.array(region.offset, np.int64), np.array(region.end, np.int64)
         intersects |= (np.maximum(table.offsets, low) < np.minimum(ends, high)).all(axis=1)
     return RegionTable(*(column[intersects] for column in table))

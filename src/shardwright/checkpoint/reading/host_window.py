@@ -98,7 +98,7 @@ def open_window(group: comm.Group, ranks: Sequence[int], timeout: float, slot: i
             descriptor = -1
     own = Process.own()
     gathered = comm.gather_bytes(msgspec.json.encode((descriptor >= 0, own)), group, what="load: the window is open")
-    opened = [msgspec.json.decode(one, type=tuple[bool, Process | None]) for one in gathered]
+    opened = [msgspec.json.decode(data, type=tuple[bool, Process | None]) for data in gathered]
     if is_first and path:
         os.unlink(path)
     on_host = [opened[group.ranks.index(rank)] for rank in ranks]
@@ -107,7 +107,7 @@ def open_window(group: comm.Group, ranks: Sequence[int], timeout: float, slot: i
             os.close(descriptor)
         return None
     # A pid is meaningful in its own namespace only: processes of other containers are not checked.
-    processes = [one if one and own and one.namespace == own.namespace else None for _, one in on_host]
+    processes = [process if process and own and process.namespace == own.namespace else None for _, process in on_host]
     return HostWindow(descriptor, slot, ranks.index(group.global_rank), ranks, timeout, processes)
 
 
@@ -224,7 +224,9 @@ class HostWindow:
                 raise RankLostError(f"load: rank {self._ranks[owner]} failed while reading", (self._ranks[owner],))
 
     def _check_processes(self) -> None:
-        gone = tuple(rank for rank, one in zip(self._ranks, self._processes, strict=True) if one and one.is_gone())
+        gone = tuple(
+            rank for rank, process in zip(self._ranks, self._processes, strict=True) if process and process.is_gone()
+        )
         if gone:
             raise RankLostError(
                 f"load: rank {', '.join(map(str, gone))} ended while the ranks of its host read together", gone

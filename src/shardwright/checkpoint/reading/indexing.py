@@ -31,8 +31,8 @@ class Slicing(NamedTuple):
 
     def take(self, box: Tensor) -> Tensor:
         """Index the box and return the result."""
-        found = box[self.inside]
-        return found.flip(self.flipped) if self.flipped else found
+        values = box[self.inside]
+        return values.flip(self.flipped) if self.flipped else values
 
     def by_layers(self, shape: Sequence[int], itemsize: int, least: int) -> tuple[Slicing, int, list[Region]]:
         """Return the slicing for single layers along one dimension, that dimension, and the region of each layer.
@@ -81,11 +81,11 @@ def slicing_of(index: Any, shape: Sequence[int]) -> Slicing:
             continue
         extent = shape[len(offset)]
         if isinstance(entry, slice):
-            wanted = _range(entry, extent, len(offset))
-            low, high = (min(wanted[0], wanted[-1]), max(wanted[0], wanted[-1]) + 1) if len(wanted) else (0, 0)
-            inside.append(slice(0, high - low, abs(wanted.step)))
-            steps.append(abs(wanted.step))
-            if wanted.step < 0:
+            indices = _range(entry, extent, len(offset))
+            low, high = (min(indices[0], indices[-1]), max(indices[0], indices[-1]) + 1) if len(indices) else (0, 0)
+            inside.append(slice(0, high - low, abs(indices.step)))
+            steps.append(abs(indices.step))
+            if indices.step < 0:
                 flipped.append(result)
             result += 1
         else:
@@ -103,11 +103,11 @@ def _expand(entries: tuple[Any, ...], ndim: int) -> list[Any]:
     dots = [position for position, entry in enumerate(entries) if entry is Ellipsis]
     if len(dots) > 1:
         raise RegionError("an index can have '...' only once")
-    given = sum(entry is not None and entry is not Ellipsis for entry in entries)
-    if given > ndim:
-        raise RegionError(f"too many indices: got {given} for a tensor of {ndim} dimensions")
+    count = sum(entry is not None and entry is not Ellipsis for entry in entries)
+    if count > ndim:
+        raise RegionError(f"too many indices: got {count} for a tensor of {ndim} dimensions")
     position = dots[0] if dots else len(entries)
-    return [*entries[:position], *(slice(None),) * (ndim - given), *entries[position + 1 :]]
+    return [*entries[:position], *(slice(None),) * (ndim - count), *entries[position + 1 :]]
 
 
 def _range(entry: slice, extent: int, dim: int) -> range:

@@ -92,9 +92,9 @@ def rename_entries(stored: Sequence[StoredEntry], rename: Rename | None) -> tupl
         return list(stored), []
     if not (callable(rename) or isinstance(rename, Mapping)):
         raise ArgumentTypeError(f"rename must be a function or a mapping of names, got {type(rename).__name__}")
-    found: list[StoredEntry] = []
+    renamed: list[StoredEntry] = []
     faults: list[str] = []
-    taken: dict[str, str] = {}
+    old_names: dict[str, str] = {}
     if isinstance(rename, Mapping):
         unknown = rename.keys() - {entry.name for entry in stored}
         faults = [f"rename: the checkpoint has no {name!r}" for name in sorted(map(str, unknown))]
@@ -102,11 +102,11 @@ def rename_entries(stored: Sequence[StoredEntry], rename: Rename | None) -> tupl
         new = rename(entry.name) if callable(rename) else rename.get(entry.name, entry.name)
         if not isinstance(new, str):
             raise ArgumentTypeError(f"rename must return a str, got {new!r} for {entry.name!r}")
-        other = taken.setdefault(new, entry.name)
+        other = old_names.setdefault(new, entry.name)
         if other != entry.name:
             faults.append(f"rename: {other!r} and {entry.name!r} both become {new!r}")
-        found.append(entry if new == entry.name else entry._replace(name=new, keys=None))
-    return found, faults
+        renamed.append(entry if new == entry.name else entry._replace(name=new, keys=None))
+    return renamed, faults
 
 
 def match_state(
@@ -122,72 +122,71 @@ def match_state(
 
     `created` has the objects that were created without contents: they must be filled.
     """
-    found = Match([], {}, [], [], [], list(faults), set())
+    match = Match([], {}, [], [], [], list(faults), set())
     nodes = _leaf_nodes(flat)
     patterns = patterns_of(request.only)
-    wanted = nodes if patterns is None else _chosen(nodes, patterns, found.idle)
+    selected = nodes if patterns is None else _chosen(nodes, patterns, match.idle)
     lookup = _Index(stored, nodes)
     fit = _Fit(table, request.cast)
     used: set[int] = set()
     read: dict[tuple[Any, ...], TensorMatch] = {}  # memory to fill, and the match that fills it
-    for node, leaf, codecs in wanted:
+    for node, leaf, codecs in selected:
         index = lookup.find(node)
         if index is None:
             if node.original in created or _is_required(node.name, request.on_missing):
-                found.missing.append(node.name)
+                match.missing.append(node.name)
             continue
         if index in used:
-            found.faults.append(
+            match.faults.append(
                 f"twice: two leaves of the state have the name {node.name!r}, but the checkpoint has it once, under "
                 "other keys; rename one of them"
             )
             continue
         used.add(index)
-        entry_ = stored[index]
+        entry = stored[index]
         if codecs:
-            found.faults.extend(_other_codec(node.name, codecs, [name for _, name in entry_.codecs]))
-        entry = entry_.what
+            match.faults.extend(_other_codec(node.name, codecs, [name for _, name in entry.codecs]))
+        content = entry.content
         if leaf is None:
-            _take_value(found, node, entry)
-        elif isinstance(entry, StoredValue):
-            found.faults.append(
-                f"kind: {node.name!r} is a tensor in the state, but {_brief(entry.value)} in the checkpoint"
+            _take_value(match, node, content)
+        elif isinstance(content, StoredValue):
+            match.faults.append(
+                f"kind: {node.name!r} is a tensor in the state, but {_brief(content.value)} in the checkpoint"
             )
         else:
-            if not fit.is_plain(node, leaf, entry.number):
-                found.faults.extend(fit.faults(node, leaf, entry.number))
-            match_ = TensorMatch(node.name, leaf, entry.number)
-            first = read.setdefault(leaf.identity, match_) if leaf.is_held else match_
-            if first is match_:
-                found.tensors.append(match_)
-            elif first.number != entry.number and request.strict:
-                found.faults.append(
+            if not fit.is_plain(node, leaf, content.number):
+                match.faults.extend(fit.faults(node, leaf, content.number))
+            tensor_match = TensorMatch(node.name, leaf, content.number)
+            first = read.setdefault(leaf.identity, tensor_match) if leaf.is_held else tensor_match
+            if first is tensor_match:
+                match.tensors.append(tensor_match)
+            elif first.number != content.number and request.strict:
+                match.faults.append(
                     f"tied: {first.name!r} and {node.name!r} share memory in the state, but are two tensors in the "
-                    "checkpoint; "
-                    "untie them, choose one with only=, or take the first with strict=False"
+                    "checkpoint; untie them, choose one with only=, or take the first with strict=False"
                 )
-    found.faults.extend(_overlaps(found.tensors))
-    left = [index for index in range(len(stored)) if index not in used]
-    branches = {branch.name: branch for branch in _branches(flat.root)} if left else {}
-    for index in left:
-        entry_ = stored[index]
-        branch = branches.get(entry_.name)
-        if isinstance(entry_.what, StoredTensor) or branch is None:
+    match.faults.extend(_overlaps(match.tensors))
+    unused = [index for index in range(len(stored)) if index not in used]
+    branches = {branch.name: branch for branch in _branches(flat.root)} if unused else {}
+    for index in unused:
+        entry = stored[index]
+        branch = branches.get(entry.name)
+        if isinstance(entry.content, StoredTensor) or branch is None:
             continue
         used.add(index)  # a container exists for it: an empty one is not a mismatch, anything else is
-        if patterns is None or fits(entry_.name, patterns):
-            found.emptied.add(id(branch))
-        if request.only is None and not isinstance(entry_.what.value, dict | list | tuple):
-            found.faults.append(
-                f"kind: {entry_.name!r} is a container in the state, but {_brief(entry_.what.value)} in the checkpoint"
+        if patterns is None or fits(entry.name, patterns):
+            match.emptied.add(id(branch))
+        if request.only is None and not isinstance(entry.content.value, dict | list | tuple):
+            match.faults.append(
+                f"kind: {entry.name!r} is a container in the state, but {_brief(entry.content.value)} in the checkpoint"
             )
     if request.strict and request.only is None:
-        for index in (index for index in left if index not in used):
+        for index in (index for index in unused if index not in used):
             if stored[index].of_rank:  # no other rank can use it
-                found.faults.append(f"unexpected: {stored[index].name!r} is in the checkpoint and not in the state")
+                match.faults.append(f"unexpected: {stored[index].name!r} is in the checkpoint and not in the state")
             else:
-                found.unexpected.append(index)
-    return found
+                match.unexpected.append(index)
+    return match
 
 
 def matched_entries(flat: FlatState, stored: Sequence[StoredEntry]) -> set[int]:
@@ -207,10 +206,10 @@ class _Index:
     @cached_property
     def _by_name(self) -> dict[str, int]:
         """Indices of the stored entries by name; -1 for a name that is not unique."""
-        found: dict[str, int] = {}
+        indices: dict[str, int] = {}
         for index, entry in enumerate(self._stored):
-            found[entry.name] = -1 if entry.name in found else index
-        return found
+            indices[entry.name] = -1 if entry.name in indices else index
+        return indices
 
     @cached_property
     def _taken(self) -> set[int]:
@@ -237,26 +236,26 @@ _LeafNode: TypeAlias = tuple[TensorNode | ValueNode, Leaf | None, tuple[str, ...
 
 
 def _leaf_nodes(flat: FlatState) -> list[_LeafNode]:
-    found: list[_LeafNode] = []
-    _add_leaf_nodes(flat.root, flat, (), found)
-    return found
+    leaf_nodes: list[_LeafNode] = []
+    _add_leaf_nodes(flat.root, flat, (), leaf_nodes)
+    return leaf_nodes
 
 
-def _add_leaf_nodes(node: Node, flat: FlatState, codecs: tuple[str, ...], found: list[_LeafNode]) -> None:
+def _add_leaf_nodes(node: Node, flat: FlatState, codecs: tuple[str, ...], leaf_nodes: list[_LeafNode]) -> None:
     match node:
         case TensorNode():
-            found.append((node, flat.leaves[node.number], codecs))
+            leaf_nodes.append((node, flat.leaves[node.number], codecs))
         case ValueNode():
-            found.append((node, None, codecs))
+            leaf_nodes.append((node, None, codecs))
         case ContainerNode():
             for child in node.children:
-                _add_leaf_nodes(child, flat, codecs, found)
+                _add_leaf_nodes(child, flat, codecs, leaf_nodes)
         case ObjectNode():
-            _add_leaf_nodes(node.inner, flat, codecs, found)
+            _add_leaf_nodes(node.inner, flat, codecs, leaf_nodes)
         case CodecNode():
-            _add_leaf_nodes(node.inner, flat, (*codecs, node.codec.name), found)
+            _add_leaf_nodes(node.inner, flat, (*codecs, node.codec.name), leaf_nodes)
         case PerRankNode():
-            _add_leaf_nodes(node.flat.root, node.flat, codecs, found)
+            _add_leaf_nodes(node.flat.root, node.flat, codecs, leaf_nodes)
 
 
 def _branches(node: Node) -> Iterator[ContainerNode]:
@@ -274,54 +273,56 @@ def _branches(node: Node) -> Iterator[ContainerNode]:
 def _chosen(nodes: Sequence[_LeafNode], patterns: Sequence[str], idle: list[str]) -> list[_LeafNode]:
     waiting = dict.fromkeys(patterns)
     chosen = []
-    for entry_ in nodes:
-        fitting = [pattern for pattern in patterns if fnmatchcase(entry_[0].name, pattern)]
+    for leaf_node in nodes:
+        fitting = [pattern for pattern in patterns if fnmatchcase(leaf_node[0].name, pattern)]
         for pattern in fitting:
             waiting.pop(pattern, None)
-        chosen += [entry_] if fitting else []
+        chosen += [leaf_node] if fitting else []
     idle += waiting
     return chosen
 
 
 def _is_required(name: str, on_missing: OnMissing) -> bool:
-    answer = on_missing(name) if callable(on_missing) else on_missing
-    if answer not in ("raise", "keep"):
-        raise ArgumentTypeError(f"on_missing must be or return 'raise' or 'keep', got {answer!r} for {name!r}")
-    return answer == "raise"
+    action = on_missing(name) if callable(on_missing) else on_missing
+    if action not in ("raise", "keep"):
+        raise ArgumentTypeError(f"on_missing must be or return 'raise' or 'keep', got {action!r} for {name!r}")
+    return action == "raise"
 
 
-def _take_value(found: Match, node: TensorNode | ValueNode, entry: StoredTensor | StoredValue) -> None:
+def _take_value(match: Match, node: TensorNode | ValueNode, entry: StoredTensor | StoredValue) -> None:
     if isinstance(entry, StoredTensor):
-        found.faults.append(
+        match.faults.append(
             f"kind: {node.name!r} is {_brief(node.original)} in the state, but a tensor in the checkpoint"
         )
     elif isinstance(entry.value, dict | list | tuple):
-        what = f"an empty {type(entry.value).__name__}"
-        found.faults.append(
-            f"kind: {node.name!r} is {_brief(node.original)} in the state, but {what} in the checkpoint"
+        stored = f"an empty {type(entry.value).__name__}"
+        match.faults.append(
+            f"kind: {node.name!r} is {_brief(node.original)} in the state, but {stored} in the checkpoint"
         )
     elif isinstance(entry.value, EnumValue) and isinstance(node.original, enum.Enum):
         kind = type(node.original)
         member = entry.value.of_type(kind)
         if member is None:
-            what = f"{entry.value.type_name}.{entry.value.name} ({_brief(entry.value.value)})"
-            found.faults.append(
-                f"enum: {node.name!r} is {what} in the checkpoint, which is not a member of {kind.__name__} in the "
+            stored = f"{entry.value.type_name}.{entry.value.name} ({_brief(entry.value.value)})"
+            match.faults.append(
+                f"enum: {node.name!r} is {stored} in the checkpoint, which is not a member of {kind.__name__} in the "
                 "state"
             )
-        found.values[id(node)] = member
+        match.values[id(node)] = member
     elif isinstance(entry.value, EnumValue):
-        found.values[id(node)] = entry.value.value
+        match.values[id(node)] = entry.value.value
     else:
         is_bytearray = isinstance(entry.value, bytes) and type(node.original) is bytearray
-        found.values[id(node)] = bytearray(entry.value) if is_bytearray else entry.value
+        match.values[id(node)] = bytearray(entry.value) if is_bytearray else entry.value
 
 
-def _other_codec(name: str, here: Sequence[str], there: Sequence[str]) -> Iterator[str]:
+def _other_codec(name: str, in_state: Sequence[str], in_checkpoint: Sequence[str]) -> Iterator[str]:
     """Check that a value is read by the codec that stored it. Reading it without a codec is allowed."""
-    if here and list(here) != list(there):
-        entry_, other = (" in ".join(map(repr, names)) if names else "none" for names in (here, there))
-        yield f"codec: {name!r} is read by codec {entry_} in the state, but was stored by {other}; pass it in codecs="
+    if in_state and list(in_state) != list(in_checkpoint):
+        expected, actual = (" in ".join(map(repr, names)) if names else "none" for names in (in_state, in_checkpoint))
+        yield (
+            f"codec: {name!r} is read by codec {expected} in the state, but was stored by {actual}; pass it in codecs="
+        )
 
 
 class _Fit:
@@ -345,31 +346,29 @@ class _Fit:
 
     def faults(self, node: TensorNode | ValueNode, leaf: Leaf, number: int) -> Iterator[str]:
         """Yield the reasons why a stored tensor cannot be loaded into a leaf."""
-        here, there = leaf.sharding.shape, self._table.shape(number)
+        shape, stored_shape = leaf.sharding.shape, self._table.shape(number)
         name = node.name
-        if here != there:
-            yield f"shape: {name!r} is {list(here)} in the state, but {list(there)} in the checkpoint"
+        if shape != stored_shape:
+            yield f"shape: {name!r} is {list(shape)} in the state, but {list(stored_shape)} in the checkpoint"
         stored = self._table.dtypes[number]
         if leaf.dtype != stored:
-            both = f"dtype: {name!r} is {leaf.dtype} in the state, but {stored} in the checkpoint"
+            message = f"dtype: {name!r} is {leaf.dtype} in the state, but {stored} in the checkpoint"
             if not _is_cast(name, self._cast):
-                yield f"{both}; cast=True converts it"
+                yield f"{message}; cast=True converts it"
             elif DTYPES[stored].is_complex and not DTYPES[leaf.dtype].is_complex:
-                yield f"{both}: a cast would lose its imaginary part"
+                yield f"{message}: a cast would lose its imaginary part"
         if isinstance(node, TensorNode) and node.is_array and not node.original.flags.writeable:
             yield f"memory: {name!r} is a read-only array; pass a copy of it"
         if type(node.original) is TrackedCopy:
             yield (
                 f"memory: {name!r} looks like a view of a DTensor but is a copy, as it needed communication: loading "
-                "into "
-                "it would not change the original; pass the original, or a clone()"
+                "into it would not change the original; pass the original, or a clone()"
             )
         for part in leaf.parts:
             if not part.tensor.is_contiguous() and _overlaps_itself(part.tensor):
                 yield (
                     f"memory: {name!r} has strides {list(part.tensor.stride())}, so several of its elements share "
-                    "memory; "
-                    "pass a contiguous() copy"
+                    "memory; pass a contiguous() copy"
                 )
 
 
@@ -389,27 +388,27 @@ class _Range(NamedTuple):
     device: str
     first: int
     end: int
-    wanted: TensorMatch
+    match: TensorMatch
     part: Part
 
 
 def _overlaps(tensors: Sequence[TensorMatch]) -> Iterator[str]:
     """Report targets that partially overlap in memory: loading one would corrupt the other."""
-    if not _may_overlap([wanted.leaf for wanted in tensors]):
+    if not _may_overlap([match.leaf for match in tensors]):
         return
-    ranges = [_range(wanted, part) for wanted in tensors for part in wanted.leaf.parts if part.tensor.numel()]
-    ranges.sort(key=lambda entry_: entry_[:3])
+    ranges = [_range(match, part) for match in tensors for part in match.leaf.parts if part.tensor.numel()]
+    ranges.sort(key=lambda current: current[:3])
     before: list[_Range] = []
-    for entry_ in ranges:
-        before = [other for other in before if other.device == entry_.device and other.end > entry_.first]
+    for current in ranges:
+        before = [other for other in before if other.device == current.device and other.end > current.first]
         for other in before:
-            if not _is_alias(entry_, other) and _share_memory(entry_.part.tensor, other.part.tensor):
+            if not _is_alias(current, other) and _share_memory(current.part.tensor, other.part.tensor):
                 yield (
-                    f"memory: {other.wanted.name!r} and {entry_.wanted.name!r} overlap in memory but are not the "
+                    f"memory: {other.match.name!r} and {current.match.name!r} overlap in memory but are not the "
                     "same: loading "
                     "one would corrupt the other; pass copies, or choose one with only="
                 )
-        before.append(entry_)
+        before.append(current)
 
 
 def _may_overlap(leaves: Sequence[Leaf]) -> bool:
@@ -434,19 +433,19 @@ def _span(tensor: Tensor) -> int:
     return (sum(steps) + 1) * tensor.itemsize
 
 
-def _range(wanted: TensorMatch, part: Part) -> _Range:
+def _range(match: TensorMatch, part: Part) -> _Range:
     first = part.tensor.data_ptr()
-    return _Range(str(part.tensor.device), first, first + _span(part.tensor), wanted, part)
+    return _Range(str(part.tensor.device), first, first + _span(part.tensor), match, part)
 
 
-def _is_alias(entry_: _Range, other: _Range) -> bool:
+def _is_alias(first: _Range, second: _Range) -> bool:
     """Return True if both are the same view of the same memory, filled from the same stored region."""
     return (
-        entry_[:3] == other[:3]
-        and entry_.wanted.number == other.wanted.number
-        and entry_.part.region == other.part.region
-        and entry_.part.tensor.stride() == other.part.tensor.stride()
-        and entry_.part.tensor.dtype == other.part.tensor.dtype
+        first[:3] == second[:3]
+        and first.match.number == second.match.number
+        and first.part.region == second.part.region
+        and first.part.tensor.stride() == second.part.tensor.stride()
+        and first.part.tensor.dtype == second.part.tensor.dtype
     )
 
 
@@ -464,19 +463,19 @@ class _Bytes:
         }
 
 
-def _share_memory(entry_: Tensor, other: Tensor) -> bool:
-    if entry_.is_contiguous() and other.is_contiguous():
+def _share_memory(first: Tensor, second: Tensor) -> bool:
+    if first.is_contiguous() and second.is_contiguous():
         return True  # their address ranges overlap
     try:
-        both = np.asarray(_Bytes(entry_)), np.asarray(_Bytes(other))
-        return np.shares_memory(*both, max_work=_MAX_WORK)  # type: ignore[arg-type]  # any int will do
+        arrays = np.asarray(_Bytes(first)), np.asarray(_Bytes(second))
+        return np.shares_memory(*arrays, max_work=_MAX_WORK)  # type: ignore[arg-type]  # any int will do
     except np.exceptions.TooHardError:
         return True
 
 
 def _is_cast(name: str, cast: Cast) -> bool:
     if isinstance(cast, Mapping):
-        return next((bool(answer) for pattern, answer in cast.items() if fnmatchcase(name, pattern)), False)
+        return next((bool(value) for pattern, value in cast.items() if fnmatchcase(name, pattern)), False)
     return bool(cast)
 
 

@@ -42,12 +42,12 @@ def mismatches_of(match: Match, stored: Sequence[StoredEntry]) -> Mismatches | N
     names = [entry.name for entry in stored]
     sentences = [
         *(
-            f"missing: {one!r} is not in the checkpoint{_similar_name(one, names, 'it has')}"
-            for one in match.missing[:_MAX_LISTED]
+            f"missing: {name!r} is not in the checkpoint{_similar_name(name, names, 'it has')}"
+            for name in match.missing[:_MAX_LISTED]
         ),
         *match.faults[:_MAX_LISTED],
     ]
-    bits = sum(1 << place for place in match.unexpected)
+    bits = sum(1 << index for index in match.unexpected)
     return Mismatches(sentences, len(match.faults) + len(match.missing), match.idle, f"{bits:x}")
 
 
@@ -64,25 +64,25 @@ def raise_mismatches(
     """
     if not any(reports):
         return
-    ranks = dict(zip(group.ranks, (one or Mismatches([], 0, [], "0") for one in reports), strict=True))
+    ranks = dict(zip(group.ranks, (mismatches or Mismatches([], 0, [], "0") for mismatches in reports), strict=True))
     unused = -1
     sentences: dict[str, list[int]] = {}
-    for rank, one in ranks.items():
-        unused &= int(one.unused, 16)
-        for sentence in one.sentences:
+    for rank, mismatches in ranks.items():
+        unused &= int(mismatches.unused, 16)
+        for sentence in mismatches.sentences:
             sentences.setdefault(sentence, []).append(rank)
-    lines = [_with_ranks(sentence, holders, group) for sentence, holders in sentences.items()]
-    idle = [pattern for pattern in match.idle if all(pattern in one.idle for one in ranks.values())]
+    lines = [_with_ranks(sentence, reporting, group) for sentence, reporting in sentences.items()]
+    idle = [pattern for pattern in match.idle if all(pattern in mismatches.idle for mismatches in ranks.values())]
     lines += [f"only: {pattern!r} fits no name of the state" for pattern in idle]
     # Entries common to all ranks have the same index on all; similar names are searched on the first rank.
-    unexpected = [place for place in range(unused.bit_length()) if unused >> place & 1]
+    unexpected = [index for index in range(unused.bit_length()) if unused >> index & 1]
     similar = (
-        _similar_names(flat, [stored[place].name for place in unexpected[:_MAX_LISTED]], group) if unexpected else {}
+        _similar_names(flat, [stored[index].name for index in unexpected[:_MAX_LISTED]], group) if unexpected else {}
     )
-    for place in unexpected[:_MAX_LISTED]:
-        name = stored[place].name
+    for index in unexpected[:_MAX_LISTED]:
+        name = stored[index].name
         lines.append(f"unexpected: {name!r} is in the checkpoint and not in the state{similar.get(name, '')}")
-    omitted = sum(one.total - len(one.sentences) for one in ranks.values())
+    omitted = sum(mismatches.total - len(mismatches.sentences) for mismatches in ranks.values())
     count = len(sentences) + len(idle) + len(unexpected) + omitted
     if not count:
         return
@@ -110,8 +110,8 @@ def _similar_name(name: str, names: Sequence[str], has: str) -> str:
     return f" ({has} {close[0]!r})" if close else ""
 
 
-def _with_ranks(sentence: str, holders: Sequence[int], group: comm.Group) -> str:
-    if len(holders) == group.size:
+def _with_ranks(sentence: str, ranks: Sequence[int], group: comm.Group) -> str:
+    if len(ranks) == group.size:
         return sentence
-    listed = ", ".join(map(str, holders[:8])) + (", ..." if len(holders) > 8 else "")
-    return f"{sentence} (on rank{'s' * (len(holders) > 1)} {listed})"
+    listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"{sentence} (on rank{'s' * (len(ranks) > 1)} {listed})"

@@ -58,15 +58,17 @@ def create_missing(
     """
     new = complete.created
     common = [index for index, entry in enumerate(stored) if not entry.of_rank]
-    own = matched_entries(flat, stored) - new
-    gathered = comm.gather_bytes(_bits(own.intersection(common)), group, what="load: comparing what ranks have")
-    held = 0
-    for one in gathered:
-        held |= int(one, 16)
-    others = {index for index in new if held >> index & 1}
-    completer = complete.without([stored[index] for index in others])
-    made = comm.agree(lambda: again(completer) if others else flat, what="load: creating missing state", group=group)
-    return made, completer if others else complete
+    matched = matched_entries(flat, stored) - new
+    gathered = comm.gather_bytes(_bits(matched.intersection(common)), group, what="load: comparing what ranks have")
+    present = 0
+    for bits in gathered:
+        present |= int(bits, 16)
+    on_others = {index for index in new if present >> index & 1}
+    completer = complete.without([stored[index] for index in on_others])
+    completed = comm.agree(
+        lambda: again(completer) if on_others else flat, what="load: creating missing state", group=group
+    )
+    return completed, completer if on_others else complete
 
 
 def _bits(indices: Collection[int]) -> bytes:
@@ -87,16 +89,17 @@ class StateCompleter:
     ) -> None:
         self._table, self.made = table, _Created()
         self.created: set[int] = set()
-        self._indices = {id(one): index for index, one in enumerate(stored)}
+        self._indices = {id(entry): index for index, entry in enumerate(stored)}
         patterns = patterns_of(only)
-        self._stored = [one for one in stored if patterns is None or fits(one.name, patterns)]
+        self._stored = [entry for entry in stored if patterns is None or fits(entry.name, patterns)]
 
     def without(self, entries: Iterable[StoredEntry]) -> StateCompleter:
         """Return a completer that does not create these entries."""
-        other = StateCompleter([], self._table)
-        left_out = {id(one) for one in entries}
-        other._indices, other._stored = self._indices, [one for one in self._stored if id(one) not in left_out]
-        return other
+        completer = StateCompleter([], self._table)
+        left_out = {id(entry) for entry in entries}
+        completer._indices = self._indices
+        completer._stored = [entry for entry in self._stored if id(entry) not in left_out]
+        return completer
 
     def __call__(self, value: Any, state: Any, name: str, keys: Keys) -> Any:
         if isinstance(value, nn.Module) or not self._stored:
@@ -108,11 +111,11 @@ class StateCompleter:
             return state
         optimizer_state = dict(state["state"])
         new: dict[Any, list[RelativeEntry]] = {}
-        for key, one in _of_parameters(
+        for key, relative in _of_parameters(
             entries_under(self._stored, joined(name, "state"), (*keys, "state")), parameters
         ):
             if key not in optimizer_state:
-                new.setdefault(key, []).append(one)
+                new.setdefault(key, []).append(relative)
         for key, entries in new.items():
             made = value_of(build_tree(entries), partial(self._make_like, parameters[key]))
             if made is not ABSENT:
@@ -124,25 +127,25 @@ class StateCompleter:
             return ABSENT  # only an existing state knows how it is wrapped
         if id(entry) in self._indices:
             self.created.add(self._indices[id(entry)])
-        what = entry.what
-        if not isinstance(what, StoredTensor):
-            return plain(what.value)
-        made = torch.empty(self._table.shape(what.number), dtype=self._dtype(what))
-        return self.made.keep(made.numpy() if what.is_array else made)
+        content = entry.content
+        if not isinstance(content, StoredTensor):
+            return plain(content.value)
+        tensor = torch.empty(self._table.shape(content.number), dtype=self._dtype(content))
+        return self.made.keep(tensor.numpy() if content.is_array else tensor)
 
-    def _dtype(self, what: StoredTensor) -> torch.dtype:
-        return DTYPES[self._table.dtypes[what.number]]
+    def _dtype(self, stored: StoredTensor) -> torch.dtype:
+        return DTYPES[self._table.dtypes[stored.number]]
 
     def _make_like(self, parameter: Tensor, entry: StoredEntry, depth: int) -> Any:
         if entry.of_rank or RelativeEntry(entry.path[len(entry.path) - depth :], "", entry).has_codec:
             return ABSENT
-        what = entry.what
-        if not isinstance(what, StoredTensor):
-            return plain(what.value)
-        if what.is_array:
-            return self.made.keep(torch.empty(self._table.shape(what.number), dtype=self._dtype(what)).numpy())
+        content = entry.content
+        if not isinstance(content, StoredTensor):
+            return plain(content.value)
+        if content.is_array:
+            return self.made.keep(torch.empty(self._table.shape(content.number), dtype=self._dtype(content)).numpy())
         is_step = depth == 1 and entry.path[-1:] == ("step",)
-        return self.made.keep(_empty_for(parameter, is_step, what.number, self._table))
+        return self.made.keep(_empty_for(parameter, is_step, content.number, self._table))
 
 
 @final
@@ -165,19 +168,19 @@ def _of_parameters(
 ) -> Iterator[tuple[Any, RelativeEntry]]:
     """Yield (parameter key, remaining entry) for every stored entry that belongs to a parameter."""
     by_text = {str(key): key for key in parameters}
-    for one in entries:
-        first = one.keys[0]
+    for relative in entries:
+        first = relative.keys[0]
         if first in parameters and type(first) is type(by_text.get(str(first))):
-            yield first, one.below(1)
+            yield first, relative.below(1)
             continue
-        rest = ".".join(map(str, one.keys))
-        at = len(rest)
-        while at > 0 and rest[:at] not in by_text:
-            at = rest.rfind(".", 0, at)  # names contain dots: take the longest match
-        if at == len(rest):
-            yield by_text[rest], RelativeEntry((), "", one.entry)
+        path = ".".join(map(str, relative.keys))
+        at = len(path)
+        while at > 0 and path[:at] not in by_text:
+            at = path.rfind(".", 0, at)  # names contain dots: take the longest match
+        if at == len(path):
+            yield by_text[path], RelativeEntry((), "", relative.entry)
         elif at > 0:
-            yield by_text[rest[:at]], relative_entry(one.entry, rest[at + 1 :])
+            yield by_text[path[:at]], relative_entry(relative.entry, path[at + 1 :])
 
 
 def _empty_for(parameter: Tensor, is_step: bool, number: int, table: TensorTable) -> Tensor:
@@ -195,12 +198,12 @@ def _empty_for(parameter: Tensor, is_step: bool, number: int, table: TensorTable
         return parameter._with([shard.requires_grad_(False) for shard in shards], dtype=dtype)
     if is_like:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    ours = to_ours(parameter)
-    if not isinstance(ours, DTensor):
+    dtensor = to_ours(parameter)
+    if not isinstance(dtensor, DTensor):
         return torch.empty(shape, dtype=dtype, device=parameter.device)
-    whole = empty(*shape, dtype=dtype, mesh=ours.device_mesh, placements=[Replicate()] * ours.device_mesh.ndim)
+    result = empty(*shape, dtype=dtype, mesh=dtensor.device_mesh, placements=[Replicate()] * dtensor.device_mesh.ndim)
     if isinstance(parameter, DTensor):
-        return whole
+        return result
     from shardwright.interop import to_torch_dtensor  # the parameter is PyTorch's, so it is already imported
 
-    return to_torch_dtensor(whole)
+    return to_torch_dtensor(result)

@@ -25,15 +25,15 @@ class OpenFiles:
 
     def open(self, rank: int) -> FileReader:
         """Return the file of a rank, opening it if needed."""
-        known = self._readers.get(rank)
-        if known is None:
+        opened = self._readers.get(rank)
+        if opened is None:
             expected = self.manifest.files.get(rank)
             if expected is None:
                 raise CorruptionError(f"the manifest lists no file of rank {rank}, but tensors are stored in it")
             file = self.manifest.file(rank)
             reader = self._opened.enter_context(self._storage.open(file.name))
-            known = self._readers[rank] = FileReader(reader, file, expected)
-        return known
+            opened = self._readers[rank] = FileReader(reader, file, expected)
+        return opened
 
     def open_all(self, ranks: Iterable[int]) -> None:
         """Open these files; report the errors of all of them in one."""

@@ -119,13 +119,13 @@ class ReadAssignment:
 
     def _files_to_read(self) -> tuple[list[int], int]:
         """Return the files that may hold wanted blocks, and the size of the largest block in them."""
-        found: set[int] = set()
+        files: set[int] = set()
         largest = 0
-        for kind, itemsize, wanted in self._groups:
-            ranks, _, sizes = boxes_intersecting(self._locator.table.shardings[kind], wanted)
-            found.update(ranks.tolist())
+        for kind, itemsize, regions in self._groups:
+            ranks, _, sizes = boxes_intersecting(self._locator.table.shardings[kind], regions)
+            files.update(ranks.tolist())
             largest = max(largest, itemsize * int(sizes.prod(axis=1).max(initial=0)))
-        return sorted(found), min(largest, BLOCK)
+        return sorted(files), min(largest, BLOCK)
 
     def _blocks(self, plan: FilePlan) -> _Blocks:
         """Return the blocks of a file that any of the ranks wants."""
@@ -134,15 +134,15 @@ class ReadAssignment:
         is_split[list(plan.boxes)] = True  # split chunks have their own regions
         order = np.flatnonzero((groups_of >= 0) & ~is_split)
         order = order[np.argsort(groups_of[order], kind="stable")]
-        together = np.split(order, np.flatnonzero(np.diff(groups_of[order])) + 1)
-        together += [np.array([chunk]) for chunk in np.flatnonzero((groups_of >= 0) & is_split)]
+        chunk_groups = np.split(order, np.flatnonzero(np.diff(groups_of[order])) + 1)
+        chunk_groups += [np.array([chunk]) for chunk in np.flatnonzero((groups_of >= 0) & is_split)]
         chunks, numbers = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for some in together:
-            if len(some):
-                _, itemsize, wanted = self._groups[groups_of[some[0]]]
-                blocks = _wanted_blocks(plan.region(int(some[0])), itemsize, wanted)
-                chunks.append(np.repeat(some, len(blocks)))
-                numbers.append(np.tile(blocks, len(some)))
+        for members in chunk_groups:
+            if len(members):
+                _, itemsize, regions = self._groups[groups_of[members[0]]]
+                blocks = _wanted_blocks(plan.region(int(members[0])), itemsize, regions)
+                chunks.append(np.repeat(members, len(blocks)))
+                numbers.append(np.tile(blocks, len(members)))
         all_chunks, all_numbers = np.concatenate(chunks), np.concatenate(numbers)
         order = np.lexsort((all_numbers, all_chunks))
         all_chunks, all_numbers = all_chunks[order], all_numbers[order]
@@ -168,32 +168,32 @@ def _group(requests: Iterable[ReadRequest], table: TensorTable, ranks: Sequence[
             regions[id(sharding)] = [region for rank in ranks for region in regions_of(sharding, rank)]
         requested.setdefault(number, {})[id(sharding)] = None
     groups_of = np.full(len(table), -1, np.int64)
-    known: dict[tuple[int, int, tuple[int, ...]], int] = {}
+    group_index: dict[tuple[int, int, tuple[int, ...]], int] = {}
     groups: list[_Group] = []
     kinds, itemsizes = table.kinds.tolist(), table.itemsizes.tolist()
     for number, shardings in requested.items():
         key = (kinds[number], itemsizes[number], tuple(shardings))
-        if key not in known:
-            known[key] = len(groups)
+        if key not in group_index:
+            group_index[key] = len(groups)
             wanted = dict.fromkeys(
                 region for sharding_id in shardings for region in regions[sharding_id] if not region.is_empty
             )
             groups.append(_Group(*key[:2], list(wanted)))
-        groups_of[number] = known[key]
+        groups_of[number] = group_index[key]
     return groups_of, groups
 
 
-def _wanted_blocks(chunk: Region, itemsize: int, wanted: Iterable[Region]) -> Integers:
+def _wanted_blocks(chunk: Region, itemsize: int, regions: Iterable[Region]) -> Integers:
     """Return the blocks of a chunk that intersect any of the regions."""
     count = -(-chunk.volume * itemsize // BLOCK)
-    found = [np.empty(0, np.int64)]
-    for region in wanted:
+    blocks = [np.empty(0, np.int64)]
+    for region in regions:
         common = chunk.intersect(region)
         if common is not None:
             if count == 1 or common == chunk:
                 return np.arange(count)
-            found.append(blocks_of(common, chunk, itemsize))
-    return np.unique(np.concatenate(found))
+            blocks.append(blocks_of(common, chunk, itemsize))
+    return np.unique(np.concatenate(blocks))
 
 
 def _file_ranges(weights: dict[int, int], parts: int, slot: int) -> list[list[_FileRange]]:
@@ -202,34 +202,34 @@ def _file_ranges(weights: dict[int, int], parts: int, slot: int) -> list[list[_F
     ends = [0, *accumulate(weights.values())]
     total = ends[-1]
     near = max(slot // 2, total // parts // _ROUNDING)
-    cuts = []
+    boundaries = []
     for part in range(parts + 1):
-        is_split = part * total // parts
-        index = bisect(ends, is_split)
-        nearest = min(ends[index - 1 : index + 1], key=lambda end: abs(end - is_split))
-        cuts.append(nearest if abs(nearest - is_split) <= near else is_split)
-    found: list[list[_FileRange]] = []
-    for low, high in pairwise(cuts):
-        found.append([])
+        ideal = part * total // parts
+        index = bisect(ends, ideal)
+        nearest = min(ends[index - 1 : index + 1], key=lambda end: abs(end - ideal))
+        boundaries.append(nearest if abs(nearest - ideal) <= near else ideal)
+    assigned: list[list[_FileRange]] = []
+    for low, high in pairwise(boundaries):
+        assigned.append([])
         for index in range(bisect(ends, low) - 1, len(ranks)):
             start, end = ends[index], ends[index + 1]
             if start >= high:
                 break
-            found[-1].append(_FileRange(ranks[index], max(low, start) - start, min(high, end) - start, end - start))
-    return found
+            assigned[-1].append(_FileRange(ranks[index], max(low, start) - start, min(high, end) - start, end - start))
+    return assigned
 
 
 def _runs(rank: int, blocks: _Blocks) -> list[Run]:
     """Merge adjacent blocks of a chunk into runs, with their offsets in the segment."""
     begin = int(blocks.starts[0])
-    found: list[Run] = []
+    runs: list[Run] = []
     previous, count = (-1, -1), 0
     for chunk, number, start in zip(*(column.tolist() for column in blocks[:3]), strict=True):
         if (chunk, number) == previous:
             count += 1
-            found[-1] = found[-1]._replace(blocks=count)
+            runs[-1] = runs[-1]._replace(blocks=count)
         else:
-            found.append(Run(rank, chunk, number, 1, start - begin))
+            runs.append(Run(rank, chunk, number, 1, start - begin))
             count = 1
         previous = (chunk, number + 1)
-    return found
+    return runs

@@ -23,11 +23,11 @@ __all__ = ["digest_of_requests", "read_shared"]
 
 def digest_of_requests(requests: Sequence[ReadRequest]) -> str:
     """Return a digest of the requests: ranks with equal requests and shardings can plan for each other."""
-    known: dict[int, list[object]] = {}
-    for ask in requests:
-        if id(ask.sharding) not in known:
-            known[id(ask.sharding)] = sharding_to_json(ask.sharding)
-    return digest(msgspec.json.encode([[ask.number, known[id(ask.sharding)]] for ask in requests]))
+    encoded: dict[int, list[object]] = {}
+    for request in requests:
+        if id(request.sharding) not in encoded:
+            encoded[id(request.sharding)] = sharding_to_json(request.sharding)
+    return digest(msgspec.json.encode([[request.number, encoded[id(request.sharding)]] for request in requests]))
 
 
 def read_shared(

@@ -82,17 +82,17 @@ def relative_entry(entry: StoredEntry, text: str) -> RelativeEntry:
 def build_tree(entries: Iterable[RelativeEntry]) -> StoredTree:
     """Build the tree of these entries. An entry without keys is a leaf."""
     root = StoredTree("d", {}, None)
-    for one in entries:
-        if not one.keys:
-            return StoredTree("", {}, one)
+    for relative in entries:
+        if not relative.keys:
+            return StoredTree("", {}, relative)
         at = root
-        for index, key in enumerate(one.keys):
-            if index + 1 < len(one.keys):
-                at = at.children.setdefault(key, StoredTree(one.within[index + 1], {}, None))
+        for index, key in enumerate(relative.keys):
+            if index + 1 < len(relative.keys):
+                at = at.children.setdefault(key, StoredTree(relative.within[index + 1], {}, None))
             else:
-                at.children[key] = StoredTree("", {}, one)
-        if one.within[0] != root.kind:
-            root = root._replace(kind=one.within[0])
+                at.children[key] = StoredTree("", {}, relative)
+        if relative.within[0] != root.kind:
+            root = root._replace(kind=relative.within[0])
     return root
 
 
@@ -103,7 +103,7 @@ def value_of(tree: StoredTree, make: Make) -> Any:
     """
     if tree.leaf is not None:
         return make(tree.leaf.entry, len(tree.leaf.keys))
-    items = {key: value for key, one in tree.children.items() if (value := value_of(one, make)) is not ABSENT}
+    items = {key: value for key, child in tree.children.items() if (value := value_of(child, make)) is not ABSENT}
     if tree.kind == "d":
         return items if items else ABSENT
     if sorted(items) != list(range(len(tree.children))):
@@ -117,8 +117,12 @@ def add_missing(present: Any, stored: Iterable[RelativeEntry], make: Make) -> An
 
     Its lists get the stored length. What is not stored stays, and is reported as missing.
     """
-    known = set(_names(present, ""))
-    new = [one for one in stored if _has(present, one.keys) or ".".join(map(str, one.keys)) not in known]
+    names = set(_names(present, ""))
+    new = [
+        relative
+        for relative in stored
+        if _has(present, relative.keys) or ".".join(map(str, relative.keys)) not in names
+    ]
     return _add_missing(present, build_tree(new), make) if new else present
 
 
@@ -146,13 +150,13 @@ def _add_missing(present: Any, tree: StoredTree, make: Make) -> Any:
 
 
 def _add_to_mapping(present: Mapping[Any, Any], tree: StoredTree, make: Make) -> Any:
-    new = {key: _add_missing(present.get(key, ABSENT), one, make) for key, one in tree.children.items()}
+    new = {key: _add_missing(present.get(key, ABSENT), child, make) for key, child in tree.children.items()}
     new = {key: value for key, value in new.items() if value is not present.get(key, ABSENT) and value is not ABSENT}
     if not new:
         return present
-    made = copy.copy(present) if isinstance(present, MutableMapping) else dict(present)
-    made.update(new)
-    return made
+    result = copy.copy(present) if isinstance(present, MutableMapping) else dict(present)
+    result.update(new)
+    return result
 
 
 def _add_to_sequence(present: Any, tree: StoredTree, make: Make) -> Any:
@@ -173,14 +177,14 @@ def _add_to_sequence(present: Any, tree: StoredTree, make: Make) -> Any:
 
 
 def _is_empty(entry: StoredEntry) -> bool:
-    return not isinstance(entry.what, StoredTensor) and entry.what.value == []
+    return not isinstance(entry.content, StoredTensor) and entry.content.value == []
 
 
 def _is_value(tree: StoredTree) -> bool:
     """Return True for a plain value, which replaces any other."""
-    if tree.leaf is None or isinstance(tree.leaf.entry.what, StoredTensor):
+    if tree.leaf is None or isinstance(tree.leaf.entry.content, StoredTensor):
         return False
-    return not isinstance(tree.leaf.entry.what.value, dict | list | tuple)
+    return not isinstance(tree.leaf.entry.content.value, dict | list | tuple)
 
 
 def _children(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -207,8 +211,8 @@ def _has(value: Any, keys: Keys) -> bool:
     for key in keys:
         if isinstance(value, Tensor | np.ndarray):
             return False
-        for known, child in _children(value):
-            if type(known) is type(key) and known == key:
+        for child_key, child in _children(value):
+            if type(child_key) is type(key) and child_key == key:
                 value = child
                 break
         else:

@@ -39,7 +39,7 @@ def in_threads(
     """
     stop = Stop()
     remaining = iter(list(parts))  # iterating over a list is thread-safe
-    own = next(remaining, None)
+    own_part = next(remaining, None)
 
     def take(part: tuple[int, int] | None) -> None:
         try:
@@ -49,16 +49,16 @@ def in_threads(
         except BaseException as error:  # noqa: BLE001  raised again below
             stop.errors.append(error)
 
-    others = []
+    helpers = []
     for _ in range(min(len(parts), threads or len(parts)) - 1):
         thread = threading.Thread(target=lambda: take(next(remaining, None)), daemon=True)
         try:
             thread.start()
         except RuntimeError:  # cannot start a thread, or the interpreter is shutting down
             break
-        others.append(thread)
-    take(own)
-    for thread in others:
+        helpers.append(thread)
+    take(own_part)
+    for thread in helpers:
         while thread.is_alive():
             try:
                 thread.join()
@@ -79,5 +79,9 @@ def split(nbytes: Integers, parts: int, least: int) -> list[tuple[int, int]]:
     ends = np.cumsum(nbytes)
     total = int(ends[-1])
     count = max(1, min(parts, total // least))
-    cuts = [0, *(np.searchsorted(ends, [total * part // count for part in range(1, count)]) + 1).tolist(), len(nbytes)]
-    return [(a, b) for a, b in pairwise(cuts) if a < b]
+    boundaries = [
+        0,
+        *(np.searchsorted(ends, [total * part // count for part in range(1, count)]) + 1).tolist(),
+        len(nbytes),
+    ]
+    return [(a, b) for a, b in pairwise(boundaries) if a < b]

@@ -308,7 +308,7 @@ def per_rank_nodes(node: Node) -> list[PerRankNode]:
         case PerRankNode():
             return [node]
         case ContainerNode():
-            return [found for child in node.children for found in per_rank_nodes(child)]
+            return [inner for child in node.children for inner in per_rank_nodes(child)]
         case ObjectNode() | CodecNode():
             return per_rank_nodes(node.inner)
     return []

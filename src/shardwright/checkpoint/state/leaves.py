@@ -82,8 +82,8 @@ def is_nested(value: Any) -> bool:
     )
 
 
-def leaf_of(value: Any, path: str, group: comm.Group, known: dict[torch.Size, Replicated]) -> Leaf:
-    """Return the leaf of a tensor or array; `known` caches what plain tensors of one shape share."""
+def leaf_of(value: Any, path: str, group: comm.Group, cache: dict[torch.Size, Replicated]) -> Leaf:
+    """Return the leaf of a tensor or array; `cache` holds what plain tensors of one shape share."""
     if type(value) not in PLAIN:
         if isinstance(value, DTensor):
             return _distributed(value, path)
@@ -94,10 +94,10 @@ def leaf_of(value: Any, path: str, group: comm.Group, known: dict[torch.Size, Re
         value = _from_numpy(value, path)
     dtype, itemsize = _check(value, path)
     shape = value.shape
-    replicated = known.get(shape)
+    replicated = cache.get(shape)
     if replicated is None:
         layout = Layout(Mesh((group.size,), ranks=group.ranks), [Replicate()], shape)
-        replicated = known[shape] = Replicated(layout, Region.whole(shape), 0 not in shape)
+        replicated = cache[shape] = Replicated(layout, Region.whole(shape), 0 not in shape)
     layout, region, is_held = replicated
     tensor = value.detach()
     is_straight = _is_straight(tensor)
@@ -138,9 +138,9 @@ def _sharded(value: ShardedTensor, path: str) -> Leaf:
 def _leaf(value: Tensor, sharding: Sharding, parts: tuple[Part, ...]) -> Leaf:
     straight = [_is_straight(tensor) for _, tensor in parts]
     views = [_view_of(part.tensor, is_straight) for part, is_straight in zip(parts, straight, strict=True)]
-    held = any(tensor.numel() > 0 for _, tensor in parts)
+    is_held = any(tensor.numel() > 0 for _, tensor in parts)
     identity = (id(sharding), *views) if parts else (id(sharding), id(value))
-    return Leaf(*_STORED[value.dtype], sharding, parts, identity, held, all(straight))
+    return Leaf(*_STORED[value.dtype], sharding, parts, identity, is_held, all(straight))
 
 
 def _is_straight(tensor: Tensor) -> bool:
@@ -149,10 +149,10 @@ def _is_straight(tensor: Tensor) -> bool:
 
 def _view_of(tensor: Tensor, is_straight: bool) -> tuple[Any, ...]:
     """Return what identifies a tensor's memory and view; the sharding has its shape."""
-    where = tensor.data_ptr() or tensor.untyped_storage()._cdata  # an empty tensor has no address, but a storage
+    address = tensor.data_ptr() or tensor.untyped_storage()._cdata  # an empty tensor has no address, but a storage
     if is_straight:
-        return where, tensor.dtype
-    return where, tensor.device, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg(), tensor.is_conj()
+        return address, tensor.dtype
+    return address, tensor.device, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg(), tensor.is_conj()
 
 
 def _from_numpy(array: np.ndarray[Any, Any], path: str) -> Tensor:

@@ -161,7 +161,7 @@ class _Merge:
         """Return the rows if all ranks have the same description, the usual case: nothing has to be compared."""
         description = self._parts[0][1]
         rows: list[int] = []
-        for number, (name, dtype, itemsize, sharding, same) in enumerate(
+        for number, (name, dtype, itemsize, sharding, alias) in enumerate(
             zip(
                 description.names,
                 description.dtypes,
@@ -171,14 +171,14 @@ class _Merge:
                 strict=True,
             )
         ):
-            if same < number:
-                rows.append(rows[same])
+            if alias < number:
+                rows.append(rows[alias])
                 continue
-            made, missing = self._sharding(sharding, (0,))
+            built, missing = self._sharding(sharding, (0,))
             if missing:
-                self._add_missing_holders(name, made, missing)
+                self._add_missing_holders(name, built, missing)
             rows.append(len(self._rows))
-            self._rows.append((self._unique(name or "state"), dtype, itemsize, made))
+            self._rows.append((self._unique(name or "state"), dtype, itemsize, built))
         return rows
 
     # --- the tree -----------------------------------------------------------------------------------------------------
@@ -213,16 +213,16 @@ class _Merge:
         return first
 
     def _dict(self, nodes: Sequence[tuple[int, Any]], name: str) -> Any:
-        found: dict[Any, list[tuple[int, Any]]] = {}
+        children_of: dict[Any, list[tuple[int, Any]]] = {}
         for part, node in nodes:
             for key, child in zip(node[1::2], node[2::2], strict=True):
-                found.setdefault((type(key), key), []).append((part, child))
+                children_of.setdefault((type(key), key), []).append((part, child))
         merged: list[Any] = ["d"]
         first: dict[Any, tuple[int, Any]] = {}
-        for (_, key), children in found.items():
-            part, other = first.setdefault(key, (children[0][0], key))
-            if type(other) is not type(key):  # one dict cannot hold both: True == 1 == 1.0
-                self._differs(joined(name, key), part, f"key {other!r}", children[0][0], f"key {key!r}")
+        for (_, key), children in children_of.items():
+            part, first_key = first.setdefault(key, (children[0][0], key))
+            if type(first_key) is not type(key):  # one dict cannot hold both: True == 1 == 1.0
+                self._differs(joined(name, key), part, f"key {first_key!r}", children[0][0], f"key {key!r}")
                 continue
             merged += (key, self._tree(children, joined(name, key)))
         return merged
@@ -249,7 +249,7 @@ class _Merge:
 
     def _fill_rows(self) -> None:
         """Assign a row of the table to every slot: one row for all slots that share memory on all ranks."""
-        known: dict[tuple[int, int], list[_Group]] = {}  # the groups that use this memory of this part
+        groups_of: dict[tuple[int, int], list[_Group]] = {}  # the groups that use this memory of this part
         for slot in self._slots:
             dtype, itemsize, sharding = self._agreed_tensor(slot)
             classes = {
@@ -257,7 +257,7 @@ class _Merge:
                 for part, leaf in slot.leaves.items()
                 if leaf not in self._unsure[part]
             }
-            for candidate in (one for pair in classes.items() for one in known.get(pair, ())):
+            for candidate in (known for pair in classes.items() for known in groups_of.get(pair, ())):
                 if candidate.fits(classes, dtype, sharding):
                     slot.row = candidate.row
                     candidate.classes.update(classes)
@@ -268,49 +268,49 @@ class _Merge:
                 self._rows.append((self._unique(slot.name or "state"), dtype, itemsize, sharding))
                 group = _Group(slot.row, dtype, sharding, dict(classes))
             for pair in classes.items():
-                if group not in known.setdefault(pair, []):
-                    known[pair].append(group)
+                if group not in groups_of.setdefault(pair, []):
+                    groups_of[pair].append(group)
 
     def _agreed_tensor(self, slot: _Slot) -> tuple[str, int, Sharding]:
         """Return the dtype and sharding on which all parts that have a tensor agree."""
         (first, leaf), *others = slot.leaves.items()
         description = self._parts[first][1]
         dtype, sharding = description.dtypes[leaf], description.shardings[leaf]
-        made, missing = self._sharding(sharding, tuple(slot.leaves))
-        slices = {first: made}
+        built, missing = self._sharding(sharding, tuple(slot.leaves))
+        slices = {first: built}
         for part, other_leaf in others:
-            other = self._parts[part][1]
-            if other.dtypes[other_leaf] != dtype:
-                self._differs(slot.name, first, dtype, part, other.dtypes[other_leaf])
-            elif other.shardings[other_leaf] != sharding:
-                slices[part], missing_too = self._sharding(other.shardings[other_leaf], tuple(slot.leaves))
+            other_description = self._parts[part][1]
+            if other_description.dtypes[other_leaf] != dtype:
+                self._differs(slot.name, first, dtype, part, other_description.dtypes[other_leaf])
+            elif other_description.shardings[other_leaf] != sharding:
+                slices[part], missing_too = self._sharding(other_description.shardings[other_leaf], tuple(slot.leaves))
                 missing = missing or missing_too
         if missing:
-            self._add_missing_holders(slot.name, made, missing)
+            self._add_missing_holders(slot.name, built, missing)
         elif len(slices) > 1:
             merged_layout = joined_slices(list(slices.values()))
             if merged_layout is not None:
                 return dtype, description.itemsizes[leaf], merged_layout
             for part, other_sharding in list(slices.items())[1:]:
-                self._differs(slot.name, first, _describe(made), part, _describe(other_sharding))
-        return dtype, description.itemsizes[leaf], made
+                self._differs(slot.name, first, _describe(built), part, _describe(other_sharding))
+        return dtype, description.itemsizes[leaf], built
 
     def _sharding(self, description: Any, parts: tuple[int, ...]) -> tuple[Sharding, list[int]]:
         """Return the sharding that these parts have, and the ranks that should hold it but do not."""
-        known = self._by_object.get((id(description), parts))  # a rank encodes equal shardings as one object
-        if known is None:
+        result = self._by_object.get((id(description), parts))  # a rank encodes equal shardings as one object
+        if result is None:
             key = repr((description, parts))
-            known = self._by_text.get(key)
-            if known is None:
-                known = self._by_text[key] = self._make_sharding(description, parts)
-            self._by_object[id(description), parts] = known
-        return known
+            result = self._by_text.get(key)
+            if result is None:
+                result = self._by_text[key] = self._make_sharding(description, parts)
+            self._by_object[id(description), parts] = result
+        return result
 
     def _make_sharding(self, description: Any, parts: tuple[int, ...]) -> tuple[Sharding, list[int]]:
         holders = {rank for part in parts for rank in self._parts[part][0]}
         if description[0] is None:
-            whole = [rank for rank in self._ranks if rank in holders]
-            return Layout(Mesh((len(whole),), ranks=whole), [Replicate()], description[1]), []
+            replicas = [rank for rank in self._ranks if rank in holders]
+            return Layout(Mesh((len(replicas),), ranks=replicas), [Replicate()], description[1]), []
         sharding = sharding_from_json(description)
         members = sharding.mesh.ranks if isinstance(sharding, Layout) else sharding.ranks
         return sharding, sorted(set(members) - holders)
@@ -326,7 +326,7 @@ class _Merge:
         self, own: Mapping[int, Sequence[PerRankDescription]], numbers: dict[int, list[list[int]]]
     ) -> dict[tuple[Any, ...], list[Any]]:
         """Append the tensors of PerRank values to the table; return their trees by key path."""
-        found: dict[tuple[Any, ...], list[Any]] = {}
+        trees: dict[tuple[Any, ...], list[Any]] = {}
         for rank in self._ranks:
             numbers[rank] = []
             for keys, description in own.get(rank, ()):
@@ -336,18 +336,20 @@ class _Merge:
                         rows.append(rows[first])
                         continue
                     rows.append(len(self._rows))
-                    alone = Layout(Mesh((1,), ranks=(rank,)), [Replicate()], description.shardings[number][1])
+                    layout = Layout(Mesh((1,), ranks=(rank,)), [Replicate()], description.shardings[number][1])
                     name = self._unique(f"{description.names[number] or 'state'}.rank{rank}")
-                    self._rows.append((name, description.dtypes[number], description.itemsizes[number], alone))
+                    self._rows.append((name, description.dtypes[number], description.itemsizes[number], layout))
                 numbers[rank].append(rows)
-                found.setdefault(tuple(keys), []).append([rank, _numbered(description.tree, rows, {}, ())])
-        return found
+                trees.setdefault(tuple(keys), []).append([rank, _numbered(description.tree, rows, {}, ())])
+        return trees
 
     # --- what differs -------------------------------------------------------------------------------------------------
 
-    def _differs(self, name: str, first: int, one: str, second: int, other: str) -> None:
+    def _differs(self, name: str, first: int, first_value: str, second: int, second_value: str) -> None:
         first_ranks, other_ranks = _listed(self._parts[first][0]), _listed(self._parts[second][0])
-        self._differ.append(f"{name or 'the state'}: {one} on {first_ranks}, and {other} on {other_ranks}")
+        self._differ.append(
+            f"{name or 'the state'}: {first_value} on {first_ranks}, and {second_value} on {other_ranks}"
+        )
 
     def _add_missing_holders(self, name: str, sharding: Sharding, ranks: Sequence[int]) -> None:
         self._differ.append(
@@ -377,7 +379,7 @@ class _Group:
         return (
             dtype == self.dtype
             and sharding is self.sharding
-            and all(self.classes.get(part, same) == same for part, same in classes.items())
+            and all(self.classes.get(part, identity) == identity for part, identity in classes.items())
         )
 
 

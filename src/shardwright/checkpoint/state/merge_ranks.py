@@ -45,16 +45,16 @@ def describe(flat: FlatState, ranks: tuple[int, ...]) -> StateDescription:
     """Describe a rank's state among these ranks."""
     encoded: dict[int, Any] = {}
     first: dict[Any, int] = {}
-    shardings, same = [], []
+    shardings, aliases = [], []
     leaves = flat.leaves
     for number, leaf in enumerate(leaves):
-        known = encoded.get(id(leaf.sharding))
-        if known is None:
-            known = encoded[id(leaf.sharding)] = describe_sharding(leaf.sharding, ranks)
-        shardings.append(known)
-        same.append(first.setdefault(leaf.identity, number))
+        encoded_sharding = encoded.get(id(leaf.sharding))
+        if encoded_sharding is None:
+            encoded_sharding = encoded[id(leaf.sharding)] = describe_sharding(leaf.sharding, ranks)
+        shardings.append(encoded_sharding)
+        aliases.append(first.setdefault(leaf.identity, number))
     return StateDescription(
-        flat.tree(), flat.names, [leaf.dtype for leaf in leaves], [leaf.itemsize for leaf in leaves], shardings, same
+        flat.tree(), flat.names, [leaf.dtype for leaf in leaves], [leaf.itemsize for leaf in leaves], shardings, aliases
     )
 
 
@@ -72,37 +72,39 @@ def merge_states(flat: FlatState, group: comm.Group) -> GlobalState:
     by_rank: dict[int, list[PerRankDescription]] = {}
     if any(summary.has_own for summary in summaries):
         message = msgspec.json.encode(
-            [PerRankDescription(list(one.keys), describe(one.flat, (rank,))) for one in own_nodes]
+            [PerRankDescription(list(node.keys), describe(node.flat, (rank,))) for node in own_nodes]
         )
         gathered = comm.gather_bytes(message, group, what="save: what each rank has for itself")
         by_rank = {
-            each: msgspec.json.decode(one, type=list[PerRankDescription])
-            for each, one in zip(group.ranks, gathered, strict=True)
+            owner: msgspec.json.decode(data, type=list[PerRankDescription])
+            for owner, data in zip(group.ranks, gathered, strict=True)
         }
     merged = merge(parts, group.ranks, by_rank)
     leaves = _by_number(flat.leaves, merged.numbers[index])
-    for one, numbers in zip(own_nodes, merged.own_numbers.get(rank, []), strict=True):
-        leaves |= _by_number(one.flat.leaves, numbers)
+    for node, numbers in zip(own_nodes, merged.own_numbers.get(rank, []), strict=True):
+        leaves |= _by_number(node.flat.leaves, numbers)
     return GlobalState(merged.tree, merged.table, leaves)
 
 
 def _compare(flat: FlatState, group: comm.Group) -> tuple[StateDescription, list[_Summary]]:
     """Return this rank's description, and the summaries of all ranks."""
-    own = describe(flat, group.ranks)
-    summary = _Summary(digest(msgspec.json.encode(own)), bool(per_rank_nodes(flat.root)), flat.is_nested)
+    description = describe(flat, group.ranks)
+    summary = _Summary(digest(msgspec.json.encode(description)), bool(per_rank_nodes(flat.root)), flat.is_nested)
     gathered = comm.gather_bytes(msgspec.json.encode(summary), group, what="save: comparing states")
-    return own, [msgspec.json.decode(one, type=_Summary) for one in gathered]
+    return description, [msgspec.json.decode(data, type=_Summary) for data in gathered]
 
 
 def _gather(
-    own: StateDescription, flat: FlatState, group: comm.Group
+    description: StateDescription, flat: FlatState, group: comm.Group
 ) -> tuple[list[tuple[tuple[int, ...], StateDescription]], int]:
     """Return the distinct descriptions in the group, each with its ranks, and the index of this rank's.
 
     Ranks list the leaves that they are unsure of only now, when it may matter: otherwise every rank without elements
     would have a description of its own.
     """
-    encoded = msgspec.json.encode(own._replace(unsure=[at for at, leaf in enumerate(flat.leaves) if not leaf.is_held]))
+    encoded = msgspec.json.encode(
+        description._replace(unsure=[at for at, leaf in enumerate(flat.leaves) if not leaf.is_held])
+    )
     kinds: dict[bytes, list[int]] = {}
     for index, summary in enumerate(comm.gather_bytes(digest(encoded).encode(), group, what="save: grouping states")):
         kinds.setdefault(summary, []).append(index)
@@ -118,9 +120,9 @@ def _gather(
     return parts, list(kinds.values()).index(own_nodes)
 
 
-def _by_number(leaves: Sequence[Leaf], numbers: Sequence[int]) -> dict[int, Leaf]:
+def _by_number(leaves: Sequence[Leaf], tensor_numbers: Sequence[int]) -> dict[int, Leaf]:
     """Return the leaves by their index; any of several that share memory will do."""
-    return dict(zip(numbers, leaves, strict=True))
+    return dict(zip(tensor_numbers, leaves, strict=True))
 
 
 def flatten_nested_shards(flat: FlatState, group: comm.Group) -> None:

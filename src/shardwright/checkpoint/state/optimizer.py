@@ -65,51 +65,50 @@ class OptimizerState(Stateful):
         for name, tensor in named.items():
             names.setdefault(id(tensor), name)  # the first of several names
         parameters = parameters_of(optimizer) or {}
-        own = {key: names.get(id(tensor)) for key, tensor in parameters.items()}
-        keys = iter(own)
+        name_of = {key: names.get(id(tensor)) for key, tensor in parameters.items()}
+        keys = iter(name_of)
         groups = optimizer._groups if isinstance(optimizer, ShardedOptimizer) else _groups(optimizer)
         self._groups = [[next(keys) for _ in group] for group in groups]
-        nameless = [key for key, name in own.items() if name is None]
+        nameless = [key for key, name in name_of.items() if name is None]
         if nameless:
             raise StateError(
-                f"optimizer_state: {len(nameless)} of {len(own)} parameters of the {type(optimizer).__name__} have no "
-                "name; "
-                f"the first is {nameless[0]!r}. Pass the model that it optimizes"
+                f"optimizer_state: {len(nameless)} of {len(name_of)} parameters of the {type(optimizer).__name__} have "
+                f"no name; the first is {nameless[0]!r}. Pass the model that it optimizes"
             )
-        self._names: dict[Any, str] = {key: name for key, name in own.items() if name is not None}
+        self._names: dict[Any, str] = {key: name for key, name in name_of.items() if name is not None}
         self.parameters: dict[str, Tensor] = {name: named[name] for name in self._names.values()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and the options of every parameter, by name; tensors are not copied."""
-        given = self._optimizer.state_dict()
+        original = self._optimizer.state_dict()
         options: dict[str, Any] = {}
-        for keys, group in zip(self._groups, given["param_groups"], strict=True):
+        for keys, group in zip(self._groups, original["param_groups"], strict=True):
             for key in keys:
                 options[self._names[key]] = {name: group[name] for name in group if name not in _NOT_OPTIONS}
-        return {"state": {self._names[key]: one for key, one in given["state"].items()}, "options": options}
+        return {"state": {self._names[key]: value for key, value in original["state"].items()}, "options": options}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state into the optimizer; parameters of one group must have been saved with the same options."""
         state, options = state_dict["state"], state_dict["options"]
         numbered = {key: state[name] for key, name in self._names.items() if name in state}
-        own = self._optimizer.state_dict()["param_groups"]
+        param_groups = self._optimizer.state_dict()["param_groups"]
         groups = [
             {**group, **self._common([self._names[key] for key in keys], options)}
-            for keys, group in zip(self._groups, own, strict=True)
+            for keys, group in zip(self._groups, param_groups, strict=True)
         ]
         self._optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
     def _common(self, names: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-        known = [name for name in names if name in options]
-        for name in known[1:]:
+        saved = [name for name in names if name in options]
+        for name in saved[1:]:
             for option in options[name]:
-                one, other = options[known[0]].get(option), options[name][option]
-                if not _is_same(one, other):
+                first, second = options[saved[0]].get(option), options[name][option]
+                if not _is_same(first, second):
                     raise LoadMismatchError(
-                        f"{known[0]!r} and {name!r} are in one group of this optimizer, but were saved with "
-                        f"{option}={one!r} and {option}={other!r}; put them into separate groups"
+                        f"{saved[0]!r} and {name!r} are in one group of this optimizer, but were saved with "
+                        f"{option}={first!r} and {option}={second!r}; put them into separate groups"
                     )
-        return options[known[0]] if known else {}
+        return options[saved[0]] if saved else {}
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
@@ -119,10 +118,10 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
 _NOT_OPTIONS = ("params", "param_names")
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return bool(one == other)
+def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return isinstance(first, Tensor) and isinstance(second, Tensor) and torch.equal(first, second)
+    return bool(first == second)
 
 
 def parameters_of(value: Any) -> Mapping[Any, Tensor] | None:

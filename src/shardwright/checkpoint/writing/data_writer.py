@@ -102,12 +102,12 @@ class FileWriter:
             for begin in range(0, nbytes, self._window):
                 if stop:
                     return
-                here = min(self._window, nbytes - begin)
-                copy_range(window, chunks[chunk], begin, here)
-                views = [memory_at(window.data_ptr() + at, min(BLOCK, here - at)) for at in range(0, here, BLOCK)]
+                length = min(self._window, nbytes - begin)
+                copy_range(window, chunks[chunk], begin, length)
+                views = [memory_at(window.data_ptr() + at, min(BLOCK, length - at)) for at in range(0, length, BLOCK)]
                 first = number + begin // BLOCK
                 self._checksums[first : first + len(views)] = [crc32c.crc32c(view) for view in views]
-                self._write(views, file.header_size + int(file.plan.starts[chunk]) + begin, here)
+                self._write(views, file.header_size + int(file.plan.starts[chunk]) + begin, length)
 
     def _write(self, batch: Sequence[memoryview], start: int, nbytes: int) -> None:
         self._writer.write(batch, start)

@@ -34,12 +34,12 @@ def compare_replicas(state: GlobalState, group: comm.Group, threads: int = 2) ->
     table, own_rank = state.table, group.global_rank
     shared = [_shared(table, kind) for kind in range(len(table.shardings))]
     own_tensors = _tensors_of(own_rank, table, shared)
-    own = comm.agree(
+    checksums_here = comm.agree(
         lambda: checksums([state.leaves[number].parts[0].tensor for number in own_tensors], threads),
         what="save: checking replicas",
         group=group,
     )
-    gathered = comm.gather_bytes(own.tobytes(), group, what="save: comparing replicas")
+    gathered = comm.gather_bytes(checksums_here.tobytes(), group, what="save: comparing replicas")
     by_rank = {
         rank: dict(zip(_tensors_of(rank, table, shared), np.frombuffer(encoded, np.uint32).tolist(), strict=True))
         for rank, encoded in zip(group.ranks, gathered, strict=True)
@@ -47,12 +47,14 @@ def compare_replicas(state: GlobalState, group: comm.Group, threads: int = 2) ->
     differ = []
     for tensor, kind in enumerate(table.kinds.tolist()):
         for ranks in shared[kind]:
-            found: dict[int, list[int]] = {}
+            ranks_by_checksum: dict[int, list[int]] = {}
             for rank in ranks:
                 if rank in by_rank:
-                    found.setdefault(by_rank[rank][tensor], []).append(rank)
-            if len(found) > 1:
-                differ.append(f"{table.names[tensor]}: {'; '.join(_describe(*one) for one in found.items())}")
+                    ranks_by_checksum.setdefault(by_rank[rank][tensor], []).append(rank)
+            if len(ranks_by_checksum) > 1:
+                differ.append(
+                    f"{table.names[tensor]}: {'; '.join(_describe(*item) for item in ranks_by_checksum.items())}"
+                )
     if differ:
         raise StateDiffersError(
             f"replicas have different bytes under {len(differ)} {'name' if len(differ) == 1 else 'names'}; mark values "
@@ -66,7 +68,7 @@ def checksums(tensors: Sequence[Tensor], threads: int = 2) -> npt.NDArray[np.uin
     >>> [f"{value:08x}" for value in checksums([torch.tensor(list(b"123456789"), dtype=torch.uint8)])]
     ['e3069283']
     """
-    found = np.zeros(len(tensors), np.uint32)
+    result = np.zeros(len(tensors), np.uint32)
     addresses = addresses_of(tensors).tolist()
     nbytes = np.array([tensor.numel() * tensor.itemsize for tensor in tensors], np.int64)
 
@@ -77,18 +79,18 @@ def checksums(tensors: Sequence[Tensor], threads: int = 2) -> npt.NDArray[np.uin
                 return
             size = int(nbytes[number])
             if addresses[number] >= 0:
-                found[number] = crc32c.crc32c(memory_at(addresses[number], size))
+                result[number] = crc32c.crc32c(memory_at(addresses[number], size))
                 continue
             window = torch.empty(_WINDOW, dtype=torch.uint8) if window is None else window
             value = 0
             for begin in range(0, size, _WINDOW):
-                here = min(_WINDOW, size - begin)
-                copy_range(window, tensors[number], begin, here)
-                value = crc32c.crc32c(memory_at(window.data_ptr(), here), value)
-            found[number] = value
+                length = min(_WINDOW, size - begin)
+                copy_range(window, tensors[number], begin, length)
+                value = crc32c.crc32c(memory_at(window.data_ptr(), length), value)
+            result[number] = value
 
     in_threads(work, split(nbytes, threads, least=_WINDOW))
-    return found
+    return result
 
 
 def _shared(table: TensorTable, kind: int) -> list[tuple[int, ...]]:
@@ -101,9 +103,9 @@ def _shared(table: TensorTable, kind: int) -> list[tuple[int, ...]]:
 
 def _tensors_of(rank: int, table: TensorTable, shared: Sequence[Sequence[tuple[int, ...]]]) -> list[int]:
     """Return the tensors of which a rank holds a region that other ranks hold, too."""
-    kinds = np.array([any(rank in ranks for ranks in each) for each in shared], bool)
-    found: list[int] = np.flatnonzero(kinds[table.kinds]).tolist() if len(table) else []
-    return found
+    kinds = np.array([any(rank in ranks for ranks in groups) for groups in shared], bool)
+    tensors: list[int] = np.flatnonzero(kinds[table.kinds]).tolist() if len(table) else []
+    return tensors
 
 
 def _describe(value: int, ranks: Sequence[int]) -> str:

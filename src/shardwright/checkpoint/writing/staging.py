@@ -153,15 +153,15 @@ def windows(file: DataFile, nbytes: int) -> list[tuple[int, int]]:
     [(0, 1), (1, 3), (3, 5)]
     """
     ends = np.cumsum(Blocks.of(file, np.zeros(len(file.plan.tensors), np.int64)).nbytes)
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     last = len(ends)
     while last:
         # The first block such that it and those after it fit; a single one always does.
         before = np.concatenate([[0], ends[: last - 1]])
         first = min(int(np.searchsorted(before, int(ends[last - 1]) - nbytes)), last - 1)
-        found.append((first, last))
+        runs.append((first, last))
         last = first
-    return found[::-1]
+    return runs[::-1]
 
 
 def stage(file: DataFile, chunks: Sequence[Tensor], first: int, last: int, buffer: Buffer, threads: int = 2) -> Blocks:
@@ -244,30 +244,30 @@ def _grouped(copies: Sequence[_Copy]) -> list[list[_Copy]]:
     """Group small chunks that are adjacent in the buffer; every other copy is a group of its own."""
     groups: list[list[_Copy]] = []
     size = 0
-    for one in copies:
+    for copy in copies:
         before = groups[-1][-1] if groups else None
         if (
             before is not None
             and before.is_small
-            and one.is_small
-            and before.at + before.nbytes == one.at
-            and before.tensor.itemsize == one.tensor.itemsize
-            and size + one.nbytes <= _GROUP
+            and copy.is_small
+            and before.at + before.nbytes == copy.at
+            and before.tensor.itemsize == copy.tensor.itemsize
+            and size + copy.nbytes <= _GROUP
         ):
-            groups[-1].append(one)
-            size += one.nbytes
+            groups[-1].append(copy)
+            size += copy.nbytes
         else:
-            groups.append([one])
-            size = one.nbytes
+            groups.append([copy])
+            size = copy.nbytes
     return groups
 
 
 def _copy_from_gpu(group: Sequence[_Copy], buffer: Buffer) -> None:
     """Enqueue a copy to the host: of many small tensors at once, concatenated on the device."""
-    at, nbytes = group[0].at, sum(one.nbytes for one in group)
+    at, nbytes = group[0].at, sum(copy.nbytes for copy in group)
     tensor, within = group[0].tensor, group[0].within
     if len(group) > 1:
-        tensor = torch.cat([bits(each.tensor.detach().resolve_conj().resolve_neg()).reshape(-1) for each in group])
+        tensor = torch.cat([bits(copy.tensor.detach().resolve_conj().resolve_neg()).reshape(-1) for copy in group])
         within = 0
     copy_range(buffer.tensor[at : at + nbytes], tensor, within, nbytes, wait=False)
 
