@@ -126,3 +126,17 @@ def test_write_to_an_item_of_a_reshaped_tensor_reaches_its_base() -> None:
     with torch.no_grad():
         item.mul_(2)
     close(x, torch.full((1,), 10.0))
+
+
+@on_ranks(2)
+def test_in_place_shape_change_of_a_leaf_that_requires_grad_is_refused() -> None:
+    """The gradient of what was computed from it before has the shards that it had then."""
+    x = spread(randn(6, 6), ROWS).requires_grad_()
+    y = x[[1, 3], 2]
+    for change in (lambda: x.transpose_(0, 1), lambda: x.t_(), lambda: x.unsqueeze_(0)):
+        with torch.no_grad(), pytest.raises(InPlaceError, match="a leaf that requires grad"):
+            change()
+    (y * y).sum().backward()
+    plain = randn(6, 6).requires_grad_()
+    (plain[[1, 3], 2] ** 2).sum().backward()
+    close(x.grad, plain.grad)

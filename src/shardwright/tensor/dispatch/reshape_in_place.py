@@ -15,10 +15,18 @@ RESHAPES = frozenset({"t", "transpose", "unsqueeze", "squeeze"})
 
 
 def reshape_in_place(name: str, func: Any, target: DTensorBase, args: Any, kwargs: dict[str, Any]) -> DTensorBase:
-    """Change the dimensions of a tensor in place and return it. Raise InPlaceError if that needs communication."""
+    """Change the dimensions of a tensor in place and return it.
+
+    Raise InPlaceError if that needs communication, or the tensor is a leaf that requires grad.
+    """
     reshaped: DTensorBase = getattr(target.detach(), name)(*args, **kwargs)
     if is_copied(reshaped):
         raise InPlaceError(f"{name}_ of {target._layout} would need communication: use the out-of-place {name}")
+    if target.requires_grad and target.is_leaf and reshaped._layout is not target._layout:
+        raise InPlaceError(
+            f"{name}_ of {target._layout}, a leaf that requires grad: gradients of what was computed from it before "
+            f"would not fit the new shards. Use the out-of-place {name}"
+        )
     before = target._layout.shape
     with no_torch_function():
         if name == "squeeze":  # name the dimensions: one with size 1 only in this shard must stay
