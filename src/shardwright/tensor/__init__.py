@@ -1,7 +1,7 @@
 """DTensor: operators, rules, redistribution, gradients, random numbers."""
 
 from shardwright.tensor import rules
-from shardwright.tensor.api import async_dtensor, tracked_copy
+from shardwright.tensor.api import async_dtensor, parameter_value, tracked_copy
 from shardwright.tensor.api.distribute import distribute_tensor
 from shardwright.tensor.api.dtensor import DTensor
 from shardwright.tensor.api.factories import (
@@ -55,6 +55,7 @@ __all__ = [
     "manual_seed",
     "normal",
     "ones",
+    "parameter_value",
     "picture",
     "rand",
     "randint",

@@ -13,6 +13,7 @@ from shardwright.errors import TensorError
 from shardwright.layout import Layout
 from shardwright.tensor.api.from_local import for_gradient, verify_local
 from shardwright.tensor.base import trace
+from shardwright.tensor.base.parameter_use import ParameterUse, set_parameter_use
 from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.base.writes import count_writes_of
 from shardwright.tensor.gradients.below_autograd import expect_plain_roots
@@ -83,8 +84,15 @@ def _start_redistribution(tensor: DTensorBase, source: Layout, target: Layout) -
     return result
 
 
-def rebuild(local: Tensor, layout: dict[str, Any], saved_by: int, requires_grad: bool, is_parameter: bool) -> Any:
-    """Rebuild a DTensor from its pickled local tensor and layout, and the rank that saved it."""
+def rebuild(
+    local: Tensor,
+    layout: dict[str, Any],
+    saved_by: int,
+    requires_grad: bool,
+    is_parameter: bool,
+    gathered: Sequence[int] | None = None,
+) -> Any:
+    """Rebuild a DTensor from its pickled local tensor and layout, the rank that saved it, and its use if it has one."""
     known = Layout.from_json(layout)
     rank = comm.rank()
     if rank not in known.mesh or known.mesh.size > comm.world().size:
@@ -103,4 +111,6 @@ def rebuild(local: Tensor, layout: dict[str, Any], saved_by: int, requires_grad:
     count_writes_of(result)  # tensors unpickled with one storage have version counters of their own
     if is_parameter:
         result._is_param = True  # what makes isinstance(x, nn.Parameter) true
+    if gathered is not None:
+        set_parameter_use(result, ParameterUse(frozenset(gathered)))
     return result

@@ -17,6 +17,7 @@ from shardwright.tensor.api.from_local import from_local
 from shardwright.tensor.base.checkpoint_protocol import provided
 from shardwright.tensor.base.copied import is_copied, refuse_stale
 from shardwright.tensor.base.gradient_types import REPLICATE
+from shardwright.tensor.base.parameter_use import copy_use
 from shardwright.tensor.base.strides import copy_strides, global_stride
 from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function, tag
 from shardwright.tensor.base.trace import on_trace
@@ -31,8 +32,11 @@ from shardwright.tensor.gradients.enter import forget_entered
 __all__ = ["DTensor"]
 
 _OF_ONE_OBJECT = frozenset(
-    ("_layout", "_copied_by", "_base_index", "_base_version", "_lookup_result", "_strides", "_number", "_untracked")
-)  # not copied
+    (
+        *("_layout", "_copied_by", "_base_index", "_base_version", "_lookup_result", "_strides", "_number"),
+        *("_untracked", "_use", "_unit"),
+    )
+)  # not copied; the use is copied by `copy_use`
 _enabled = torch._C._is_torch_function_enabled
 
 
@@ -416,6 +420,7 @@ class DTensor(DTensorBase):
         forget_entered()
         data: DTensor = tag(data_of(self), self._layout)
         copy_strides(data, self)
+        copy_use(data, self)
         return data
 
     @data.setter
@@ -458,6 +463,7 @@ class DTensor(DTensorBase):
             result = tag(self.detach(), self._layout)
             result.requires_grad_(self.requires_grad)
         copy_strides(result, self)
+        copy_use(result, self)
         result.__dict__.update({k: v for k, v in self.__dict__.items() if k not in _OF_ONE_OBJECT})
         return result
 
@@ -474,6 +480,7 @@ class DTensor(DTensorBase):
             copied = local.clone(memory_format=torch.preserve_format) if is_parameter else copy.deepcopy(local, memo)
             memo[id(self)] = result = tag(copied, self._layout)
             result.requires_grad_(self.requires_grad)
+            copy_use(result, self)
             if not is_parameter:
                 count_writes_of(result)  # copies that share memory have version counters of their own
         if is_parameter:
@@ -489,7 +496,9 @@ class DTensor(DTensorBase):
         with no_torch_function():
             local = self.detach().view_as(self)
             is_parameter = getattr(self, "_is_param", False)
-            return rebuild, (local, self._layout.to_json(), comm.rank(), self.requires_grad, is_parameter)
+            use = self.__dict__.get("_use")
+            gathered = () if use is None else (sorted(use.gathered),)
+            return rebuild, (local, self._layout.to_json(), comm.rank(), self.requires_grad, is_parameter, *gathered)
 
     def __hash__(self) -> int:
         return id(self)

@@ -26,7 +26,7 @@ class Strided(DTensor):
         if func is Tensor.is_contiguous and "_strides" in args[0].__dict__:
             return meta_of(args[0]).is_contiguous(*args[1:], **kwargs)
         result = DTensor.__torch_function__(func, types, args, kwargs)
-        if type(result) is DTensor:
+        if type(result) in (DTensor, DTensorBase.parameter_values):
             inputs = list(tensors_in((*args, *kwargs.values())))
             if any("_strides" in tensor.__dict__ for tensor in inputs) and not any(result is each for each in inputs):
                 _keep_strides(result, func, args, kwargs, inputs)

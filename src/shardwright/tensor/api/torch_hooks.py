@@ -23,14 +23,12 @@ from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.dispatch import refusals, scripts
 from shardwright.tensor.gradients import below_autograd, functions, module_hooks, saved_tensors
 
-__all__ = ["functions_of", "leave_eager", "register_with_torch"]
+__all__ = ["functions_of", "leave_eager", "register_with_torch", "take_in_lists"]
 
 
 def register_with_torch(kind: type[DTensorBase], rebuild: Callable[..., Any]) -> None:
     """Register DTensor and its unpickling function with torch, and replace methods of torch. Call it once."""
-    for supported_types in (optimized, clipped):
-        if kind not in supported_types:
-            supported_types.append(kind)
+    take_in_lists(kind)
     serialization.add_safe_globals([rebuild])
     for function in functions_of(kind):
         leave_eager(function)
@@ -40,6 +38,13 @@ def register_with_torch(kind: type[DTensorBase], rebuild: Callable[..., Any]) ->
         for function in part.install():
             leave_eager(function)
     _keep_recurrent_weights()
+
+
+def take_in_lists(kind: type[DTensorBase]) -> None:
+    """Make `foreach` optimizers and gradient clipping take lists of tensors of this type."""
+    for supported_types in (optimized, clipped):
+        if kind not in supported_types:
+            supported_types.append(kind)
 
 
 def _keep_recurrent_weights() -> None:

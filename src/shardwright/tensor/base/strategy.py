@@ -11,7 +11,7 @@ with the same label are sharded together. The strategies for one mesh dimension 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,10 +20,34 @@ import torch
 from shardwright.layout import Layout, Partial, Placement, Ragged, Shard
 from shardwright.tensor.base.gradient_types import REPLICATE, SUM
 
-__all__ = ["Labels", "MeshStrategy", "Operand", "Run", "Strategies", "Strategy", "index_strategies", "spell"]
+__all__ = [
+    "Labels",
+    "MeshStrategy",
+    "Operand",
+    "ParameterUse",
+    "Run",
+    "Strategies",
+    "Strategy",
+    "common_use",
+    "index_strategies",
+    "spell",
+]
 
 Label: TypeAlias = Hashable  # None: this dimension is never sharded (it is broadcast, or needed whole)
 Labels: TypeAlias = Sequence[Label]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterUse:
+    """The mesh dimensions over which a parameter is gathered where it is used; over all others it stays sharded.
+
+    It is recorded with `set_parameter_use`.
+
+    >>> ParameterUse(frozenset({0})).gathered
+    frozenset({0})
+    """
+
+    gathered: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +58,7 @@ class Operand:
     dtype: torch.dtype
     grad: bool  # whether it requires grad
     parameter: bool = False  # whether it is an nn.Parameter
+    use: ParameterUse | None = None  # of a parameter, or of the parameters it was computed from
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -48,6 +73,11 @@ class Operand:
         if not -max(self.ndim, 1) <= dim < max(self.ndim, 1):
             raise IndexError(f"dimension {dim} is out of range for a tensor of {self.ndim} dimensions")
         return dim % max(self.ndim, 1)
+
+
+def common_use(uses: Iterable[ParameterUse]) -> ParameterUse:
+    """Return the use of a value computed from parameters with these uses."""
+    return ParameterUse(frozenset().union(*(use.gathered for use in uses)))
 
 
 class Strategy(NamedTuple):

@@ -40,7 +40,7 @@ def record_strides(tensor: DTensorBase, strides: tuple[int, ...], always: bool =
     """Record the strides of a new non-contiguous tensor if some rank's shard does not determine them."""
     if always or _hides(tensor._layout, strides):
         tensor._strides = strides
-        if type(tensor) is DTensorBase.concrete:
+        if type(tensor) in (DTensorBase.concrete, DTensorBase.parameter_values):
             tensor.__class__ = DTensorBase.strided
 
 
@@ -48,7 +48,7 @@ def copy_strides(target: DTensorBase, source: DTensorBase) -> None:
     """Copy the recorded strides of `source` to `target`, which now shares its memory."""
     target.__dict__.pop("_strides", None)
     if type(target) is DTensorBase.strided:
-        target.__class__ = DTensorBase.concrete
+        target.__class__ = DTensorBase.parameter_values if "_use" in target.__dict__ else DTensorBase.concrete
     if "_strides" in source.__dict__:
         record_strides(target, source._strides, always=True)
 

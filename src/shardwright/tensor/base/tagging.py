@@ -47,14 +47,17 @@ class DTensorBase(Tensor):
     _strides: tuple[int, ...]  # of the global tensor, if it is not contiguous and the shards do not determine them
     _number: int  # counts the tensors that `distribute_tensor` has sent over the mesh; the same on all its ranks
     _untracked: bool  # set if its memory may be written to without autograd's knowledge
+    _use: Any  # a ParameterUse: of a parameter, or of the parameters it was computed from
     concrete: ClassVar[type[DTensorBase]]
     copies: ClassVar[type[DTensorBase]]  # TrackedCopy: a copy that looks like a view
     strided: ClassVar[type[DTensorBase]]  # a tensor with recorded global strides
     pending: ClassVar[type[DTensorBase]]  # a tensor that is still being received
+    parameter_values: ClassVar[type[DTensorBase]]  # a tensor with a ParameterUse, if no other class applies
 
     def __init_subclass__(cls) -> None:
         if cls.__base__ is DTensorBase:
             DTensorBase.concrete = DTensorBase.copies = DTensorBase.strided = DTensorBase.pending = cls
+            DTensorBase.parameter_values = cls
 
 
 def layout_of(tensor: DTensorBase) -> Layout:

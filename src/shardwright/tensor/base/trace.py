@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import nn
 
 from shardwright import comm
-from shardwright.layout import Layout
+from shardwright.layout import Layout, Mesh
 
 __all__ = [
     "Operation",
@@ -27,6 +27,7 @@ __all__ = [
     "on_trace",
     "operation",
     "operation_name",
+    "record_decision",
     "record_redistribution",
     "requested",
     "source_line",
@@ -46,6 +47,7 @@ class Operation:
     name: str
     where: str
     fell_back: bool = False  # no rule: it ran on replicated tensors
+    decided_by: dict[str, str] = field(default_factory=dict)  # what decided its layouts, by mesh dimension
 
 
 @dataclass(slots=True)
@@ -109,7 +111,10 @@ class Trace:
             table.add_column(name, justify=justify)  # type: ignore[arg-type]  # rich's own literals
         for event in self.events:
             if isinstance(event, Operation):
-                table.add_row(event.name, "everything replicated: no rule" if event.fell_back else "", "", event.where)
+                decided = "; ".join(f"{mesh_dim}: {rule}" for mesh_dim, rule in event.decided_by.items())
+                table.add_row(
+                    event.name, "everything replicated: no rule" if event.fell_back else decided, "", event.where
+                )
             elif isinstance(event, Redistribution):
                 why = "requested" if event.requested else "backward" if event.backward else f"for {event.operation}"
                 table.add_row("", f"{event.source} → {event.target} ({why})", f"{event.received:,}", event.where)
@@ -181,6 +186,13 @@ def operation(name: str) -> Iterator[Operation]:
         yield record
     finally:
         _operation.reset(token)
+
+
+def record_decision(mesh: Mesh, rules: Sequence[str]) -> None:
+    """Record for the operator being run what decided its layouts, one rule for each dimension of its mesh."""
+    record = _operation.get()
+    if record is not None:
+        record.decided_by = {mesh.label(mesh_dim): rule for mesh_dim, rule in enumerate(rules)}
 
 
 @contextmanager

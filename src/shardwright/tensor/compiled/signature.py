@@ -79,6 +79,8 @@ class _Inputs:
             if type(tensor) is not DTensorBase.concrete:
                 tensor.dtype  # noqa: B018  # an AsyncDTensor waits for its values
             sharding = (tensor._layout, "copied") if type(tensor) is TrackedCopy else tensor._layout
+            if "_use" in tensor.__dict__:
+                sharding = (sharding, tensor._use)
         else:
             sharding = (_shape(tensor), _device(tensor))
         self.key.append((sharding, _dtype(tensor), _stride(tensor), _requires_grad(tensor), _is_leaf(tensor)))

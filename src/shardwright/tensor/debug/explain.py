@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from shardwright.tensor.base.parameter_use import copy_use
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.base.trace import Trace, trace
 
@@ -58,4 +59,7 @@ def _to_meta(tensor: Tensor) -> Tensor:
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         if isinstance(tensor, DTensorBase):
             meta = tag(meta, tensor._layout)
+            copy_use(meta, tensor)
+            if "_is_param" in tensor.__dict__:
+                meta._is_param = True  # the layouts that operators keep depend on it
         return meta.requires_grad_(tensor.requires_grad)

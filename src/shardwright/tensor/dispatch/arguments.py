@@ -51,7 +51,10 @@ def _walk(values: Sequence[Any], tensors: list[DTensorBase], key: list[Any], num
             tensors.append(value)
             # Strategies depend on whether a gradient is required.
             grad = disabled(_requires_grad, (), (value,), {})
-            key += (value._layout, disabled(_dtype, (), (value,), {}), grad, "_is_param" in value.__dict__)
+            attributes = value.__dict__
+            use = attributes.get("_use")
+            key += (value._layout, disabled(_dtype, (), (value,), {}), grad, "_is_param" in attributes)
+            key.append(use if use is None else use.gathered)  # a frozenset keeps its hash
         elif kind in (list, tuple, torch.Size):
             key += (kind, len(value))
             hashable = _walk(value, tensors, key, numbers_by_type) and hashable

@@ -23,7 +23,7 @@ from shardwright import comm
 from shardwright.layout import Layout
 from shardwright.tensor.base.layout_cache import LayoutCache, cache_of, forget_caches
 from shardwright.tensor.base.registry import Op, canonical_name
-from shardwright.tensor.base.strategy import Local
+from shardwright.tensor.base.strategy import Local, ParameterUse
 from shardwright.tensor.base.strides import has_thin_shards
 from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function
 from shardwright.tensor.base.writes import WATCH, count_write
@@ -115,6 +115,8 @@ class CallPlan:
     copied: bool  # the result looks like a view but is a copy, because the input had to be redistributed
     dtypes: tuple[torch.dtype, ...] | None  # of the results, if this rank has no elements and its call may give others
     outcomes: dict[Any, ViewOutcome]  # by the strides of the first input
+    rules: tuple[str, ...]  # what decided the layouts, by mesh dimension; empty if the operator has one strategy
+    use: ParameterUse | None  # of the results, if they are computed from parameters alone
 
 
 def torch_function(passed: frozenset[Any], call_known: Callable[..., Any], intercept: Callable[..., Any]) -> Any:

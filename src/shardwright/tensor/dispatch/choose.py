@@ -1,16 +1,29 @@
-"""Choose the cheapest strategy for an operator, one mesh dimension at a time. Pure."""
+"""Choose a strategy for an operator, one mesh dimension at a time: the cheapest that keeps chosen layouts. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 from shardwright.errors import RuleError
 from shardwright.layout import Layout, Partial, Placement, Ragged, Shard
 from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE, Entered
 from shardwright.tensor.base.strategy import Operand, Strategies, Strategy
+from shardwright.tensor.dispatch.kept import Kept, keep_layouts
 
-__all__ = ["Impossible", "choose"]
+__all__ = ["Choice", "Impossible", "choose"]
+
+
+class Choice(NamedTuple):
+    """The layouts to which the inputs are redistributed, those of the outputs, and what decided, by mesh dimension."""
+
+    ins: list[Layout]
+    outs: list[Layout]
+    rules: list[str]
+
+
+IN_PLACE = "in place"
 
 
 class Impossible(Exception):  # noqa: N818  # a signal between choose and its callers, never shown
@@ -21,14 +34,16 @@ class Impossible(Exception):  # noqa: N818  # a signal between choose and its ca
         super().__init__(mesh_dim)
 
 
-def choose(
-    operands: Sequence[Operand], strategies: Strategies, out_shapes: Sequence[tuple[int, ...]]
-) -> tuple[list[Layout], list[Layout]]:
-    """Return the layouts to which the inputs are redistributed, and the layouts of the outputs."""
+def choose(operands: Sequence[Operand], strategies: Strategies, out_shapes: Sequence[tuple[int, ...]]) -> Choice:
+    """Choose the layouts to which the inputs are redistributed, and thereby the layouts of the outputs."""
     mesh = operands[0].layout.mesh
     chosen: list[Strategy] = []
+    rules: list[str] = []
     usual = tuple(range(mesh.ndim))
-    leading = operands if strategies.unmoved is None else [operands[strategies.unmoved]]
+    # The order in which mesh dimensions shard a parameter does not matter to others if it is gathered.
+    leading = [operand for operand in operands if operand.use is None or not operand.use.gathered] or operands
+    if strategies.unmoved is not None:
+        leading = [operands[strategies.unmoved]]
     order = next((operand.layout.order for operand in leading if operand.layout.order != usual), None)
     for mesh_dim in range(mesh.ndim):
         candidates = [strategy for strategy in strategies.at(mesh_dim) if _nests(strategy, chosen, order is None)]
@@ -45,7 +60,11 @@ def choose(
                 "for earlier mesh dimensions: a dimension can be split into given sizes only once, and first. Add a "
                 "strategy with everything replicated"
             )
-        chosen.append(_cheapest(candidates, operands, chosen, out_shapes))
+        kept = Kept(candidates, IN_PLACE)
+        if strategies.unmoved is None:
+            kept = keep_layouts(candidates, operands, mesh_dim)
+        chosen.append(_cheapest(kept.strategies, operands, chosen, out_shapes))
+        rules.append(kept.rule)
     ins = []
     for index, operand in enumerate(operands):
         placements = [_entering(strategy, index, mesh.shape[m]) for m, strategy in enumerate(chosen)]
@@ -54,7 +73,7 @@ def choose(
         Layout(mesh, [strategy.outs[index] for strategy in chosen], shape, order)
         for index, shape in enumerate(out_shapes)
     ]
-    return ins, outs
+    return Choice(ins, outs, rules)
 
 
 def _nests(strategy: Strategy, before: Sequence[Strategy], in_order: bool) -> bool:

@@ -17,10 +17,11 @@ import torch
 from shardwright import comm
 from shardwright.errors import InPlaceError
 from shardwright.layout import Layout
-from shardwright.tensor.base import policy
+from shardwright.tensor.base import policy, trace
 from shardwright.tensor.base.capture import below_modes
 from shardwright.tensor.base.copied import mark_copied, record_base_index, refuse_copied
 from shardwright.tensor.base.gradient_types import without_entered
+from shardwright.tensor.base.parameter_use import set_parameter_use
 from shardwright.tensor.base.registry import Op
 from shardwright.tensor.base.rounding import without_rounding
 from shardwright.tensor.base.strategy import Local, LocalContext, MeshStrategy, Operand, Strategies
@@ -32,11 +33,12 @@ from shardwright.tensor.base.tagging import (
     with_dtypes,
 )
 from shardwright.tensor.base.writes import WATCH, count_write
-from shardwright.tensor.dispatch.arguments import Call, flatten_call, map_tensors
+from shardwright.tensor.dispatch.arguments import Call, flatten_call, map_tensors, tensors_in
 from shardwright.tensor.dispatch.autocast import low_precision_cast
 from shardwright.tensor.dispatch.cache import CallPlan, known_plan, remember_fast, remember_plan
 from shardwright.tensor.dispatch.choose import Impossible, choose
 from shardwright.tensor.dispatch.foreach import LIST_FUNCTIONS
+from shardwright.tensor.dispatch.kept import use_of_result
 from shardwright.tensor.dispatch.outside import is_outside, run_outside
 from shardwright.tensor.dispatch.overlap import refuse_overlap
 from shardwright.tensor.dispatch.shapes import Outputs, outputs_of
@@ -74,7 +76,10 @@ def call_by_rule(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, 
             return NotImplemented
         if call.key is not None:
             remember_plan(first, call.key, plan)
-            remember_fast(op, plan, func, args, kwargs)
+            if not any("_use" in tensor.__dict__ for tensor in call.tensors):  # it is not part of the key there
+                remember_fast(op, plan, func, args, kwargs)
+    if plan.moving and trace.current() is not None:
+        trace.record_decision(first.mesh, plan.rules)
     return _execute(plan, func, args, kwargs, call)
 
 
@@ -105,6 +110,9 @@ def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call:
     tagged = tag_results(result, plan.outs, call.tensors)
     if outcome.strides is not None:
         record_result_strides(tagged, outcome.strides, call.tensors, plan.copied)
+    if plan.use is not None:
+        for tensor in tensors_in((tagged,)):
+            set_parameter_use(tensor, plan.use)
     if outcome.copies:
         return tagged
     if plan.copied:
@@ -142,6 +150,7 @@ def _moved(plan: CallPlan, args: Any, kwargs: dict[str, Any], call: Call) -> tup
 def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any], call: Call) -> CallPlan | None:
     assert op.rule is not None
     dtypes: tuple[torch.dtype, ...] = ()
+    rules: list[str] = []
     operands = [_operand(tensor) for tensor in call.tensors]
     stand_ins = iter(operands)
     answer = op.rule(*(spec := map_tensors(args, kwargs, lambda _: next(stand_ins)))[0], **spec[1])
@@ -156,7 +165,7 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
         shapes, dtypes = _outputs(answer, operands, inplace, func, args, kwargs)
         answer = without_rounding(answer, operands, low_precision_cast(op.name, call.tensors[0]) or dtypes)
         try:
-            ins, outs = choose(operands, replace(answer, unmoved=0 if inplace else None), shapes)
+            ins, outs, rules = choose(operands, replace(answer, unmoved=0 if inplace else None), shapes)
         except Impossible as where:
             if answer.written_back:
                 return None
@@ -189,6 +198,8 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
         copied,
         known,
         {},
+        tuple(rules),
+        None if inplace else use_of_result(operands),
     )
 
 
@@ -229,4 +240,5 @@ def _cannot_keep(op: Op, target: Operand, mesh_dim: int | None) -> InPlaceError:
 def _operand(tensor: DTensorBase) -> Operand:
     with no_torch_function():
         grad = tensor.requires_grad and torch.is_grad_enabled()
-        return Operand(tensor._layout, tensor.dtype, grad, "_is_param" in tensor.__dict__)
+        attributes = tensor.__dict__
+        return Operand(tensor._layout, tensor.dtype, grad, "_is_param" in attributes, attributes.get("_use"))

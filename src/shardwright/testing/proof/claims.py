@@ -109,7 +109,8 @@ def _choose(
                 f"the strategy {strategy.ins} -> {strategy.outs} has {len(strategy.ins)} inputs and "
                 f"{len(strategy.outs)} outputs, but the call has {len(operands)} and {len(shapes)}"
             )
-    return choose(operands, replace(answer, at=lambda _: strategies, unmoved=unmoved), shapes)
+    ins, outs, _ = choose(operands, replace(answer, at=lambda _: strategies, unmoved=unmoved), shapes)
+    return ins, outs
 
 
 def _claim(
