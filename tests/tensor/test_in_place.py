@@ -140,3 +140,14 @@ def test_in_place_shape_change_of_a_leaf_that_requires_grad_is_refused() -> None
     plain = randn(6, 6).requires_grad_()
     (plain[[1, 3], 2] ** 2).sum().backward()
     close(x.grad, plain.grad)
+
+
+@on_ranks(2)
+def test_masked_write_to_an_expanded_tensor_is_refused() -> None:
+    for placement in (R, Shard(1)):
+        x = spread(torch.zeros(1, 4), placement).expand(2, 4)
+        mask = spread(torch.tensor([True, False]), R)
+        for value in (torch.ones(4), torch.ones(1, 4)):
+            with pytest.raises(InPlaceError, match=r"x\[mask\] = value: .* share memory"):
+                x[mask] = spread(value, R)
+        close(x, torch.zeros(2, 4))

@@ -15,7 +15,7 @@ from shardwright.tensor.base.registry import composite, rule
 from shardwright.tensor.base.strategy import MeshStrategy, Operand, Strategies
 from shardwright.tensor.base.tagging import DTensorBase, layout_of, no_torch_function, tag_replicated
 from shardwright.tensor.base.writes import storage_of
-from shardwright.tensor.dispatch.write_through import is_lookup_result, overwrite
+from shardwright.tensor.dispatch.write_through import is_lookup_result, overwrite, refuse_unwritable
 from shardwright.tensor.rules.index.gather import advanced_strategies
 from shardwright.tensor.rules.index.masked import index_by_mask
 from shardwright.tensor.rules.index.scatter import index_put_strategies
@@ -254,8 +254,10 @@ def _write_masked(input: Any, mask: Any, value: Any) -> Any:
     elif layout_of(input).is_partial:
         return NotImplemented
     elif value.ndim <= input.ndim - count:
+        refuse_unwritable("x[mask] = value", input, records=False)  # an expanded tensor, to which torch writes rows
         input.copy_(torch.where(mask, value.to(input.dtype), input))
     elif mask.is_meta or tuple(value.shape) == (int(rows.sum().item()), *input.shape[count:]):
+        refuse_unwritable("x[mask] = value", input, records=False)
         input.copy_(input.masked_scatter(mask, value.to(input.dtype)))
     else:
         return NotImplemented
