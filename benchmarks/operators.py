@@ -49,10 +49,10 @@ class Theirs:
             self.meshes[key] = init_device_mesh("cpu", mesh)
         return self.meshes[key]
 
-    def distribute(self, local: Tensor, whole: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:
+    def distribute(self, local: Tensor, full: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:
         theirs = [_theirs(placement) for placement in placements]
         return dt.DTensor.from_local(
-            local, mesh, theirs, run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
+            local, mesh, theirs, run_check=False, shape=full.shape, stride=full.contiguous().stride()
         )
 
     def gather(self, tensor: Tensor) -> Tensor:

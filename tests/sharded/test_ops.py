@@ -62,7 +62,7 @@ def check(found: Any, expected: Any, what: str) -> None:
     told = (found.shape, found.dtype, found.requires_grad, found.is_leaf)
     assert told == (expected.shape, expected.dtype, expected.requires_grad, expected.is_leaf), what
     found.metadata().validate()
-    assert [shard.metadata for shard in found.local_shards()] == found._own(), what
+    assert [shard.metadata for shard in found.local_shards()] == found._local_metadata(), what
     for shard in found.local_shards():
         assert shard.tensor.requires_grad == expected.requires_grad, what
         torch.testing.assert_close(shard.tensor, part(expected, shard), equal_nan=True, msg=lambda m: f"{what}: {m}")

@@ -44,18 +44,18 @@ def to_torch_dtensor(x: DTensor) -> TheirDTensor:
     layout = x.sharding
     placements = [_to_placement(layout, mesh_dim) for mesh_dim in range(layout.mesh.ndim)]
     try:
-        same = Layout(layout.mesh, placements, layout.shape) is layout
+        is_expressible = Layout(layout.mesh, placements, layout.shape) is layout
     except LayoutError:
-        same = False
-    if not same:
+        is_expressible = False
+    if not is_expressible:
         raise UnsupportedError(
             f"to_torch_dtensor: PyTorch cannot express the order of shardings in {layout}: redistribute it to a "
             "layout whose mesh dimensions apply from left to right"
         )
-    made: TheirDTensor = TheirDTensor.from_local(
+    result: TheirDTensor = TheirDTensor.from_local(
         x.to_local(), x.device_mesh, placements, run_check=False, shape=torch.Size(layout.shape), stride=x.stride()
     )
-    return made
+    return result
 
 
 def from_torch_dtensor(x: TheirDTensor) -> DTensor:
@@ -78,8 +78,8 @@ def from_torch_dtensor(x: TheirDTensor) -> DTensor:
                 f"shape {tuple(local.shape)}, expected {expected} for {layout}"
             )
         local = local.new_empty(expected)  # outside the mesh PyTorch's empty tensor has another shape
-    made: DTensor = tag(alias(local), layout)
-    return made
+    result: DTensor = tag(alias(local), layout)
+    return result
 
 
 def to_shardwright(value: Any) -> Any:
@@ -99,8 +99,8 @@ def _to_placement(layout: Layout, mesh_dim: int) -> TheirPlacement:
     match layout.placements[mesh_dim]:
         case Shard(dim=dim):
             sharding = layout.cut_by(dim)
-            before = [other for other in sharding[: sharding.index(mesh_dim)] if other > mesh_dim]
-            factor = prod(layout.mesh.shape[other] for other in before)
+            before = [outer for outer in sharding[: sharding.index(mesh_dim)] if outer > mesh_dim]
+            factor = prod(layout.mesh.shape[outer] for outer in before)
             return _StridedShard(dim, split_factor=factor) if factor > 1 else TheirShard(dim)
         case Partial(op=op):
             return TheirPartial(op)

@@ -74,12 +74,12 @@ def to_torch_sharded_tensor(tensor: ShardedTensor, process_group: Any = None) ->
             "torch.distributed.init_process_group or shardwright.init_device_mesh first"
         )
     refuse_nested(tensor, "to_torch_sharded_tensor")
-    local = {number: shard.tensor for number, shard in zip(_own_numbers(tensor), tensor.local_shards(), strict=True)}
+    local = {number: shard.tensor for number, shard in zip(_local_rows(tensor), tensor.local_shards(), strict=True)}
     for number, shard in local.items():
         if isinstance(shard, ShardedTensorBase | DTensor) or not shard.is_contiguous():
             raise UnsupportedError(
                 f"to_torch_sharded_tensor: shard {number} must be a plain contiguous tensor, got one that is "
-                f"{_what(shard)}: "
+                f"{_describe_tensor(shard)}: "
                 "use sharded.flatten_sharded_tensors for nested shards, and contiguous() for others"
             )
     spec, checked = _spec_and_metadata(tensor, local)
@@ -112,12 +112,12 @@ def from_torch_sharded_tensor(tensor: TheirShardedTensor) -> ShardedTensor:
     metadata = from_torch_metadata(tensor.metadata())
     metadata.validate()
     spec = from_torch_spec(tensor.sharding_spec())
-    made = ShardedTensor._bind(metadata, spec, (), comm.Group.of(tensor._process_group))
+    result = ShardedTensor._bind(metadata, spec, (), comm.Group.of(tensor._process_group))
     shards = {_box(shard.metadata): shard.tensor for shard in tensor.local_shards()}
     their = dict(zip(map(id, metadata.shards_metadata), tensor.metadata().shards_metadata, strict=True))
-    made._local_shards = [Shard(shards[_box(their[id(own)])], own) for own in made._own()]
-    made._leaf = all(shard.is_leaf for shard in shards.values())
-    return made
+    result._local_shards = [Shard(shards[_box(their[id(local)])], local) for local in result._local_metadata()]
+    result._leaf = all(shard.is_leaf for shard in shards.values())
+    return result
 
 
 def to_torch_spec(spec: ShardingSpec, size: Any = None) -> TheirSpec:
@@ -202,10 +202,10 @@ def _spec_and_metadata(tensor: ShardedTensor, local: dict[int, Tensor]) -> tuple
     owners = tensor._table.ranks.tolist()
     shards = []
     for number, (shard, owner) in enumerate(zip(metadata.shards_metadata, owners, strict=True)):
-        where = shard.placement or RemoteDevice.of(f"rank:{owner}")
+        placement = shard.placement or RemoteDevice.of(f"rank:{owner}")
         # PyTorch requires the device with its index; ours may be without one.
-        where = where.on(local[number].device) if number in local else where
-        shards.append(ShardMetadata(shard.shard_offsets, shard.shard_sizes, where))
+        placement = placement.on(local[number].device) if number in local else placement
+        shards.append(ShardMetadata(shard.shard_offsets, shard.shard_sizes, placement))
     if not shards:
         raise UnsupportedError(
             f"to_torch_sharded_tensor: {tensor!r} has no shards, but PyTorch's needs at least one: reshard it with a "
@@ -236,9 +236,9 @@ def _inside(shard: ShardMetadata, size: Any) -> ShardMetadata:
     return ShardMetadata(offsets, shard.shard_sizes, shard.placement)
 
 
-def _own_numbers(tensor: ShardedTensor) -> list[int]:
-    numbers: list[int] = (tensor._table.ranks == comm.rank()).nonzero()[0].tolist()
-    return numbers
+def _local_rows(tensor: ShardedTensor) -> list[int]:
+    rows: list[int] = (tensor._table.ranks == comm.rank()).nonzero()[0].tolist()
+    return rows
 
 
 def _box(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -258,7 +258,7 @@ def _to_placement(placement: RemoteDevice) -> _remote_device:
     return _remote_device(str(placement))
 
 
-def _what(shard: Tensor) -> str:
+def _describe_tensor(shard: Tensor) -> str:
     if isinstance(shard, ShardedTensorBase | DTensor):
         return f"itself a {type(shard).__name__}"
     return f"of sizes {list(shard.shape)} with strides {list(shard.stride())}"

@@ -110,15 +110,15 @@ class Layout:
         coordinate = self.mesh.coordinate(rank)
         offset, size = [0] * len(self.shape), list(self.shape)
         for mesh_dim, dim in self._sharded:
-            here = coordinate[mesh_dim]
+            index = coordinate[mesh_dim]
             placement = self.placements[mesh_dim]
             if isinstance(placement, Ragged):
-                offset[dim] += sum(placement.sizes[:here])
-                size[dim] = placement.sizes[here]
+                offset[dim] += sum(placement.sizes[:index])
+                size[dim] = placement.sizes[index]
             else:
                 extent = size[dim]
                 chunk = -(-extent // self.mesh.shape[mesh_dim])
-                start = min(here * chunk, extent)
+                start = min(index * chunk, extent)
                 offset[dim] += start
                 size[dim] = min(chunk, extent - start)
         return region_unchecked(tuple(offset), tuple(size))
@@ -188,7 +188,7 @@ class Layout:
             candidates.append(
                 np.flatnonzero((lengths > 0) & (starts < start + size) & (starts + lengths > start)).tolist()
             )
-        found = []
+        holdings = []
         for combination in product(*candidates):
             fixed: dict[int, int] = {}
             offset, size_ = [], []
@@ -200,9 +200,9 @@ class Layout:
                 size_.append(int(lengths[index]))
             part = region.intersect(region_unchecked(tuple(offset), tuple(size_)))
             assert part is not None  # candidates overlap the region
-            where = tuple(fixed.get(m, slice(None)) for m in range(self.mesh.ndim))
-            found.append(Holding(part, tuple(np.atleast_1d(self.mesh.array[where]).reshape(-1).tolist())))
-        return tuple(found)
+            selection = tuple(fixed.get(m, slice(None)) for m in range(self.mesh.ndim))
+            holdings.append(Holding(part, tuple(np.atleast_1d(self.mesh.array[selection]).reshape(-1).tolist())))
+        return tuple(holdings)
 
     def replicas(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold the same values as this one, including itself, in the order of the mesh.
@@ -211,11 +211,11 @@ class Layout:
         (0, 1)
         """
         coordinate = self.mesh.coordinate(rank)
-        where = tuple(
-            slice(None) if isinstance(placement, Replicate) else here
-            for placement, here in zip(self.placements, coordinate, strict=True)
+        selection = tuple(
+            slice(None) if isinstance(placement, Replicate) else index
+            for placement, index in zip(self.placements, coordinate, strict=True)
         )
-        return tuple(np.atleast_1d(self.mesh.array[where]).reshape(-1).tolist())
+        return tuple(np.atleast_1d(self.mesh.array[selection]).reshape(-1).tolist())
 
     def cut_by(self, dim: int) -> tuple[int, ...]:
         """Return the mesh dimensions that shard a tensor dimension, in the order in which they apply.
@@ -326,12 +326,12 @@ class Layout:
     def __str__(self) -> str:
         parts = []
         for mesh_dim, placement in enumerate(self.placements):
-            turn = ""
+            position = ""
             if self._reordered and isinstance(placement, Shard | Ragged):
                 sharding = self.cut_by(placement.dim)
                 # "@0" applies first; shown only if the order is not left to right.
-                turn = f"@{sharding.index(mesh_dim)}" if len(sharding) > 1 else ""
-            parts.append(f"{self.mesh.label(mesh_dim)}: {placement}{turn}")
+                position = f"@{sharding.index(mesh_dim)}" if len(sharding) > 1 else ""
+            parts.append(f"{self.mesh.label(mesh_dim)}: {placement}{position}")
         return f"[{', '.join(map(str, self.shape))}] ({', '.join(parts)})"
 
     def __repr__(self) -> str:
@@ -354,14 +354,14 @@ def _checked_placements(placements: Iterable[object], mesh: Mesh, shape: tuple[i
         raise ArgumentTypeError(
             f"placements must be a sequence with one placement per mesh dimension, got {placements!r}"
         )
-    given = tuple(as_placement(placement) for placement in placements)
-    if len(given) != mesh.ndim:
+    converted = tuple(as_placement(placement) for placement in placements)
+    if len(converted) != mesh.ndim:
         raise PlacementError(
-            f"{mesh!r} has {mesh.ndim} dimensions, but {len(given)} placements were given: "
-            f"({', '.join(map(str, given))}). Pass one per mesh dimension"
+            f"{mesh!r} has {mesh.ndim} dimensions, but {len(converted)} placements were given: "
+            f"({', '.join(map(str, converted))}). Pass one per mesh dimension"
         )
     checked: list[Placement] = []
-    for mesh_dim, placement in enumerate(given):
+    for mesh_dim, placement in enumerate(converted):
         if isinstance(placement, Shard | Ragged | StridedShard):
             dim = placement.dim
             if not -len(shape) <= dim < len(shape):
@@ -391,14 +391,14 @@ def _checked_order(order: Iterable[int | str] | None, placements: tuple[Placemen
         return tuple(range(mesh.ndim))
     if not isinstance(order, Iterable) or isinstance(order, str):
         raise ArgumentTypeError(f"order must be a sequence of mesh dimensions, got {order!r}")
-    given = tuple(mesh.dim(which) for which in order)
-    if sorted(given) != list(range(mesh.ndim)):
-        raise MeshError(f"order must name each of the {mesh.ndim} dimensions of {mesh!r} once, got {given}")
+    dims_in_order = tuple(mesh.dim(which) for which in order)
+    if sorted(dims_in_order) != list(range(mesh.ndim)):
+        raise MeshError(f"order must name each of the {mesh.ndim} dimensions of {mesh!r} once, got {dims_in_order}")
     full = list(range(mesh.ndim))
     dims = [placement.dim if isinstance(placement, Shard | Ragged) else None for placement in placements]
     for dim in {dim for dim in dims if dim is not None}:
         slots = [mesh_dim for mesh_dim in range(mesh.ndim) if dims[mesh_dim] == dim]
-        for slot, mesh_dim in zip(slots, (m for m in given if dims[m] == dim), strict=True):
+        for slot, mesh_dim in zip(slots, (m for m in dims_in_order if dims[m] == dim), strict=True):
             full[slot] = mesh_dim
     return tuple(full)
 

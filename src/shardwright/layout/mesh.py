@@ -119,8 +119,8 @@ class Mesh:
         position = self.position(rank)
         coordinate = []
         for size in reversed(self.shape):
-            position, here = divmod(position, size)
-            coordinate.append(here)
+            position, index = divmod(position, size)
+            coordinate.append(index)
         return tuple(reversed(coordinate))
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
@@ -132,8 +132,8 @@ class Mesh:
         if len(coordinate) != self.ndim or not all(0 <= c < n for c, n in zip(coordinate, self.shape, strict=True)):
             raise MeshError(f"coordinate {tuple(coordinate)} is not in {self!r} of shape {self.shape}")
         position = 0
-        for here, size in zip(coordinate, self.shape, strict=True):
-            position = position * size + here
+        for index, size in zip(coordinate, self.shape, strict=True):
+            position = position * size + index
         return self.ranks[position]
 
     def dim(self, which: int | str) -> int:
@@ -158,11 +158,11 @@ class Mesh:
         (0, 2)
         """
         axis = self.dim(dim)
-        here = list(self.coordinate(rank))
+        coordinate = list(self.coordinate(rank))
         line = []
         for i in range(self.shape[axis]):
-            here[axis] = i
-            line.append(self.rank_at(here))
+            coordinate[axis] = i
+            line.append(self.rank_at(coordinate))
         return tuple(line)
 
     def label(self, dim: int) -> str:

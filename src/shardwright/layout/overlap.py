@@ -92,9 +92,9 @@ def overlapping_pair(boxes: Boxes) -> tuple[int, int] | None:
     """
     side = _Side.of(boxes)
     for first, second in _join(side, side, ((None, None),) * boxes.offsets.shape[1]):
-        apart = np.flatnonzero(first < second)
-        if apart.size:
-            return int(first[apart[0]]), int(second[apart[0]])
+        pairs = np.flatnonzero(first < second)
+        if pairs.size:
+            return int(first[pairs[0]]), int(second[pairs[0]])
     return None
 
 
@@ -115,8 +115,8 @@ class _Side(NamedTuple):
     def size(self) -> int:
         return len(self.indices)
 
-    def take(self, some: npt.NDArray[np.bool_]) -> _Side:
-        return _Side(self.indices[some], tuple(c[some] for c in self.starts), tuple(c[some] for c in self.stops))
+    def take(self, mask: npt.NDArray[np.bool_]) -> _Side:
+        return _Side(self.indices[mask], tuple(c[mask] for c in self.starts), tuple(c[mask] for c in self.stops))
 
 
 class _Split(NamedTuple):
@@ -153,14 +153,14 @@ def _best_split(a: _Side, b: _Side) -> _Split | None:
         starts = np.concatenate([a.starts[dim], b.starts[dim]])
         at = np.partition(starts, len(starts) // 2)[len(starts) // 2]
         if at == starts.min():  # the lower half would be empty
-            later = starts[starts > at]
-            if not later.size:
+            candidates = starts[starts > at]
+            if not candidates.size:
                 continue
-            at = later.min()
+            at = candidates.min()
         split = _Split(dim, int(at))
-        left = sum(int(x.sum()) * int(y.sum()) for x, y in zip(split.halves(a), split.halves(b), strict=True))
-        if left < fewest:
-            best, fewest = split, left
+        comparisons = sum(int(x.sum()) * int(y.sum()) for x, y in zip(split.halves(a), split.halves(b), strict=True))
+        if comparisons < fewest:
+            best, fewest = split, comparisons
     return best
 
 
@@ -168,14 +168,14 @@ def _compare(a: _Side, b: _Side, within: _Bounds) -> Iterator[tuple[Integers, In
     """Compare all pairs, a bounded number at a time."""
     rows = max(1, _MAX_PAIRS_AT_ONCE // max(1, b.size))
     for first in range(0, a.size, rows):
-        some = slice(first, first + rows)
-        overlap = np.ones((len(a.indices[some]), b.size), bool)
+        block = slice(first, first + rows)
+        overlap = np.ones((len(a.indices[block]), b.size), bool)
         for dim, (low, high) in enumerate(within):
-            start = np.maximum(a.starts[dim][some, None], b.starts[dim])
-            overlap &= start < np.minimum(a.stops[dim][some, None], b.stops[dim])
+            start = np.maximum(a.starts[dim][block, None], b.starts[dim])
+            overlap &= start < np.minimum(a.stops[dim][block, None], b.stops[dim])
             if low is not None:
                 overlap &= start >= low
             if high is not None:
                 overlap &= start < high
         i, j = overlap.nonzero()
-        yield a.indices[some][i], b.indices[j]
+        yield a.indices[block][i], b.indices[j]

@@ -64,10 +64,10 @@ class Region:
         offset, size = integers(offset, "Region offset"), integers(size, "Region size")
         if len(offset) != len(size):
             raise RegionError(f"Region offset and size must have the same length, got {offset} and {size}")
-        for what, numbers in (("offset", offset), ("size", size)):
-            for dim, number in enumerate(numbers):
-                if number < 0:
-                    raise RegionError(f"Region {what} must not be negative, got {numbers} (dimension {dim})")
+        for attribute, values in (("offset", offset), ("size", size)):
+            for dim, value in enumerate(values):
+                if value < 0:
+                    raise RegionError(f"Region {attribute} must not be negative, got {values} (dimension {dim})")
         _set(self, "offset", offset)
         _set(self, "size", size)
 
@@ -390,16 +390,16 @@ def coverage_of_boxes(parent: Region, starts: Integers, sizes: Integers) -> Cove
     stray = np.flatnonzero(((starts < low) | (stops > high)).any(axis=1))
     if stray.size:
         return Outside(region(int(stray[0])), int(stray[0]), parent)
-    wrong = first_mismatch(starts, stops, low, high)
-    if wrong is None:
+    mismatch = first_mismatch(starts, stops, low, high)
+    if mismatch is None:
         return Exact()
-    point, count = wrong
-    held = (starts <= point) & (point < stops)
+    point, count = mismatch
+    contains = (starts <= point) & (point < stops)
     if count > 0:
-        first, second = (int(i) for i in np.flatnonzero(held.all(axis=1))[:2])
-        both = region(first), region(second)
-        common = both[0].intersect(both[1])
+        first, second = (int(i) for i in np.flatnonzero(contains.all(axis=1))[:2])
+        pair = region(first), region(second)
+        common = pair[0].intersect(pair[1])
         assert common is not None  # both hold `point`
-        return Overlap(common, first, second, both)
+        return Overlap(common, first, second, pair)
     end = gap_end(point, starts, stops, high)
     return Gap(region_unchecked(tuple(point.tolist()), tuple((end - point).tolist())), parent)

@@ -31,20 +31,20 @@ def first_mismatch(starts: Integers, stops: Integers, low: Integers, high: Integ
     split = np.flatnonzero((begin != low).any(axis=0) | (end != high).any(axis=0))
     points, signs = begin[:, split], sign
     for column, dim in enumerate(split):
-        other = points.copy()
-        other[:, column] = np.tile(end[:, dim], 2**column)
-        points, signs = np.vstack([points, other]), np.concatenate([signs, -signs])
+        opposite = points.copy()
+        opposite[:, column] = np.tile(end[:, dim], 2**column)
+        points, signs = np.vstack([points, opposite]), np.concatenate([signs, -signs])
 
     order = np.lexsort(points.T[::-1]) if split.size else np.arange(len(points))
     points, signs = points[order], signs[order]
     new = np.flatnonzero(np.concatenate([[True], (points[1:] != points[:-1]).any(axis=1)]))
     left_over = np.add.reduceat(signs, new)
-    wrong = np.flatnonzero(left_over)
-    if not wrong.size:
+    nonzero = np.flatnonzero(left_over)
+    if not nonzero.size:
         return None
     point = low.copy()
-    point[split] = points[new[wrong[0]]]
-    return point, int(left_over[wrong[0]])
+    point[split] = points[new[nonzero[0]]]
+    return point, int(left_over[nonzero[0]])
 
 
 def gap_end(point: Integers, starts: Integers, stops: Integers, high: Integers) -> Integers:

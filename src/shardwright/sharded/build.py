@@ -55,16 +55,17 @@ def init_from_local_shards(
     """
     group = group_of(process_group)
     rank = group.global_rank
-    own = msgspec.json.encode(_describe(local_shards, global_size, rank))
-    gathered = comm.gather_bytes(own, group, what="init_from_local_shards")
+    encoded = msgspec.json.encode(_describe(local_shards, global_size, rank))
+    gathered = comm.gather_bytes(encoded, group, what="init_from_local_shards")
     descriptions = [msgspec.json.decode(message, type=LocalDescription) for message in gathered]
     metadata = assemble(descriptions)
-    made = ShardedTensor._bind(metadata, None, local_shards, group)
-    made._leaf, made._nested = all(each.leaf for each in descriptions), any(each.nested for each in descriptions)
+    tensor = ShardedTensor._bind(metadata, None, local_shards, group)
+    tensor._leaf = all(description.leaf for description in descriptions)
+    tensor._nested = any(description.nested for description in descriptions)
     metadata.table(owner_in(group))  # raises if a placement names no rank of the group
     if init_rrefs:
-        made._remote = share_shards(made, group)
-    return made
+        tensor._remote = share_shards(tensor, group)
+    return tensor
 
 
 def _describe(shards: Sequence[Shard], global_size: Sequence[Any], rank: int) -> LocalDescription:
@@ -96,17 +97,25 @@ def assemble(descriptions: Sequence[LocalDescription]) -> ShardedTensorMetadata:
     Traceback (most recent call last):
     shardwright.errors.DisagreementError: ranks disagree about the global size: rank 0 has (4,), rank 1 has (5,)
     """
-    faults = [each.fault for each in descriptions if each.fault is not None]
+    faults = [description.fault for description in descriptions if description.fault is not None]
     if faults:
         raise ShardError(join_first(faults, 8, "; "))
-    _same("the global size", [(each.rank, each.size) for each in descriptions])
-    holding = [each for each in descriptions if each.properties is not None]
-    if not holding:
+    _same("the global size", [(description.rank, description.size) for description in descriptions])
+    with_shards = [description for description in descriptions if description.properties is not None]
+    if not with_shards:
         raise ShardError(f"no rank holds a shard of a tensor of size {descriptions[0].size}: its dtype is unknown")
-    sure = [each for each in holding if not each.either] or holding[:1]  # shards with both formats follow the others
+    # Shards that have both memory formats follow the others.
+    sure = [description for description in with_shards if not description.either] or with_shards[:1]
     for name in ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"):
-        deciding = sure if name == "memory_format" else holding
-        _same(name, [(each.rank, each.properties[name]) for each in deciding if each.properties is not None])
+        deciding = sure if name == "memory_format" else with_shards
+        _same(
+            name,
+            [
+                (description.rank, description.properties[name])
+                for description in deciding
+                if description.properties is not None
+            ],
+        )
     shards = _distinct(descriptions)
     properties = TensorProperties.from_json(sure[0].properties or {})
     metadata = ShardedTensorMetadata(shards, torch.Size(descriptions[0].size), properties)

@@ -93,19 +93,19 @@ def _check(tensors: Sequence[Any], max_norm: Any, norm_type: Any) -> None:
 
 def _gradients(tensor: Tensor) -> list[Tensor]:
     """Return the gradients of a parameter on this rank."""
-    found = [each.grad for each in local_tensors(tensor)]
-    return [gradient for gradient in found if gradient is not None]
+    gradients = [local.grad for local in local_tensors(tensor)]
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def _norm(tensors: Sequence[Tensor], norm_type: float) -> list[float]:
     """Return the norm of this rank's gradients as a one-element list; an empty list if it has no elements."""
-    found = []
+    norms = []
     for gradient in (gradient.detach() for tensor in tensors for gradient in _gradients(tensor)):
         values = gradient if gradient.layout == torch.strided else gradient.coalesce().values()
         if values.numel():
             wide = torch.complex128 if values.is_complex() else torch.float64
-            found.append(torch.linalg.vector_norm(values, norm_type, dtype=wide))
-    return [_combined([float(norm) for norm in found], norm_type)] if found else []
+            norms.append(torch.linalg.vector_norm(values, norm_type, dtype=wide))
+    return [_combined([float(norm) for norm in norms], norm_type)] if norms else []
 
 
 def _combined(norms: Sequence[float], norm_type: float) -> float:

@@ -78,18 +78,20 @@ def to_dtensor(
 def _layout_for(
     tensor: ShardedTensor | ShardedTensorMetadata, table: RegionTable, mesh: Any, placements: Any, order: Any
 ) -> Layout:
-    known = None if mesh is None else comm.bind(mesh)
+    target_mesh = None if mesh is None else comm.bind(mesh)
     if isinstance(tensor, ShardedTensor):
         size, ranks, spec = tensor.shape, tensor._group.ranks, tensor._spec
-        if placements is None and isinstance(spec, LayoutShardingSpec) and known in (None, spec.mesh):
-            known, placements, order = spec.mesh, spec.placements, spec.order
+        if placements is None and isinstance(spec, LayoutShardingSpec) and target_mesh in (None, spec.mesh):
+            target_mesh, placements, order = spec.mesh, spec.placements, spec.order
     else:
         size, ranks = tensor.size, comm.world().ranks
-    if known is None:
-        known = Mesh((len(ranks),), ranks=ranks)
-    if unknown := sorted(set(known.ranks) - set(comm.world().ranks)):
-        raise MeshError(f"to_dtensor: ranks {unknown} of {known!r} are not in the world of {comm.world().size} ranks")
-    layout = Layout(known, _agreeing(table, known, size) if placements is None else placements, size, order)
+    if target_mesh is None:
+        target_mesh = Mesh((len(ranks),), ranks=ranks)
+    if unknown := sorted(set(target_mesh.ranks) - set(comm.world().ranks)):
+        raise MeshError(
+            f"to_dtensor: ranks {unknown} of {target_mesh!r} are not in the world of {comm.world().size} ranks"
+        )
+    layout = Layout(target_mesh, _agreeing(table, target_mesh, size) if placements is None else placements, size, order)
     if layout.is_partial:
         raise PlacementError(
             f"to_dtensor: {layout} is partial, but shards hold complete values: use Shard or Replicate"
@@ -107,8 +109,8 @@ def _agreeing(table: RegionTable, mesh: Mesh, size: Sequence[int]) -> tuple[Plac
             for rank, *sizes in np.column_stack([table.ranks, table.sizes]).tolist():
                 if 0 not in sizes:
                     lengths[rank] = sizes[dim]
-            given = [lengths.get(rank, 0) for rank in mesh.ranks]
-            candidates += [Ragged(dim, given)] if sum(given) == size[dim] else []
+            lengths_by_rank = [lengths.get(rank, 0) for rank in mesh.ranks]
+            candidates += [Ragged(dim, lengths_by_rank)] if sum(lengths_by_rank) == size[dim] else []
         candidates += [Replicate()] if mesh.size == 1 else []
     for placement in candidates:
         if holds(table, Layout(mesh, [placement], size).table()):
@@ -120,7 +122,7 @@ def _agreeing(table: RegionTable, mesh: Mesh, size: Sequence[int]) -> tuple[Plac
 
 
 def _moved_to(
-    layout: Layout, table: RegionTable, group: comm.Group | None, held: list[Tensor], like: Tensor, needs: bool
+    layout: Layout, table: RegionTable, group: comm.Group | None, local_tensors: list[Tensor], like: Tensor, needs: bool
 ) -> Tensor:
     """Return this rank's region under the layout, received from the ranks that hold it."""
     members = set(table.ranks.tolist()) | set(layout.mesh.ranks)
@@ -132,15 +134,15 @@ def _moved_to(
     _agree("to_dtensor", table, target, like, needs, group)
     transfer = ShardTransfer(table, target, group)
     # One region per rank. Replicas have identical gradients, so one suffices in backward: a rank's own, if it has one.
-    moved = transfer.apply(held, like) if needs else transfer.run(held, like)
+    moved = transfer.apply(local_tensors, like) if needs else transfer.run(local_tensors, like)
     return moved[0] if moved else like.new_empty(local_region(layout).size)
 
 
 def _agree(what: str, source: RegionTable, target: RegionTable, like: Tensor, needs: bool, group: comm.Group) -> None:
     """Check that all ranks are about to perform the same transfer."""
-    how = "with gradients" if needs else "without gradients"
+    gradients = "with gradients" if needs else "without gradients"
     comm.agree(
-        lambda: (None, f"{digest(source)} of {like.dtype} to {digest(target)} {how}"),
+        lambda: (None, f"{digest(source)} of {like.dtype} to {digest(target)} {gradients}"),
         what=what,
         group=group,
         same=True,
@@ -199,27 +201,28 @@ def from_dtensor(x: DTensor, sharding_spec: ShardingSpec | None = None, process_
         device = torch.device(local.device.type)
         spec = LayoutShardingSpec(layout.mesh, layout.placements, layout.order, device)
     metadata = metadata_for(spec, layout.shape, TensorProperties(x.dtype, requires_grad=needs))
-    made = ShardedTensor._bind(metadata, spec, (), _group_for(layout, metadata, process_group))
-    made._leaf = not needs
-    source, table = layout.table(), made._table
-    like, own = local.detach(), made._own()
+    result = ShardedTensor._bind(metadata, spec, (), _group_for(layout, metadata, process_group))
+    result._leaf = not needs
+    source, table = layout.table(), result._table
+    like, shards = local.detach(), result._local_metadata()
     if holds(source, table) and (not needs or holds(table, source)):
         dense = local.contiguous()
         pieces = [
-            like.new_empty(shard.shard_sizes).requires_grad_(needs) if shard.region.is_empty else dense for shard in own
+            like.new_empty(shard.shard_sizes).requires_grad_(needs) if shard.region.is_empty else dense
+            for shard in shards
         ]
     else:
         if sharding_spec is not None:
-            _agree("from_dtensor", source, table, like, needs, made._group)
-        held = [local] if comm.rank() in layout.mesh else []
-        transfer = ShardTransfer(source, table, made._group)
-        pieces = transfer.apply(held, like) if needs else transfer.run(held, like)
+            _agree("from_dtensor", source, table, like, needs, result._group)
+        local_tensors = [local] if comm.rank() in layout.mesh else []
+        transfer = ShardTransfer(source, table, result._group)
+        pieces = transfer.apply(local_tensors, like) if needs else transfer.run(local_tensors, like)
         pieces = [
             piece if shard.placement is None else piece.to(shard.placement.device())
-            for piece, shard in zip(pieces, own, strict=True)
+            for piece, shard in zip(pieces, shards, strict=True)
         ]
-    made._local_shards = [LocalShard(piece, shard) for piece, shard in zip(pieces, own, strict=True)]
-    return made
+    result._local_shards = [LocalShard(piece, shard) for piece, shard in zip(pieces, shards, strict=True)]
+    return result
 
 
 def _reduced(x: DTensor) -> DTensor:

@@ -72,11 +72,11 @@ def full(
     >>> sharded.full(sharded.ChunkShardingSpec(0, ["rank:0/cpu"]), (2,), 0.5).gather()
     tensor([0.5000, 0.5000])
     """
-    made = ShardedTensor(sharding_spec, *size, **options)
+    tensor = ShardedTensor(sharding_spec, *size, **options)
     with torch.no_grad():
-        for shard in made.local_shards():
+        for shard in tensor.local_shards():
             shard.tensor.fill_(fill_value)
-    return made
+    return tensor
 
 
 def rand(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[ShardedFactoryOptions]) -> ShardedTensor:

@@ -42,7 +42,7 @@ def state_dict_hook(
     >>> list(model.state_dict())
     ['0.table']
     """
-    for at, holder in _holders(module, prefix):
+    for at, holder in _named_modules(module, prefix):
         for name, value in vars(holder).items():
             if isinstance(value, ShardedTensor):
                 destination[at + name] = value
@@ -75,30 +75,32 @@ def pre_load_state_dict_hook(
     tensor([1., 1.])
     """
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
-    for holder, name, key, held in _agreed(list(_held(module, prefix)), state_dict):
+    for holder, name, key, current in _agreed(list(_sharded_attributes(module, prefix)), state_dict):
         loaded: Any = state_dict.get(key)
         if name in holder._parameters or name in holder._buffers:
-            if _fault(held, loaded) is None:
-                state_dict[key] = _resharded(loaded, held)
+            if _fault(current, loaded) is None:
+                state_dict[key] = _resharded(loaded, current)
         elif key in state_dict:
             # Remove the key, else torch reports it as unexpected: it knows only parameters and buffers.
-            if fault := _fault(held, state_dict.pop(key)):
+            if fault := _fault(current, state_dict.pop(key)):
                 error_msgs.append(f"{key}: {fault}")
             elif assign:
-                setattr(holder, name, _resharded(loaded, held))
+                setattr(holder, name, _resharded(loaded, current))
             else:
                 with torch.no_grad():
-                    for shard, new in zip(held.local_shards(), _resharded(loaded, held).local_shards(), strict=True):
+                    for shard, new in zip(
+                        current.local_shards(), _resharded(loaded, current).local_shards(), strict=True
+                    ):
                         shard.tensor.copy_(new.tensor)
         elif strict:
             missing_keys.append(key)
-    for at, holder in _holders(module, prefix, but=pre_load_state_dict_hook):
+    for at, holder in _named_modules(module, prefix, skip_hook=pre_load_state_dict_hook):
         for name, value in list(vars(holder).items()):
             if value is None and isinstance(state_dict.get(at + name), ShardedTensor):
                 setattr(holder, name, state_dict.pop(at + name))
 
 
-class _Held(NamedTuple):
+class _Attribute(NamedTuple):
     """A ShardedTensor of a module, its attribute name, and its key in the state dict."""
 
     holder: nn.Module
@@ -107,31 +109,31 @@ class _Held(NamedTuple):
     tensor: ShardedTensor
 
 
-def _held(module: nn.Module, prefix: str) -> Iterator[_Held]:
-    for at, holder in _holders(module, prefix, but=pre_load_state_dict_hook):
+def _sharded_attributes(module: nn.Module, prefix: str) -> Iterator[_Attribute]:
+    for at, holder in _named_modules(module, prefix, skip_hook=pre_load_state_dict_hook):
         for name, value in [*holder._parameters.items(), *holder._buffers.items(), *vars(holder).items()]:
             if isinstance(value, ShardedTensor):
-                yield _Held(holder, name, at + name, value)
+                yield _Attribute(holder, name, at + name, value)
 
 
-def _agreed(held: list[_Held], state_dict: MutableMapping[str, Any]) -> list[_Held]:
+def _agreed(attributes: list[_Attribute], state_dict: MutableMapping[str, Any]) -> list[_Attribute]:
     """Return these tensors after checking that all ranks will load them in the same way: loading may reshard."""
     what = "load_state_dict of ShardedTensors"
     groups: dict[comm.Group, dict[str, str]] = {}
-    for item in held:
+    for item in attributes:
         groups.setdefault(item.tensor._group, {})[item.key] = _describe(item, state_dict)
-    for group, own in groups.items():
-        gathered = comm.gather_bytes(json.dumps(own).encode(), group, what=what)
+    for group, local in groups.items():
+        gathered = comm.gather_bytes(json.dumps(local).encode(), group, what=what)
         descriptions = [json.loads(message) for message in gathered]
         for key in sorted({key for description in descriptions for key in description}):
             values = [description.get(key, "no such ShardedTensor") for description in descriptions]
             if len(set(values)) > 1:
                 listed = [f"rank {rank}: {value}" for rank, value in zip(group.ranks, values, strict=True)]
                 raise DisagreementError(f"{what}: {key!r} is not the same on all ranks: {'; '.join(listed[:16])}")
-    return held
+    return attributes
 
 
-def _describe(item: _Held, state_dict: MutableMapping[str, Any]) -> str:
+def _describe(item: _Attribute, state_dict: MutableMapping[str, Any]) -> str:
     if item.key not in state_dict:
         return "missing"
     loaded = state_dict[item.key]
@@ -142,27 +144,29 @@ def _describe(item: _Held, state_dict: MutableMapping[str, Any]) -> str:
     return f"a ShardedTensor of {loaded.dtype} with {digest(loaded._table)}"
 
 
-def _fault(held: ShardedTensor, loaded: Any) -> str | None:
+def _fault(current: ShardedTensor, loaded: Any) -> str | None:
     """Return why a value cannot be loaded, or None."""
     if not isinstance(loaded, ShardedTensor):
         return f"expected a ShardedTensor, got {type(loaded).__name__}: shard it with spec.shard(tensor)"
-    if loaded.shape != held.shape:
-        return f"expected a ShardedTensor of size {list(held.shape)}, got size {list(loaded.shape)}"
-    if loaded._group.ranks != held._group.ranks:
-        return f"expected a ShardedTensor on {listed(held._group.ranks)}, got one on {listed(loaded._group.ranks)}"
+    if loaded.shape != current.shape:
+        return f"expected a ShardedTensor of size {list(current.shape)}, got size {list(loaded.shape)}"
+    if loaded._group.ranks != current._group.ranks:
+        return f"expected a ShardedTensor on {listed(current._group.ranks)}, got one on {listed(loaded._group.ranks)}"
     return None
 
 
-def _resharded(loaded: ShardedTensor, held: ShardedTensor) -> ShardedTensor:
-    return loaded if loaded._has_same_shards(held) else reshard_like(loaded.detach(), held)
+def _resharded(loaded: ShardedTensor, current: ShardedTensor) -> ShardedTensor:
+    return loaded if loaded._has_same_shards(current) else reshard_like(loaded.detach(), current)
 
 
-def _holders(module: nn.Module, prefix: str, but: Callable[..., Any] | None = None) -> Iterator[tuple[str, nn.Module]]:
+def _named_modules(
+    module: nn.Module, prefix: str, skip_hook: Callable[..., Any] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
     """Yield a module and its submodules with their key prefixes, except submodules that have the hook themselves."""
     yield prefix, module
     for name, child in module._modules.items():
-        if child is not None and but not in _hooks_of(child):
-            yield from _holders(child, f"{prefix}{name}.", but)
+        if child is not None and skip_hook not in _hooks_of(child):
+            yield from _named_modules(child, f"{prefix}{name}.", skip_hook)
 
 
 def _hooks_of(module: nn.Module) -> list[Callable[..., Any]]:

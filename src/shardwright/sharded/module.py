@@ -90,10 +90,10 @@ def shard_parameter(
 
     owner, name, tensor = comm.agree(prepare, what="shard_parameter", group=group, same=True, unwrap=True)
     parameter = nn.Parameter(sharding_spec.shard(tensor, src_rank, process_group), requires_grad=tensor.requires_grad)
-    for holder, other in [(owner, name), *_owners(module, tensor)]:
-        if holder._parameters.get(other) is None:
-            delattr(holder, other)  # a buffer or a plain attribute
-        holder.register_parameter(other, parameter)
+    for holder, attribute in [(owner, name), *_owners(module, tensor)]:
+        if holder._parameters.get(attribute) is None:
+            delattr(holder, attribute)  # a buffer or a plain attribute
+        holder.register_parameter(attribute, parameter)
 
 
 def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: Any = None) -> None:
@@ -122,11 +122,11 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
         return None, f"{list(plan.plan)}, outputs of {list(plan.output_plan)}, locally {list(plan.return_local_tensor)}"
 
     comm.agree(prepare, what="shard_module", group=group, same=True, unwrap=True)
-    for name, how in plan.plan.items():
-        if isinstance(how, Sharder):
-            _replace(module, name, how)
+    for name, sharding in plan.plan.items():
+        if isinstance(sharding, Sharder):
+            _replace(module, name, sharding)
         else:
-            shard_parameter(module, name, how, src_rank, process_group)
+            shard_parameter(module, name, sharding, src_rank, process_group)
     for name, spec in plan.output_plan.items():
         reshard_output(module.get_submodule(name), spec)
     for name in plan.return_local_tensor:
@@ -135,31 +135,32 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
 
 def _replace(module: nn.Module, name: str, sharder: Sharder) -> None:
     path, _, last = name.rpartition(".")
-    made = sharder.shard(module.get_submodule(name))
-    if not isinstance(made, nn.Module):
+    sharded = sharder.shard(module.get_submodule(name))
+    if not isinstance(sharded, nn.Module):
         raise ArgumentTypeError(
-            f"shard_module: {type(sharder).__name__}.shard must return a module for {name!r}, got {type(made).__name__}"
+            f"shard_module: {type(sharder).__name__}.shard must return a module for {name!r}, got "
+            f"{type(sharded).__name__}"
         )
-    setattr(module.get_submodule(path), last, made)
+    setattr(module.get_submodule(path), last, sharded)
 
 
 def _faults(module: nn.Module, plan: ShardingPlan) -> Iterator[str]:
     modules = dict(module.named_modules(remove_duplicate=False))
     planned: list[tuple[str, Any]] = list(plan.plan.items())
-    sharders = [name for name, how in planned if isinstance(how, Sharder)]
+    sharders = [name for name, sharding in planned if isinstance(sharding, Sharder)]
     seen: dict[int, str] = {}
-    for name, how in planned:
+    for name, sharding in planned:
         around = [outer for outer in sharders if name.startswith(f"{outer}.")]
         if around:
             yield f"{name!r} is inside {around[0]!r}, which has a Sharder of its own"
-        elif isinstance(how, Sharder):
+        elif isinstance(sharding, Sharder):
             if not name:
                 yield "a Sharder for '' would replace the module itself: call its shard(module)"
             elif name not in modules:
                 yield _unknown(name, "module", modules)
-        elif not isinstance(how, ShardingSpec):
-            yield f"{name!r}: expected a ShardingSpec or a Sharder, got {type(how).__name__}"
-        elif fault := _parameter_fault(module, name, how):
+        elif not isinstance(sharding, ShardingSpec):
+            yield f"{name!r}: expected a ShardingSpec or a Sharder, got {type(sharding).__name__}"
+        elif fault := _parameter_fault(module, name, sharding):
             yield fault
         else:
             tensor = _find(module, name)
@@ -176,17 +177,19 @@ def _faults(module: nn.Module, plan: ShardingPlan) -> Iterator[str]:
 
 def _parameter_fault(module: nn.Module, name: str, spec: Any) -> str | None:
     """Return why this parameter cannot be sharded with this spec, or None if it can."""
-    found = _find(module, name)
-    if found is None:
-        return _unknown(name, "parameter", [known for known, _ in module.named_parameters(remove_duplicate=False)])
-    if not isinstance(found, Tensor):
-        return f"{name!r} must be a tensor, got {type(found).__name__}"
-    if isinstance(found, ShardedTensorBase):
+    tensor = _find(module, name)
+    if tensor is None:
+        return _unknown(
+            name, "parameter", [parameter for parameter, _ in module.named_parameters(remove_duplicate=False)]
+        )
+    if not isinstance(tensor, Tensor):
+        return f"{name!r} must be a tensor, got {type(tensor).__name__}"
+    if isinstance(tensor, ShardedTensorBase):
         return f"{name!r} is already a ShardedTensor: use its reshard(spec)"
     if not isinstance(spec, ShardingSpec):
         return f"{name!r}: expected a ShardingSpec, got {type(spec).__name__}"
-    if found.layout == torch.strided and not found.is_contiguous():
-        return f"{name!r} of size {list(found.shape)} has strides {list(found.stride())}: call contiguous()"
+    if tensor.layout == torch.strided and not tensor.is_contiguous():
+        return f"{name!r} of size {list(tensor.shape)} has strides {list(tensor.stride())}: call contiguous()"
     return None
 
 
@@ -199,7 +202,12 @@ def _find(module: nn.Module, name: str) -> Any:
 
 def _owners(module: nn.Module, tensor: Tensor) -> list[tuple[nn.Module, str]]:
     """Return every (submodule, name) that holds this parameter: tied weights have several."""
-    return [(owner, name) for owner in module.modules() for name, held in owner._parameters.items() if held is tensor]
+    return [
+        (owner, name)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is tensor
+    ]
 
 
 def _unknown(name: str, kind: str, known: Iterable[str]) -> str:

@@ -53,9 +53,9 @@ def flatten_sharded_tensors(state: Any) -> Any:
     ['[0:3]', '[3:5]', '[5:7]']
     """
     flat = _flatten(dict(_sharded_tensors(state, "state")))
-    for path, made in flat.items():
-        if isinstance(made, ShardwrightError):
-            raise type(made)(f"{path}: {made}") from made
+    for path, result in flat.items():
+        if isinstance(result, ShardwrightError):
+            raise type(result)(f"{path}: {result}") from result
     return _replaced(state, "state", flat)
 
 
@@ -85,29 +85,29 @@ def _replaced(value: Any, path: str, flat: Flat) -> Any:
     if isinstance(value, tuple):
         items = [changed.get(number, item) for number, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    made = copy(value)
+    result = copy(value)
     for key, new in changed.items():
-        made[key] = new
-    return made
+        result[key] = new
+    return result
 
 
-def _flatten(found: Mapping[str, ShardedTensor]) -> Flat:
+def _flatten(tensors: Mapping[str, ShardedTensor]) -> Flat:
     """Return the tensors that are nested on any rank, flattened, or the error; the others are left out.
 
     Errors are kept as values until all groups have communicated: no rank may leave while another waits for it.
     """
-    inner = _inner_tensors(found)
+    inner = _inner_tensors(tensors)
     flat_inner = (
         _flatten({key: value for key, value in inner.items() if isinstance(value, ShardedTensor)}) if inner else {}
     )
     inner |= flat_inner
     groups: dict[comm.Group, list[str]] = {}
-    for path, tensor in found.items():
+    for path, tensor in tensors.items():
         groups.setdefault(tensor._group, []).append(path)
     flat: Flat = {}
     for group in sorted(groups, key=lambda group: group.ranks):  # in the same order on all ranks
-        own = {path: _describe(path, found[path], inner) for path in groups[group]}
-        gathered = comm.gather_bytes(msgspec.json.encode(own), group, what="flatten_sharded_tensors")
+        descriptions_here = {path: _describe(path, tensors[path], inner) for path in groups[group]}
+        gathered = comm.gather_bytes(msgspec.json.encode(descriptions_here), group, what="flatten_sharded_tensors")
         states = [msgspec.json.decode(message, type=dict[str, _Description]) for message in gathered]
         for path in groups[group]:
             try:
@@ -115,16 +115,16 @@ def _flatten(found: Mapping[str, ShardedTensor]) -> Flat:
                 if missing:
                     raise DisagreementError(f"ranks {missing} have no such ShardedTensor in their state")
                 if any(state[path].nested for state in states):
-                    flat[path] = _assemble(path, found[path], [state[path] for state in states], inner)
+                    flat[path] = _assemble(path, tensors[path], [state[path] for state in states], inner)
             except (LayoutError, TensorError) as error:
                 flat[path] = error
     return flat
 
 
-def _inner_tensors(found: Mapping[str, ShardedTensor]) -> Flat:
+def _inner_tensors(tensors: Mapping[str, ShardedTensor]) -> Flat:
     """Return the sharded shards of these tensors, by the path of the tensor and their box."""
     inner: Flat = {}
-    for path, tensor in found.items():
+    for path, tensor in tensors.items():
         for shard in tensor.local_shards():
             try:
                 if isinstance(shard.tensor, ShardedTensor):
@@ -192,11 +192,11 @@ def _assemble(path: str, tensor: ShardedTensor, descriptions: list[_Description]
     metadata.shards_metadata.sort(key=lambda box: (box.shard_offsets, box.shard_sizes, str(box.placement)))
     members = sorted({*tensor._group.ranks, *(rank for description in descriptions for rank in description.ranks)})
     group = tensor._group if members == sorted(tensor._group.ranks) else comm.subgroup(members)
-    made = ShardedTensor._bind(metadata, None, (), group)
-    made._leaf = all(description.local.leaf for description in descriptions)
+    result = ShardedTensor._bind(metadata, None, (), group)
+    result._leaf = all(description.local.leaf for description in descriptions)
     pieces = dict(_pieces(path, tensor, inner))
-    made._local_shards = [Shard(pieces[box], box) for box in made._own()]
-    return made
+    result._local_shards = [Shard(pieces[box], box) for box in result._local_metadata()]
+    return result
 
 
 def _pieces(path: str, tensor: ShardedTensor, inner: Flat) -> Iterator[tuple[ShardMetadata, Tensor]]:

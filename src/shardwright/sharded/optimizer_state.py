@@ -39,19 +39,19 @@ class _Description(NamedTuple):
 
 def export_state(named: Mapping[str, Tensor], state: Mapping[Tensor, Any]) -> dict[str, dict[str, Any]]:
     """Return the state by parameter name, given that of the local tensors. Collective over the tensors' groups."""
-    found = {
+    exported = {
         name: dict(state[tensor])
         for name, tensor in named.items()
         if not isinstance(tensor, ShardedTensor) and tensor in state
     }
     for group, sharded in by_group(named):
-        own = {name: _describe(tensor, state) for name, tensor in sharded.items()}
-        gathered = comm.gather_bytes(msgspec.msgpack.encode(own), group, what="state_dict of a ShardedOptimizer")
+        local = {name: _describe(tensor, state) for name, tensor in sharded.items()}
+        gathered = comm.gather_bytes(msgspec.msgpack.encode(local), group, what="state_dict of a ShardedOptimizer")
         descriptions = [msgspec.msgpack.decode(message, type=dict[str, _Description]) for message in gathered]
         for name, tensor in sharded.items():
             if entries := _agreed(name, [description[name] for description in descriptions], group):
-                found[name] = {key: _assemble(tensor, key, entry, state) for key, entry in entries.items()}
-    return {name: found[name] for name in named if name in found}
+                exported[name] = {key: _assemble(tensor, key, entry, state) for key, entry in entries.items()}
+    return {name: exported[name] for name in named if name in exported}
 
 
 def import_state(
@@ -74,23 +74,23 @@ def import_state(
         comm.agree(check, what="load_state_dict of a ShardedOptimizer", group=group, same=True, unwrap=True)
     check()  # if there is no group
     saved = {name: dict(state_dict["state"].get(name, {})) for name in named}
-    found = {
+    imported = {
         name: [{key: _copied(value) for key, value in saved[name].items()}]
         for name, tensor in named.items()
         if not isinstance(tensor, ShardedTensor)
     }
     for _, sharded in sharing:
-        found.update({name: _disassemble(tensor, saved[name]) for name, tensor in sharded.items()})
-    return found
+        imported.update({name: _disassemble(tensor, saved[name]) for name, tensor in sharded.items()})
+    return imported
 
 
 def by_group(named: Mapping[str, Tensor]) -> Iterator[tuple[comm.Group, dict[str, ShardedTensor]]]:
     """Yield the ShardedTensors by group, so that each group needs one round of messages."""
-    found: dict[comm.Group, dict[str, ShardedTensor]] = {}
+    groups: dict[comm.Group, dict[str, ShardedTensor]] = {}
     for name, tensor in named.items():
         if isinstance(tensor, ShardedTensor):
-            found.setdefault(tensor._group, {})[name] = tensor
-    yield from found.items()
+            groups.setdefault(tensor._group, {})[name] = tensor
+    yield from groups.items()
 
 
 def _describe(tensor: ShardedTensor, state: Mapping[Tensor, Any]) -> _Description:
@@ -128,21 +128,21 @@ def _agreed(name: str, descriptions: Sequence[_Description], group: comm.Group) 
     """Return the state entries that all ranks have of a parameter; raise the same error on all if they differ."""
     by_rank = list(zip(group.ranks, descriptions, strict=True))
     faults = [f"rank {rank}: {description.fault}" for rank, description in by_rank if description.fault]
-    found = [(rank, description.entries) for rank, description in by_rank if description.entries is not None]
+    described = [(rank, description.entries) for rank, description in by_rank if description.entries is not None]
     if not faults:
-        for rank, entries in found[1:]:
-            if entries != found[0][1]:
-                faults = [_difference(f"ranks {found[0][0]} and {rank}", found[0][1] or {}, entries or {})]
+        for rank, entries in described[1:]:
+            if entries != described[0][1]:
+                faults = [_difference(f"ranks {described[0][0]} and {rank}", described[0][1] or {}, entries or {})]
                 break
     if faults:
         raise ShardError(f"state_dict of a ShardedOptimizer: parameter {name!r}: {'; '.join(faults[:8])}")
-    return found[0][1] if found else None
+    return described[0][1] if described else None
 
 
-def _difference(who: str, first: dict[str, _Entry], second: dict[str, _Entry]) -> str:
+def _difference(ranks: str, first: dict[str, _Entry], second: dict[str, _Entry]) -> str:
     keys = sorted(key for key in {**first, **second} if first.get(key) != second.get(key))
     return (
-        f"{who} differ in {', '.join(map(repr, keys))}: shards without a gradient are not stepped. Give every shard "
+        f"{ranks} differ in {', '.join(map(repr, keys))}: shards without a gradient are not stepped. Give every shard "
         "a gradient in every step, zeros if nothing changes"
     )
 
@@ -152,25 +152,25 @@ def _assemble(tensor: ShardedTensor, key: str, entry: _Entry, state: Mapping[Ten
     dtype = None if entry.dtype is None else getattr(torch, entry.dtype)
     if not entry.shaped:
         return entry.number if dtype is None else torch.tensor(entry.number, dtype=dtype)
-    held = [state.get(shard.tensor, {}).get(key) for shard in tensor.local_shards()]
+    local_values = [state.get(shard.tensor, {}).get(key) for shard in tensor.local_shards()]
     tensors = [
         torch.empty_like(shard.tensor, dtype=dtype, requires_grad=False) if value is None else value
-        for value, shard in zip(held, tensor.local_shards(), strict=True)
+        for value, shard in zip(local_values, tensor.local_shards(), strict=True)
     ]
     return tensor._with(tensors, dtype=dtype)
 
 
 def _disassemble(tensor: ShardedTensor, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the state of each local shard. All ranks process the keys in the same order, as it may reshard."""
-    found: list[dict[str, Any]] = [{} for _ in tensor.local_shards()]
+    states: list[dict[str, Any]] = [{} for _ in tensor.local_shards()]
     for key, value in sorted(saved.items()):
         if isinstance(value, ShardedTensor):
             values: Sequence[Any] = [shard.tensor for shard in reshard_like(value.detach(), tensor).local_shards()]
         else:
-            values = [value] * len(found)
-        for state, entry in zip(found, values, strict=True):
+            values = [value] * len(states)
+        for state, entry in zip(states, values, strict=True):
             state[key] = _copied(entry)
-    return found
+    return states
 
 
 def _action(value: Any, tensor: Tensor) -> str:
@@ -200,9 +200,9 @@ def _faults(
     if len(saved) != len(groups):
         yield f"it has {len(saved)} parameter groups, but the optimizer has {len(groups)}"
         return
-    for number, (theirs, ours) in enumerate(zip(saved, map(set, groups), strict=True)):
-        if theirs != ours:
-            lacks, excess = sorted(ours - theirs), sorted(map(str, theirs - ours))
+    for number, (saved_names, names) in enumerate(zip(saved, map(set, groups), strict=True)):
+        if saved_names != names:
+            lacks, excess = sorted(names - saved_names), sorted(map(str, saved_names - names))
             yield f"group {number} lacks the parameters {lacks} and has {excess}, which the optimizer does not have"
     for name, state in state_dict["state"].items():
         tensor = named.get(name)
@@ -225,7 +225,7 @@ def _misfit(tensor: Tensor, value: Any) -> str | None:
     if value.shape != tensor.shape:
         return f"of size {list(value.shape)}, but the parameter has size {list(tensor.shape)}"
     if isinstance(value, ShardedTensor) and isinstance(tensor, ShardedTensor):
-        theirs, ours = value._group.ranks, tensor._group.ranks
-        if theirs != ours:
-            return f"on {listed(theirs)}, but the parameter is on {listed(ours)}"
+        saved_ranks, ranks = value._group.ranks, tensor._group.ranks
+        if saved_ranks != ranks:
+            return f"on {listed(saved_ranks)}, but the parameter is on {listed(ranks)}"
     return None

@@ -27,10 +27,10 @@ def reshard_output(module: Module, resharding_spec: ShardingSpec) -> Module:
     if not isinstance(resharding_spec, ShardingSpec):
         raise ArgumentTypeError(f"reshard_output: expected a ShardingSpec, got {type(resharding_spec).__name__}")
 
-    def hook(here: nn.Module, _: Any, output: Any) -> ShardedTensor:
+    def hook(module: nn.Module, _: Any, output: Any) -> ShardedTensor:
         if not isinstance(output, ShardedTensor):
             raise ArgumentTypeError(
-                f"reshard_output: {type(here).__name__} must return a ShardedTensor, got {type(output).__name__}"
+                f"reshard_output: {type(module).__name__} must return a ShardedTensor, got {type(output).__name__}"
             )
         # Reshard another object with the same shards: the module may keep its output, which must not change.
         alias = output._with([shard.tensor for shard in output.local_shards()], requires_grad=output.requires_grad)
@@ -52,13 +52,13 @@ def collect_local_shard(module: Module) -> Module:
     tensor([1., 1.])
     """
 
-    def hook(here: nn.Module, _: Any, output: Any) -> Tensor:
+    def hook(module: nn.Module, _: Any, output: Any) -> Tensor:
         if isinstance(output, ShardedTensor):
             return output.local_tensor()
         if isinstance(output, Tensor):
             return output
         raise ArgumentTypeError(
-            f"collect_local_shard: {type(here).__name__} must return a tensor, got {type(output).__name__}: use a "
+            f"collect_local_shard: {type(module).__name__} must return a tensor, got {type(output).__name__}: use a "
             "submodule that returns one"
         )
 

@@ -86,11 +86,11 @@ class ShardedTensor(ShardedTensorBase):
         metadata = metadata_for(sharding_spec, shape, properties)
         if pin_memory:
             _check_pinning(metadata)
-        made = cls._bind(metadata, sharding_spec, (), group)
-        made._local_shards = [Shard(_allocate(shard, properties), shard) for shard in made._own()]
+        tensor = cls._bind(metadata, sharding_spec, (), group)
+        tensor._local_shards = [Shard(_allocate(shard, properties), shard) for shard in tensor._local_metadata()]
         if init_rrefs:
-            made._remote = share_shards(made, group)
-        return made
+            tensor._remote = share_shards(tensor, group)
+        return tensor
 
     @classmethod
     def _init_from_local_shards_and_global_metadata(
@@ -120,30 +120,30 @@ class ShardedTensor(ShardedTensorBase):
             sharded_tensor_metadata.validate()
             check_kinds(local_shards)
             check_shards(local_shards, rank, sharded_tensor_metadata.tensor_properties)
-            made = cls._bind(sharded_tensor_metadata, sharding_spec, local_shards, group)
-            given, expected = [shard.metadata for shard in local_shards], made._own()
-            if sorted(map(_key, given)) != sorted(map(_key, expected)):
-                raise ShardError(f"rank {rank} passed the shards {given}, but the metadata says {expected}")
+            tensor = cls._bind(sharded_tensor_metadata, sharding_spec, local_shards, group)
+            passed, expected = [shard.metadata for shard in local_shards], tensor._local_metadata()
+            if sorted(map(_key, passed)) != sorted(map(_key, expected)):
+                raise ShardError(f"rank {rank} passed the shards {passed}, but the metadata says {expected}")
             _check_devices(local_shards, expected, rank)
-            made._leaf, made._nested = all(shard.tensor.is_leaf for shard in local_shards), has_nested(local_shards)
+            tensor._leaf, tensor._nested = all(shard.tensor.is_leaf for shard in local_shards), has_nested(local_shards)
             properties = sharded_tensor_metadata.tensor_properties
-            description = f"{digest(made._table)} of size {list(sharded_tensor_metadata.size)}, {properties}"
-            return made, description, f"{made._leaf} {made._nested}".encode()
+            description = f"{digest(tensor._table)} of size {list(sharded_tensor_metadata.size)}, {properties}"
+            return tensor, description, f"{tensor._leaf} {tensor._nested}".encode()
 
-        made: Self
+        tensor: Self
         if run_check:
-            made, flags = comm.agree(
+            tensor, flags = comm.agree(
                 check, what="ShardedTensor from local shards", group=group, same=True, gather=True, unwrap=True
             )
-            made._leaf = all(flag.startswith(b"True") for flag in flags)
-            made._nested = any(flag.endswith(b"True") for flag in flags)
+            tensor._leaf = all(flag.startswith(b"True") for flag in flags)
+            tensor._nested = any(flag.endswith(b"True") for flag in flags)
         else:
-            made = check()[0]
-        order = {_key(metadata): number for number, metadata in enumerate(made._own())}
-        made._local_shards.sort(key=lambda shard: order[_key(shard.metadata)])
+            tensor = check()[0]
+        order = {_key(metadata): number for number, metadata in enumerate(tensor._local_metadata())}
+        tensor._local_shards.sort(key=lambda shard: order[_key(shard.metadata)])
         if init_rrefs:
-            made._remote = share_shards(made, group)
-        return made
+            tensor._remote = share_shards(tensor, group)
+        return tensor
 
     @classmethod
     def _init_from_local_tensor(
@@ -161,19 +161,19 @@ class ShardedTensor(ShardedTensorBase):
         group = current.group_of(process_group)
         properties = TensorProperties.create_from_tensor(local_tensor)
         metadata = metadata_for(sharding_spec, size, properties)
-        own = cls._bind(metadata, sharding_spec, (), group)._own()
-        if len(own) != 1:
+        shards = cls._bind(metadata, sharding_spec, (), group)._local_metadata()
+        if len(shards) != 1:
             raise ShardError(
-                f"rank {group.global_rank} has {len(own)} shards under {sharding_spec}, expected exactly one: use "
+                f"rank {group.global_rank} has {len(shards)} shards under {sharding_spec}, expected exactly one: use "
                 "init_from_local_shards"
             )
-        if own[0].shard_sizes != list(local_tensor.shape):
+        if shards[0].shard_sizes != list(local_tensor.shape):
             raise ShardError(
                 f"rank {group.global_rank}: the local tensor has size {list(local_tensor.shape)}, but the spec says "
-                f"{own[0].shard_sizes} at offsets {own[0].shard_offsets}"
+                f"{shards[0].shard_sizes} at offsets {shards[0].shard_offsets}"
             )
         return cls._init_from_local_shards_and_global_metadata(
-            [Shard(local_tensor, own[0])], metadata, group.process_group, init_rrefs, sharding_spec
+            [Shard(local_tensor, shards[0])], metadata, group.process_group, init_rrefs, sharding_spec
         )
 
     def local_tensor(self) -> Tensor:
@@ -244,8 +244,8 @@ class ShardedTensor(ShardedTensorBase):
         process_group: Any = None,
     ) -> Self:
         """Return the tensor with its shards on this rank's GPU, and with another `process_group` if given."""
-        where = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
-        return self.to(where, non_blocking=non_blocking, memory_format=memory_format, process_group=process_group)
+        target = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+        return self.to(target, non_blocking=non_blocking, memory_format=memory_format, process_group=process_group)
 
     def to(self, *args: Any, process_group: Any = None, **kwargs: Any) -> Self:
         """Return the tensor on another device or with another dtype, as `Tensor.to`; itself if nothing changes.
@@ -265,51 +265,56 @@ class ShardedTensor(ShardedTensorBase):
         # A rank without shards uses an empty tensor and the metadata, to arrive at the same result.
         blank = torch.empty([0] * self.ndim, dtype=self.dtype, device=self.device)
         example = blank.to(*args, **{name: value for name, value in kwargs.items() if name != "memory_format"})
-        known, wanted = self._metadata.tensor_properties, kwargs.get("memory_format", torch.preserve_format)
-        kept = example is blank and wanted in (torch.preserve_format, known.memory_format)
-        kept = kept and all(new is shard.tensor for new, shard in zip(tensors, self._local_shards, strict=True))
+        current = self._metadata.tensor_properties
+        memory_format = kwargs.get("memory_format", torch.preserve_format)
+        unchanged = example is blank and memory_format in (torch.preserve_format, current.memory_format)
+        unchanged = unchanged and all(
+            new is shard.tensor for new, shard in zip(tensors, self._local_shards, strict=True)
+        )
         device = _device_argument(args, kwargs)
         shards = self._metadata.shards_metadata if device is None else self._placed_on(device, tensors)
-        kept = kept and _device_types(shards) == _device_types(self._metadata.shards_metadata)
-        if kept and process_group is None:
+        unchanged = unchanged and _device_types(shards) == _device_types(self._metadata.shards_metadata)
+        if unchanged and process_group is None:
             return self
         group = self._group if process_group is None else comm.Group.of(process_group)
         properties = replace(
-            known,
+            current,
             dtype=example.dtype,
-            memory_format=known.memory_format if wanted == torch.preserve_format else wanted,
+            memory_format=current.memory_format if memory_format == torch.preserve_format else memory_format,
             requires_grad=self.requires_grad
             and (example.dtype.is_floating_point or example.dtype.is_complex)
-            and (kept or torch.is_grad_enabled()),
-            pin_memory=known.pin_memory and kept,
+            and (unchanged or torch.is_grad_enabled()),
+            pin_memory=current.pin_memory and unchanged,
         )
         metadata = ShardedTensorMetadata(shards, self.shape, properties)
         spec = self._spec if shards is self._metadata.shards_metadata else None
-        made = type(self)._bind(metadata, spec, (), group)
-        made._local_shards = [Shard(tensor, shard) for tensor, shard in zip(tensors, made._own(), strict=True)]
-        made._leaf = not properties.requires_grad or (self._leaf and kept)
-        return made
+        result = type(self)._bind(metadata, spec, (), group)
+        result._local_shards = [
+            Shard(tensor, shard) for tensor, shard in zip(tensors, result._local_metadata(), strict=True)
+        ]
+        result._leaf = not properties.requires_grad or (self._leaf and unchanged)
+        return result
 
     def _placed_on(self, device: torch.device, tensors: Sequence[Tensor]) -> list[ShardMetadata]:
         """Return the metadata of all shards after every rank has moved its own to this device."""
         device_type = torch.device(device.type)
-        mine = (self._table.ranks == self._group.global_rank).nonzero()[0].tolist()
+        local_rows = (self._table.ranks == self._group.global_rank).nonzero()[0].tolist()
         shards = []
         for shard in self._metadata.shards_metadata:
-            where = None if shard.placement is None else shard.placement.device()
-            stays = where is None or where in (device, device_type)
+            current = None if shard.placement is None else shard.placement.device()
+            stays = current is None or current in (device, device_type)
             shards.append(shard if stays else placed(shard, device_type))
-        for number, tensor in zip(mine, tensors, strict=True):
+        for number, tensor in zip(local_rows, tensors, strict=True):
             old = self._metadata.shards_metadata[number]
             stays = old.placement is None or same_device(old.placement.device(), tensor.device)
             shards[number] = old if stays else placed(old, tensor.device)
-        same = all(new is old for new, old in zip(shards, self._metadata.shards_metadata, strict=True))
-        return self._metadata.shards_metadata if same else shards
+        unchanged = all(new is old for new, old in zip(shards, self._metadata.shards_metadata, strict=True))
+        return self._metadata.shards_metadata if unchanged else shards
 
     def __copy__(self) -> Self:
-        made = super().__copy__()
-        made._remote = None  # the RRefs belong to the original
-        return made
+        result = super().__copy__()
+        result._remote = None  # the RRefs belong to the original
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = current.State.of(self._group)
@@ -324,10 +329,10 @@ def _rebuild(
     is_parameter: bool,
 ) -> ShardedTensor:
     """Unpickle a ShardedTensor and bind it to the current process group."""
-    made = ShardedTensor._bind(metadata, spec, shards, state.find())
+    tensor = ShardedTensor._bind(metadata, spec, shards, state.find())
     if is_parameter:
-        made._is_param = True  # makes isinstance(x, nn.Parameter) true
-    return made
+        tensor._is_param = True  # makes isinstance(x, nn.Parameter) true
+    return tensor
 
 
 implement_shard(partial(scatter, ShardedTensor))
@@ -369,9 +374,9 @@ def _check_pinning(metadata: ShardedTensorMetadata) -> None:
             )
 
 
-def _check_devices(given: Sequence[Shard], expected: Sequence[ShardMetadata], rank: int) -> None:
+def _check_devices(shards: Sequence[Shard], expected: Sequence[ShardMetadata], rank: int) -> None:
     """Raise unless the tensors are on the devices that the global metadata says."""
-    tensors = {_key(shard.metadata): shard.tensor for shard in given}
+    tensors = {_key(shard.metadata): shard.tensor for shard in shards}
     for shard in expected:
         device = tensors[_key(shard)].device
         if shard.placement is not None and not same_device(shard.placement.device(), device):

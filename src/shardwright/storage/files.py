@@ -71,8 +71,8 @@ def open_regular(calls: Calls, path: str, flags: int) -> tuple[int, os.stat_resu
     return fd, status
 
 
-def _irregular(path: str, what: str) -> StorageError:
-    return StorageError(f"{path} {what}: a checkpoint holds regular files only; remove it")
+def _irregular(path: str, kind: str) -> StorageError:
+    return StorageError(f"{path} {kind}: a checkpoint holds regular files only; remove it")
 
 
 def explained(error: OSError) -> str:

@@ -135,8 +135,8 @@ class LocalStorage(Storage):
             with self._storage_errors(path, "lock"):
                 self._take(file)
                 # Removing a checkpoint removes this file: then our lock excludes no one.
-                there = status_of(self._calls, path)
-                if there is None or not os.path.samestat(file.status, there):
+                status = status_of(self._calls, path)
+                if status is None or not os.path.samestat(file.status, status):
                     raise StorageBusyError(f"{self.path}: another process is removing the checkpoint there")
             yield
         finally:
@@ -175,13 +175,13 @@ class LocalStorage(Storage):
 
     def _write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         """Write all of the buffers, however many bytes the kernel takes at a time."""
-        pending = _rest(buffers, 0)
+        pending = _remaining(buffers, 0)
         while pending:
             written = self._calls.pwritev(fd, pending[:_MAX_BUFFERS], offset)
             if written == 0:
                 raise OSError(errno.EIO, "the file takes no more bytes, without a reason")
             offset += written
-            pending = _rest(pending, written)
+            pending = _remaining(pending, written)
 
     @contextmanager
     def _storage_errors(self, path: str, action: str) -> Iterator[None]:
@@ -244,7 +244,7 @@ class _LocalReader(Reader):
     def read(self, buffers: Sequence[memoryview], offset: int) -> None:
         if self._fd < 0:
             raise StorageError(f"cannot read {self._path}: its reader is closed")
-        pending = _rest(buffers, 0)
+        pending = _remaining(buffers, 0)
         end = offset + sum(buffer.nbytes for buffer in pending)
         if not 0 <= offset <= end <= self._size:
             raise StorageError(f"{self._path} has {self._size} bytes, but bytes {offset} to {end} were requested")
@@ -258,7 +258,7 @@ class _LocalReader(Reader):
                         "it was truncated"
                     )
                 offset += got
-                pending = _rest(pending, got)
+                pending = _remaining(pending, got)
             now = calls.fstat(self._fd).st_size
         if now != self._size:
             raise StorageError(
@@ -272,8 +272,8 @@ class _LocalReader(Reader):
                 self._storage._calls.close(fd)
 
 
-def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of the buffers after `done` bytes, without empty ones at the beginning."""
+def _remaining(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
+    """Return the buffers without their first `done` bytes and without empty ones at the beginning."""
     for number, buffer in enumerate(buffers):
         if done < buffer.nbytes:
             return [buffer.cast("B")[done:] if done else buffer, *buffers[number + 1 :]]

@@ -46,27 +46,27 @@ class MemoryStorage(Storage):
 
     def create(self, key: str) -> Writer:
         """Create an empty object."""
-        made = _Object()
+        stored = _Object()
         with self._guard:
             if check_key(key) in self._objects:
                 raise StorageError(f"cannot create {key!r}: it exists")
-            self._objects[key] = made
-        return _MemoryWriter(self, key, made)
+            self._objects[key] = stored
+        return _MemoryWriter(self, key, stored)
 
     def open(self, key: str) -> Reader:
         """Open an object as it is now."""
         with self._guard:
-            found = self._objects.get(check_key(key))
-        if found is None:
+            stored = self._objects.get(check_key(key))
+        if stored is None:
             raise MissingKeyError(f"{key!r} does not exist")
-        return _MemoryReader(key, found)
+        return _MemoryReader(key, stored)
 
     def replace(self, key: str, data: bytes) -> None:
         """Put a new object under the key; readers of the previous one keep it."""
-        made = _Object()
-        made.put([memoryview(data)], 0)
+        stored = _Object()
+        stored.put([memoryview(data)], 0)
         with self._guard:
-            self._objects[check_key(key)] = made
+            self._objects[check_key(key)] = stored
 
     def list_keys(self) -> list[str]:
         """Return all keys, in order."""
@@ -88,10 +88,10 @@ class MemoryStorage(Storage):
         finally:
             self._busy.release()
 
-    def _remove(self, key: str, made: _Object) -> None:
+    def _remove(self, key: str, stored: _Object) -> None:
         """Remove this object, but not another one that has its key by now."""
         with self._guard:
-            if self._objects.get(key) is made:
+            if self._objects.get(key) is stored:
                 del self._objects[key]
 
 
@@ -124,8 +124,8 @@ class _Object:
 
 @final
 class _MemoryWriter(Writer):
-    def __init__(self, storage: MemoryStorage, key: str, made: _Object) -> None:
-        self._storage, self._key, self._object = storage, key, made
+    def __init__(self, storage: MemoryStorage, key: str, stored: _Object) -> None:
+        self._storage, self._key, self._object = storage, key, stored
         self._is_open = True
 
     def write(self, buffers: Sequence[memoryview], offset: int) -> None:
@@ -148,9 +148,9 @@ class _MemoryWriter(Writer):
 
 @final
 class _MemoryReader(Reader):
-    def __init__(self, key: str, found: _Object) -> None:
-        self._key, self._object = key, found
-        self._size = len(found)
+    def __init__(self, key: str, stored: _Object) -> None:
+        self._key, self._object = key, stored
+        self._size = len(stored)
         self._is_open = True
 
     @property

@@ -142,14 +142,14 @@ class StorageContract(ABC):
         storage = self._prepared(tmp_path)
         versions = [bytes([n]) * (1000 + 7 * n) for n in range(50)]
         storage.replace("manifest.json", versions[0])
-        seen: list[bytes] = []
+        values: list[bytes] = []
 
         def read() -> None:
-            while not seen or seen[-1] != versions[-1]:
-                seen.append(_all(storage, "manifest.json"))
+            while not values or values[-1] != versions[-1]:
+                values.append(_all(storage, "manifest.json"))
 
         _run_in_threads([read, lambda: [storage.replace("manifest.json", data) for data in versions]])
-        indices = [versions.index(data) for data in seen]  # raises for any other value
+        indices = [versions.index(data) for data in values]  # raises for any other value
         assert indices == sorted(indices)
 
     def test_a_reader_survives_deletion_and_replacement(self, tmp_path: Path) -> None:

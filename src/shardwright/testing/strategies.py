@@ -63,9 +63,9 @@ def meshes(
         if size is None:
             shape.append(draw(st.integers(1, max(1, max_size // prod(shape)))))
         else:
-            left = size // prod(shape)
-            divisors = [n for n in range(1, left + 1) if left % n == 0]
-            shape.append(left if dim == ndim - 1 else draw(st.sampled_from(divisors)))
+            remaining = size // prod(shape)
+            divisors = [n for n in range(1, remaining + 1) if remaining % n == 0]
+            shape.append(remaining if dim == ndim - 1 else draw(st.sampled_from(divisors)))
     names = draw(st.none() | st.just(NAMES[:ndim])) if ndim <= len(NAMES) else None
     ranks = draw(st.none() | st.permutations(range(prod(shape))))
     return Mesh(shape, names, ranks)

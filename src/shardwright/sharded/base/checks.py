@@ -41,51 +41,54 @@ def common_properties(shards: Sequence[Shard], rank: int) -> tuple[TensorPropert
     The second result is True if all shards are both contiguous and channels last, as with one channel: then other
     ranks decide the memory format.
     """
-    found: TensorProperties | None = None
+    common: TensorProperties | None = None
     either = True
     for number, shard in enumerate(shards):
-        here = f"rank {rank}, shard {number}"
+        shard_name = f"rank {rank}, shard {number}"
         if shard.tensor.layout != torch.strided:
             raise ShardError(
-                f"{here}: shards must be strided tensors, got layout {shard.tensor.layout}: call to_dense()"
+                f"{shard_name}: shards must be strided tensors, got layout {shard.tensor.layout}: call to_dense()"
             )
         if not isinstance(shard.tensor, ShardedTensorBase) and memory_format_of(shard.tensor) is None:
             raise ShardError(
-                f"{here}: size {list(shard.tensor.shape)} with strides {list(shard.tensor.stride())} is neither "
+                f"{shard_name}: size {list(shard.tensor.shape)} with strides {list(shard.tensor.stride())} is neither "
                 "contiguous nor channels last: call contiguous()"
             )
-        own = _properties(shard.tensor)
-        if found is None:
-            found = own
+        properties = _properties(shard.tensor)
+        if common is None:
+            common = properties
         elif either and not _has_both_formats(shard.tensor):
-            found = replace(found, memory_format=own.memory_format)
-        _compare(here, shard.tensor, found, f"shard 0 of rank {rank}")
+            common = replace(common, memory_format=properties.memory_format)
+        _compare(shard_name, shard.tensor, common, f"shard 0 of rank {rank}")
         either = either and _has_both_formats(shard.tensor)
-    return found, either
+    return common, either
 
 
 def check_shards(shards: Sequence[Shard], rank: int, properties: TensorProperties | None = None) -> None:
     """Raise unless each tensor matches its metadata, its placement and `properties`."""
     for number, shard in enumerate(shards):
-        here = f"rank {rank}, shard {number}"
+        shard_name = f"rank {rank}, shard {number}"
         tensor, metadata = shard.tensor, shard.metadata
         if list(tensor.shape) != metadata.shard_sizes:
             raise ShardError(
-                f"{here}: the tensor has size {list(tensor.shape)}, but its metadata says {metadata.shard_sizes}"
+                f"{shard_name}: the tensor has size {list(tensor.shape)}, but its metadata says {metadata.shard_sizes}"
             )
         if metadata.placement is not None:
-            wanted = metadata.placement.device()
-            if not same_device(wanted, tensor.device):
-                raise ShardError(f"{here}: the tensor is on {tensor.device}, but its placement is {metadata.placement}")
+            device = metadata.placement.device()
+            if not same_device(device, tensor.device):
+                raise ShardError(
+                    f"{shard_name}: the tensor is on {tensor.device}, but its placement is {metadata.placement}"
+                )
             owner = metadata.placement.rank()
             if owner is None and (name := metadata.placement.worker_name()) is not None:
                 owner = comm.rank_of_worker(name)
             if owner is not None and owner != rank:
                 raise ShardError(
-                    f"{here}: placement {metadata.placement} belongs to rank {owner}: pass only this rank's own shards"
+                    f"{shard_name}: placement {metadata.placement} belongs to rank {owner}: pass only this "
+                    "rank's own shards"
                 )
         if properties is not None:
-            _compare(here, tensor, properties, "the tensor's metadata")
+            _compare(shard_name, tensor, properties, "the tensor's metadata")
 
 
 def has_nested(shards: Sequence[Shard]) -> bool:
@@ -114,16 +117,18 @@ def _has_both_formats(tensor: Tensor) -> bool:
     return has_memory_format(tensor, torch.contiguous_format) and has_memory_format(tensor, torch.channels_last)
 
 
-def _compare(here: str, tensor: Tensor, wanted: TensorProperties, whose: str) -> None:
-    own = _properties(tensor)
+def _compare(shard_name: str, tensor: Tensor, expected: TensorProperties, source: str) -> None:
+    properties = _properties(tensor)
     for name in ("dtype", "layout", "requires_grad", "pin_memory"):
-        mine, theirs = getattr(own, name), getattr(wanted, name)
-        if mine != theirs:
-            raise ShardError(f"{here}: {name} is {mine}, but {theirs} in {whose}")
-    if own.memory_format == wanted.memory_format or _has_both_formats(tensor):
+        actual, expected_value = getattr(properties, name), getattr(expected, name)
+        if actual != expected_value:
+            raise ShardError(f"{shard_name}: {name} is {actual}, but {expected_value} in {source}")
+    if properties.memory_format == expected.memory_format or _has_both_formats(tensor):
         return
-    if torch.channels_last in (own.memory_format, wanted.memory_format):
-        raise ShardError(f"{here}: memory format is {own.memory_format}, but {wanted.memory_format} in {whose}")
+    if torch.channels_last in (properties.memory_format, expected.memory_format):
+        raise ShardError(
+            f"{shard_name}: memory format is {properties.memory_format}, but {expected.memory_format} in {source}"
+        )
 
 
 def refuse_sparse(tensor: ShardedTensorBase, what: str) -> None:

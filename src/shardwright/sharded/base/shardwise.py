@@ -149,11 +149,11 @@ def result_like(
     """Return a tensor sharded like `first` with these results; `device` if they are on another device type."""
     if sample.device.type not in (first.device.type, "meta"):
         raise unsupported(func, f"its result is on {sample.device}, but the placements say otherwise: use .to")
-    made = first._with(values, requires_grad=sample.requires_grad, dtype=sample.dtype, device=device)
-    made._leaf = sample.is_leaf
-    properties = made._metadata.tensor_properties
+    result = first._with(values, requires_grad=sample.requires_grad, dtype=sample.dtype, device=device)
+    result._leaf = sample.is_leaf
+    properties = result._metadata.tensor_properties
     properties.pin_memory = properties.pin_memory and sample._is_view()  # results are in newly allocated memory
-    return made
+    return result
 
 
 def result_with_dims(
@@ -177,17 +177,17 @@ def result_with_dims(
     metadata = ShardedTensorMetadata(
         [moved(shard) for shard in first._metadata.shards_metadata], sample.shape, properties
     )
-    own = [Shard(value, moved(shard.metadata)) for value, shard in zip(values, first._local_shards, strict=True)]
-    made = first._made_like(metadata, own)
-    made._spec, made._leaf = None, sample.is_leaf
-    return made
+    shards = [Shard(value, moved(shard.metadata)) for value, shard in zip(values, first._local_shards, strict=True)]
+    result = first._new_like(metadata, shards)
+    result._spec, result._leaf = None, sample.is_leaf
+    return result
 
 
 def map_shard(shard: ShardMetadata, size: Sequence[int], origins: Sequence[int | None]) -> ShardMetadata:
     """Return the box of a shard in a result of this size; see `result_with_dims`."""
-    kept = list(zip(origins, size, strict=True))
+    dims = list(zip(origins, size, strict=True))
     return ShardMetadata(
-        [0 if dim is None else shard.shard_offsets[dim] for dim, _ in kept],
-        [extent if dim is None else shard.shard_sizes[dim] for dim, extent in kept],
+        [0 if dim is None else shard.shard_offsets[dim] for dim, _ in dims],
+        [extent if dim is None else shard.shard_sizes[dim] for dim, extent in dims],
         shard.placement,
     )

@@ -49,31 +49,31 @@ class ShardedTensorBase(Tensor):
     def _wrap(cls, metadata: ShardedTensorMetadata, spec: ShardingSpec | None, local_shards: Sequence[Shard]) -> Self:
         """Create the tensor object. The shards and their metadata have been validated."""
         properties = metadata.tensor_properties
-        made: Self = Tensor._make_wrapper_subclass(
+        tensor: Self = Tensor._make_wrapper_subclass(
             cls, metadata.size, dtype=properties.dtype, device=torch.device("cpu")
         )
         # No memory: make C++ code that bypasses the operator table raise an error instead of reading a null pointer.
-        torch._C._set_throw_on_mutable_data_ptr(made)
-        made._metadata, made._spec, made._local_shards = metadata, spec, list(local_shards)
-        return made
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
+        tensor._metadata, tensor._spec, tensor._local_shards = metadata, spec, list(local_shards)
+        return tensor
 
     @classmethod
     def _bind(
         cls, metadata: ShardedTensorMetadata, spec: ShardingSpec | None, shards: Sequence[Shard], group: comm.Group
     ) -> Self:
-        made = cls._wrap(metadata, spec, shards)
-        made._group = group
-        return made
+        tensor = cls._wrap(metadata, spec, shards)
+        tensor._group = group
+        return tensor
 
     @cached_property
     def _table(self) -> RegionTable:
         """All shards as arrays, with their owners."""
         return self._metadata.table(owner_in(self._group))
 
-    def _own(self) -> list[ShardMetadata]:
+    def _local_metadata(self) -> list[ShardMetadata]:
         """Return the metadata of this rank's shards."""
-        mine = (self._table.ranks == self._group.global_rank).nonzero()[0].tolist()
-        return [self._metadata.shards_metadata[number] for number in mine]
+        rows = (self._table.ranks == self._group.global_rank).nonzero()[0].tolist()
+        return [self._metadata.shards_metadata[row] for row in rows]
 
     @property
     def _process_group(self) -> Any:
@@ -167,18 +167,18 @@ class ShardedTensorBase(Tensor):
         If only some have one, the others are filled with zeros here; the shards themselves stay without gradient.
         """
         gradients_or_none = [shard.tensor.grad for shard in self._local_shards]
-        known = next((gradient for gradient in gradients_or_none if gradient is not None), None)
-        if known is None:
+        first = next((gradient for gradient in gradients_or_none if gradient is not None), None)
+        if first is None:
             return None
         gradients = [
-            torch.zeros_like(shard.tensor, dtype=known.dtype, layout=known.layout, requires_grad=False)
+            torch.zeros_like(shard.tensor, dtype=first.dtype, layout=first.layout, requires_grad=False)
             if gradient is None
             else gradient
             for gradient, shard in zip(gradients_or_none, self._local_shards, strict=True)
         ]
-        made = self._with(gradients)
-        made._metadata.tensor_properties.pin_memory = False  # autograd allocates gradients in pageable memory
-        return made
+        result = self._with(gradients)
+        result._metadata.tensor_properties.pin_memory = False  # autograd allocates gradients in pageable memory
+        return result
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -227,11 +227,11 @@ class ShardedTensorBase(Tensor):
     def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> Self:
         """Return a copy."""
         shards = [shard.tensor.clone(memory_format=memory_format) for shard in self._local_shards]
-        made = self._with(shards, requires_grad=self.requires_grad and torch.is_grad_enabled())
-        made._metadata.tensor_properties.pin_memory = False  # as torch's clone
+        result = self._with(shards, requires_grad=self.requires_grad and torch.is_grad_enabled())
+        result._metadata.tensor_properties.pin_memory = False  # as torch's clone
         if memory_format != torch.preserve_format:
-            made._metadata.tensor_properties.memory_format = memory_format
-        return made
+            result._metadata.tensor_properties.memory_format = memory_format
+        return result
 
     def _with(
         self,
@@ -249,23 +249,23 @@ class ShardedTensorBase(Tensor):
         dtype = tensors[0].dtype if tensors else dtype or self.dtype
         layout = tensors[0].layout if tensors else self.layout
         properties = replace(self._metadata.tensor_properties, dtype=dtype, layout=layout, requires_grad=requires_grad)
-        own = [shard.metadata for shard in self._local_shards]
+        shards = [shard.metadata for shard in self._local_shards]
         metadata = replace(self._metadata, tensor_properties=properties)
         if device is not None:
             metadata.shards_metadata = moved_to(device, metadata.shards_metadata)
-            own = moved_to(device, own)
-        made = self._made_like(metadata, [Shard(tensor, shard) for tensor, shard in zip(tensors, own, strict=True)])
+            shards = moved_to(device, shards)
+        result = self._new_like(metadata, [Shard(tensor, shard) for tensor, shard in zip(tensors, shards, strict=True)])
         if device is not None:
-            made._spec = None
-        made._leaf = not requires_grad
-        return made
+            result._spec = None
+        result._leaf = not requires_grad
+        return result
 
-    def _made_like(self, metadata: ShardedTensorMetadata, shards: Sequence[Shard]) -> Self:
-        made = type(self)._bind(metadata, self._spec, shards, self._group)
-        made._nested = self._nested
+    def _new_like(self, metadata: ShardedTensorMetadata, shards: Sequence[Shard]) -> Self:
+        result = type(self)._bind(metadata, self._spec, shards, self._group)
+        result._nested = self._nested
         if "_table" in self.__dict__ and metadata.shards_metadata is self._metadata.shards_metadata:
-            made.__dict__["_table"] = self._table
-        return made
+            result.__dict__["_table"] = self._table
+        return result
 
     def _become(self, other: ShardedTensorBase) -> None:
         self._metadata, self._spec = other._metadata, other._spec
@@ -280,9 +280,9 @@ class ShardedTensorBase(Tensor):
 
     def __copy__(self) -> Self:
         """Return another object with the same shards, autograd history and group."""
-        made = type(self)._wrap(self._metadata, self._spec, self._local_shards)
-        made.__dict__.update({**self.__dict__, "_local_shards": list(self._local_shards)})
-        return made
+        result = type(self)._wrap(self._metadata, self._spec, self._local_shards)
+        result.__dict__.update({**self.__dict__, "_local_shards": list(self._local_shards)})
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy values and gradients, into pageable memory. Only leaves can be copied."""
@@ -305,9 +305,9 @@ class ShardedTensorBase(Tensor):
         return copied
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        mine = ", ".join(str(shard.metadata.region) for shard in self._local_shards)
+        local = ", ".join(str(shard.metadata.region) for shard in self._local_shards)
         count = len(self._metadata.shards_metadata)
-        return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {count} shards; here: {mine or 'none'})"
+        return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {count} shards; here: {local or 'none'})"
 
     __str__ = __repr__
 

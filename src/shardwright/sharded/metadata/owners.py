@@ -37,9 +37,11 @@ def owner_in(group: comm.Group) -> Callable[[RemoteDevice | None], int]:
     return owner
 
 
-def same_device(wanted: torch.device, actual: torch.device) -> bool:
+def same_device(requested: torch.device, actual: torch.device) -> bool:
     """True if the devices match; a device without an index matches every index."""
-    return wanted.type == actual.type and (wanted.index is None or actual.index is None or wanted.index == actual.index)
+    return requested.type == actual.type and (
+        requested.index is None or actual.index is None or requested.index == actual.index
+    )
 
 
 def placed(shard: ShardMetadata, device: torch.device) -> ShardMetadata:

@@ -59,10 +59,12 @@ class State(NamedTuple):
         """Return the group to load into. Raise unless it has the same ranks and this process has the same index."""
         group = group_of(None)
         if (group.rank, group.ranks) != self:
-            how = "the group of load_with_process_group" if _current.get() is not None else "the default process group"
+            source = (
+                "the group of load_with_process_group" if _current.get() is not None else "the default process group"
+            )
             raise UnsupportedError(
                 f"this ShardedTensor was pickled by rank {self.ranks[self.rank]} in a group of {listed(self.ranks)}; "
-                f"{how} has {listed(group.ranks)}, and this process is rank {group.global_rank}: load it inside "
+                f"{source} has {listed(group.ranks)}, and this process is rank {group.global_rank}: load it inside "
                 "`with sharded.load_with_process_group(group):` with a matching group, or use shardwright.checkpoint, "
                 "which reshards"
             )

@@ -144,8 +144,8 @@ def _decode(encoding: Any) -> torch.memory_format:
     try:
         return _DECODED[MEM_FORMAT_ENCODING(encoding)]
     except ValueError:
-        numbers = ", ".join(f"{known.value} ({known.name})" for known in MEM_FORMAT_ENCODING)
-        raise UnsupportedError(f"unknown memory format encoding {encoding!r}: expected one of {numbers}") from None
+        expected = ", ".join(f"{member.value} ({member.name})" for member in MEM_FORMAT_ENCODING)
+        raise UnsupportedError(f"unknown memory format encoding {encoding!r}: expected one of {expected}") from None
 
 
 def _name(value: torch.dtype | torch.layout) -> str:

@@ -102,22 +102,22 @@ def _interned(text: str) -> RemoteDevice:
 def _parse(text: str) -> tuple[str | None, int | None, torch.device]:
     owner, slash, device = text.partition("/")
     if not slash:
-        if (alone := _device(owner)) is not None:
-            return None, None, alone
+        if (local_device := _device(owner)) is not None:
+            return None, None, local_device
         device = "cpu"
-    where = _device(device)
+    parsed = _device(device)
     # A misspelt device ("cuda:first") must not be taken for a worker name with the CPU as device.
     misspelt = ":" in owner and not owner.startswith("rank:")
-    if where is None or not owner or misspelt:
+    if parsed is None or not owner or misspelt:
         raise PlacementError(
             f"placement {text!r}: write rank:1/cuda:0, a worker's name such as trainer0/cpu, or a device"
         )
     if not owner.startswith("rank:"):
-        return owner, None, where
+        return owner, None, parsed
     number = owner.removeprefix("rank:")
     if not (number.isascii() and number.isdigit()):
         raise PlacementError(f"placement {text!r}: {number!r} is not a rank; write rank:1/cuda:0")
-    return None, int(number), where
+    return None, int(number), parsed
 
 
 def _device(text: str) -> torch.device | None:

@@ -52,8 +52,8 @@ class Shard:
             raise ShardError(
                 f"Shard: a tensor of {tensor.ndim} dimensions needs as many offsets, got {list(shard_offsets)}"
             )
-        where = RemoteDevice.of(f"rank:{comm.rank() if rank is None else rank}").on(tensor.device)
-        return cls(tensor, ShardMetadata(shard_offsets, tensor.shape, where))
+        placement = RemoteDevice.of(f"rank:{comm.rank() if rank is None else rank}").on(tensor.device)
+        return cls(tensor, ShardMetadata(shard_offsets, tensor.shape, placement))
 
 
 def _converted(metadata: Any) -> ShardMetadata:

@@ -111,14 +111,14 @@ class ChunkShardingSpec(ShardingSpec):
                 f"ChunkShardingSpec: dim {self.dim} is out of range for a tensor of size {list(tensor_sizes)}"
             )
         dim = self.dim % ndim
-        whole = list(tensor_sizes)
-        extent = whole[dim]
+        global_size = list(tensor_sizes)
+        extent = global_size[dim]
         step = -(-extent // count)
         shards = []
         with gc_paused():
             for number, placement in enumerate(self.placements):
                 start = min(number * step, extent)
-                offsets, sizes = [0] * ndim, whole.copy()
+                offsets, sizes = [0] * ndim, global_size.copy()
                 offsets[dim], sizes[dim] = start, min(step, extent - start)
                 shards.append(ShardMetadata(offsets, sizes, placement))
         return ShardedTensorMetadata(shards, tensor_sizes, tensor_properties)
@@ -169,12 +169,12 @@ class LayoutShardingSpec(ShardingSpec):
     def __init__(
         self, mesh: Any, placements: Iterable[Any], order: Iterable[int | str] | None = None, device: Any = None
     ) -> None:
-        where = getattr(mesh, "device_type", "cpu") if device is None else device
+        device_type = getattr(mesh, "device_type", "cpu") if device is None else device
         put = object.__setattr__
         put(self, "mesh", Mesh.of(mesh))
         put(self, "placements", tuple(placements))
         put(self, "order", None if order is None else tuple(order))
-        put(self, "device", torch.device(where))
+        put(self, "device", torch.device(device_type))
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """Return the regions of a tensor of this size."""

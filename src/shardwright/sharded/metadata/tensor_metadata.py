@@ -42,9 +42,9 @@ class ShardMetadata:
 
     def __init__(self, shard_offsets: Iterable[int], shard_sizes: Iterable[int], placement: Any = None) -> None:
         # A tensor may have hundreds of thousands of these: check all numbers at once if they are plain ints.
-        known = isinstance(shard_offsets, (list, tuple)) and isinstance(shard_sizes, (list, tuple))
-        numbers = [*shard_offsets, *shard_sizes] if known else []
-        if not (known and set(map(type, numbers)) <= _PLAIN):
+        is_sequence = isinstance(shard_offsets, (list, tuple)) and isinstance(shard_sizes, (list, tuple))
+        numbers = [*shard_offsets, *shard_sizes] if is_sequence else []
+        if not (is_sequence and set(map(type, numbers)) <= _PLAIN):
             shard_offsets, shard_sizes = integers(shard_offsets, "shard offsets"), integers(shard_sizes, "shard sizes")
             numbers = [*shard_offsets, *shard_sizes]
         self.shard_offsets, self.shard_sizes = offsets, sizes = list(shard_offsets), list(shard_sizes)
@@ -127,11 +127,11 @@ class ShardedTensorMetadata:
         >>> ShardedTensorMetadata(shards, torch.Size([3])).table(lambda placement: placement.rank()).ranks.tolist()
         [7]
         """
-        known: dict[int, int] = {}  # by identity: equal placements are nearly always one object
+        owner_of: dict[int, int] = {}  # by identity: equal placements are nearly always one object
         for shard in self.shards_metadata:
-            if id(shard.placement) not in known:
-                known[id(shard.placement)] = owner(shard.placement)
-        ranks = np.array([known[id(shard.placement)] for shard in self.shards_metadata], np.int64)
+            if id(shard.placement) not in owner_of:
+                owner_of[id(shard.placement)] = owner(shard.placement)
+        ranks = np.array([owner_of[id(shard.placement)] for shard in self.shards_metadata], np.int64)
         return RegionTable(ranks, *_boxes(self.shards_metadata, len(self.size)))
 
     def to_json(self) -> dict[str, Any]:
@@ -155,17 +155,17 @@ def check_tiling(shards: Sequence[ShardMetadata], size: Sequence[int]) -> None:
     for number, shard in enumerate(shards):
         if len(shard.shard_sizes) != ndim:
             raise TilingError(
-                f"shard {number} {_where(shard)} has {len(shard.shard_sizes)} dimensions, its tensor of size "
+                f"shard {number} {_bounds_text(shard)} has {len(shard.shard_sizes)} dimensions, its tensor of size "
                 f"{list(size)} has {ndim}"
             )
-    found = coverage_of_boxes(Region.whole(size), *_boxes(shards, ndim))
-    match found:
+    coverage = coverage_of_boxes(Region.whole(size), *_boxes(shards, ndim))
+    match coverage:
         case Overlap(region, first, second):
             raise _overlapping(shards, first, second, region)
         case Outside(_, index, parent):
-            raise TilingError(f"outside: shard {index} {_where(shards[index])} is not inside {parent}")
+            raise TilingError(f"outside: shard {index} {_bounds_text(shards[index])} is not inside {parent}")
         case Gap():
-            raise TilingError(str(found))
+            raise TilingError(str(coverage))
 
 
 def check_disjoint(shards: Sequence[ShardMetadata]) -> None:
@@ -197,9 +197,9 @@ def _boxes(shards: Sequence[ShardMetadata], ndim: int) -> Boxes:
 
 
 def _overlapping(shards: Sequence[ShardMetadata], first: int, second: int, region: Region | None) -> TilingError:
-    both = f"shard {first} {_where(shards[first])} and shard {second} {_where(shards[second])}"
-    return TilingError(f"overlap: {both} both hold {region}")
+    pair = f"shard {first} {_bounds_text(shards[first])} and shard {second} {_bounds_text(shards[second])}"
+    return TilingError(f"overlap: {pair} both hold {region}")
 
 
-def _where(shard: ShardMetadata) -> str:
+def _bounds_text(shard: ShardMetadata) -> str:
     return f"{shard.region} on {shard.placement}" if shard.placement is not None else str(shard.region)

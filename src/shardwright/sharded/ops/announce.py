@@ -46,6 +46,6 @@ def announce(
         return None, arguments
 
     gathered = comm.gather_bytes(message, group, what=what)
-    if any(other[: len(digest)] != digest for other in gathered):
+    if any(received[: len(digest)] != digest for received in gathered):
         comm.agree(report, what=what, group=group, same=True, unwrap=True)
-    return result, [other[len(digest) :] for other in gathered]
+    return result, [received[len(digest) :] for received in gathered]

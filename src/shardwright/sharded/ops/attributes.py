@@ -104,8 +104,8 @@ def _stride(input: ShardedTensorBase, dim: int | None = None) -> Any:
 
 
 @_method(Tensor.dim_order)
-def _dim_order(input: ShardedTensorBase, **how: Any) -> Any:
-    return _global_meta(input).dim_order(**how)
+def _dim_order(input: ShardedTensorBase, **options: Any) -> Any:
+    return _global_meta(input).dim_order(**options)
 
 
 def _global_meta(tensor: ShardedTensorBase) -> Tensor:
@@ -139,9 +139,9 @@ def _may_be_assigned(input: Any, other: Any) -> bool:
 
 
 @_method(Tensor.new_tensor)
-def _new_tensor(input: ShardedTensorBase, data: Any, **how: Any) -> Tensor:
+def _new_tensor(input: ShardedTensorBase, data: Any, **options: Any) -> Tensor:
     """Return a plain tensor with these values, on every rank."""
-    return torch.empty(0, dtype=input.dtype, device=input.device).new_tensor(data, **how)
+    return torch.empty(0, dtype=input.dtype, device=input.device).new_tensor(data, **options)
 
 
 @implements(Tensor.backward)

@@ -76,11 +76,10 @@ def _gather_bools(name: str, local: Callable[[], bool], *operands: Any) -> list[
 def _check_kinds(name: str, *tensors: Any) -> None:
     for tensor in tensors:
         if not isinstance(tensor, ShardedTensorBase):
-            what = f"a plain tensor of size {list(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
+            operand = f"a plain tensor of size {list(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
             raise MixedTensorsError(
-                f"{name}: cannot compare {what} with a ShardedTensor: gather() the ShardedTensor, or shard the other "
-                "with "
-                "a.sharding_spec().shard(tensor)"
+                f"{name}: cannot compare {operand} with a ShardedTensor: gather() the ShardedTensor, or shard the "
+                "other with a.sharding_spec().shard(tensor)"
             )
 
 
@@ -95,10 +94,12 @@ def _all_shards(
             f"{list(second._group.ranks)}"
         )
     if not first._has_same_shards(second):
-        one, other = (f"size {list(x.shape)} in {len(x.shards_metadata())} shards" for x in (first, second))
+        first_text, second_text = (
+            f"size {list(x.shape)} in {len(x.shards_metadata())} shards" for x in (first, second)
+        )
         raise ShardError(
-            f"{name}: ShardedTensors of {one} and of {other} are sharded differently: reshard one to the other's spec "
-            "with b.reshard(a.sharding_spec())"
+            f"{name}: ShardedTensors of {first_text} and of {second_text} are sharded differently: reshard one to the "
+            "other's spec with b.reshard(a.sharding_spec())"
         )
     # A rank without shards calls the function on examples, so that it raises the same errors about dtypes.
     return all(on_shards(func, first, (first, second), {}).values)

@@ -38,9 +38,9 @@ def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[Implementation
     def register(implementation: Implementation) -> Implementation:
         @implements(func)
         def call(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-            given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedTensorBase)]
-            group = given[0]._process_group if given else None
-            return implementation(tuple(dict.fromkeys(map(type, given))), args, kwargs, group)
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedTensorBase)]
+            group = tensors[0]._process_group if tensors else None
+            return implementation(tuple(dict.fromkeys(map(type, tensors))), args, kwargs, group)
 
         return implementation
 

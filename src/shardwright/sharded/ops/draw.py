@@ -69,13 +69,13 @@ def _like(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     refuse_generator(name, kwargs.get("generator"))
     limits = [*args[1:], *(kwargs[key] for key in ("low", "high") if key in kwargs)]
     options = {k: v for k, v in kwargs.items() if k not in ("low", "high", "generator", "requires_grad", "input")}
-    made: Any = torch.empty_like(like.detach(), **options)
+    result: Any = torch.empty_like(like.detach(), **options)
     if name == "randint_like":
         low, high = (0, *limits) if len(limits) == 1 else limits
-        fill_shards(made, fill_integers, low=int(low), high=int(high))
+        fill_shards(result, fill_integers, low=int(low), high=int(high))
     else:
-        fill_shards(made, fill_uniform if name == "rand_like" else fill_normal)
-    return made.requires_grad_(kwargs.get("requires_grad", False))
+        fill_shards(result, fill_uniform if name == "rand_like" else fill_normal)
+    return result.requires_grad_(kwargs.get("requires_grad", False))
 
 
 @implements_named("dropout")
@@ -96,5 +96,5 @@ def _init(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     """Run their Python code, bypassing dispatch: it reads the global size and fills in place."""
     body = python_body(func)
     assert body is not None  # they are written in Python
-    made: ShardedTensorBase = body(*args, **kwargs)
-    return made
+    result: ShardedTensorBase = body(*args, **kwargs)
+    return result

@@ -40,10 +40,10 @@ def _embed(
         return distinct(table, input)
 
     options = Lookup(max_norm, norm_type, scale_grad_by_freq, sparse)
-    rows, wanted = fetch_rows(table, prepare, options, "embedding with a ShardedTensor")
+    rows, lookups = fetch_rows(table, prepare, options, "embedding with a ShardedTensor")
     if not len(rows):  # torch has no second derivative for an empty lookup
-        return rows.view(*wanted.inverse.shape, table.shape[1])
-    return functional.embedding(wanted.inverse, rows, wanted.position(padding))
+        return rows.view(*lookups.inverse.shape, table.shape[1])
+    return functional.embedding(lookups.inverse, rows, lookups.position(padding))
 
 
 def table_of(weight: Any, what: str) -> ShardedTensorBase:

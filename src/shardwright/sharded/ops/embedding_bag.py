@@ -37,36 +37,36 @@ def _embed_bags(
 ) -> Tensor:
     table = table_of(weight, "embedding_bag")
 
-    def reduce(rows: Tensor, wanted: Distinct, **options: bool) -> Tensor:
+    def reduce(rows: Tensor, lookups: Distinct, **options: bool) -> Tensor:
         return functional.embedding_bag(
-            wanted.inverse,
+            lookups.inverse,
             rows,
             offsets,
             mode=mode,
             per_sample_weights=per_sample_weights,
             include_last_offset=include_last_offset,
-            padding_idx=wanted.position(padding_row(padding_idx, table.shape[0])),
+            padding_idx=lookups.position(padding_row(padding_idx, table.shape[0])),
             **options,
         )
 
     def prepare() -> Distinct:
-        wanted = distinct(table, input)
+        lookups = distinct(table, input)
         _check_offsets(offsets, input)
         # Let torch validate the other arguments before any communication, on rows with a single column.
         column = torch.zeros(1, 1, dtype=table.dtype, device=input.device)
-        rows = column.expand(len(wanted.indices), min(table.shape[1], 1))
+        rows = column.expand(len(lookups.indices), min(table.shape[1], 1))
         with torch.no_grad():
-            reduce(rows, wanted, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
-        return wanted
+            reduce(rows, lookups, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+        return lookups
 
     lookup = Lookup(max_norm, norm_type, scale_grad_by_freq, sparse)
-    rows, wanted = fetch_rows(table, prepare, lookup, "embedding_bag with a ShardedTensor")
-    return reduce(rows, wanted)
+    rows, lookups = fetch_rows(table, prepare, lookup, "embedding_bag with a ShardedTensor")
+    return reduce(rows, lookups)
 
 
-def _check_offsets(offsets: Any, given: Tensor) -> None:
+def _check_offsets(offsets: Any, indices: Tensor) -> None:
     """Raise unless offsets ascend from 0 within the input: otherwise torch's result depends on the build."""
-    if not isinstance(offsets, Tensor) or given.ndim != 1 or offsets.ndim != 1:
+    if not isinstance(offsets, Tensor) or indices.ndim != 1 or offsets.ndim != 1:
         return  # torch validates these combinations
     if offsets.dtype not in (torch.int32, torch.int64):
         raise ArgumentTypeError(f"offsets must be torch.int32 or torch.int64, got {offsets.dtype}")
@@ -80,7 +80,7 @@ def _check_offsets(offsets: Any, given: Tensor) -> None:
             f"offsets must ascend, but offsets[{index}] is {int(offsets[index])} and offsets[{index - 1}] is "
             f"{int(offsets[index - 1])}"
         )
-    if int(offsets[-1]) > len(given):
+    if int(offsets[-1]) > len(indices):
         raise ShardError(
-            f"offsets[{len(offsets) - 1}] is {int(offsets[-1])}, but the input has only {len(given)} indices"
+            f"offsets[{len(offsets) - 1}] is {int(offsets[-1])}, but the input has only {len(indices)} indices"
         )

@@ -56,13 +56,13 @@ def _multiply(input: Any, weight: Any, bias: Any = None) -> Tensor:  # torch's p
         *map(_HEADER.unpack, messages), strict=True
     )  # rows of each rank, and whether its input requires grad
     any_grad = any(differentiable)
-    held, (out_features, in_features) = _Held.of(weight), weight.shape
+    intervals, (out_features, in_features) = _Intervals.of(weight), weight.shape
     stacks, anchor = spread(
-        _route(group, held.columns, len(batch), in_features, counts), batch, differentiable=any_grad
+        _route(group, intervals.columns, len(batch), in_features, counts), batch, differentiable=any_grad
     )
-    products, anchor = _products(weight, held, stacks, anchor)
+    products, anchor = _products(weight, intervals, stacks, anchor)
     out = deliver(
-        _route(group, held.rows, len(batch), out_features, counts),
+        _route(group, intervals.rows, len(batch), out_features, counts),
         products,
         torch.empty(0, dtype=dtype, device=batch.device),
         differentiable=any_grad or weight.requires_grad,
@@ -74,48 +74,48 @@ def _multiply(input: Any, weight: Any, bias: Any = None) -> Tensor:  # torch's p
     return out + (_unsharded(bias) if isinstance(bias, ShardedTensorBase) else bias).to(dtype)
 
 
-def _check(given: Any, weight: ShardedTensorBase, bias: Any) -> torch.dtype:
+def _check(batch: Any, weight: ShardedTensorBase, bias: Any) -> torch.dtype:
     """Validate the arguments and return the dtype of the result."""
-    if not isinstance(given, Tensor) or isinstance(given, ShardedTensorBase):
-        raise ArgumentTypeError(f"the input must be a plain tensor, got {type(given).__name__}")
-    if given.device.type != weight.device.type:
-        raise ShardError(f"the input is on {given.device}, but the weight is on {weight.device}: move the input there")
+    if not isinstance(batch, Tensor) or isinstance(batch, ShardedTensorBase):
+        raise ArgumentTypeError(f"the input must be a plain tensor, got {type(batch).__name__}")
+    if batch.device.type != weight.device.type:
+        raise ShardError(f"the input is on {batch.device}, but the weight is on {weight.device}: move the input there")
     out, columns = weight.shape
-    if not given.ndim or given.shape[-1] != columns:
+    if not batch.ndim or batch.shape[-1] != columns:
         raise ShardError(
             f"the last dimension of the input must be {columns} for a weight of size {list(weight.shape)}, got size "
-            f"{list(given.shape)}"
+            f"{list(batch.shape)}"
         )
-    if given.dtype != weight.dtype and not torch.is_autocast_enabled(given.device.type):
-        raise ShardError(f"the input is {given.dtype}, but the weight is {weight.dtype}: convert one of them")
+    if batch.dtype != weight.dtype and not torch.is_autocast_enabled(batch.device.type):
+        raise ShardError(f"the input is {batch.dtype}, but the weight is {weight.dtype}: convert one of them")
     if isinstance(bias, ShardedTensorBase):
         refuse_nested(bias, "the bias")
         if bias._group.ranks != weight._group.ranks:
             raise ShardError(f"the bias is on ranks {bias._group.ranks}, but the weight is on {weight._group.ranks}")
     elif bias is not None and not isinstance(bias, Tensor):
         raise ArgumentTypeError(f"the bias must be a tensor or a ShardedTensor, got {type(bias).__name__}")
-    if bias is not None and (list(bias.shape) != [out] or bias.device.type != given.device.type):
-        raise ShardError(f"the bias must have size [{out}] on {given.device}, got {list(bias.shape)} on {bias.device}")
-    one = torch.ones(1, 1, dtype=weight.dtype, device=given.device)
+    if bias is not None and (list(bias.shape) != [out] or bias.device.type != batch.device.type):
+        raise ShardError(f"the bias must have size [{out}] on {batch.device}, got {list(bias.shape)} on {bias.device}")
+    unit = torch.ones(1, 1, dtype=weight.dtype, device=batch.device)
     try:  # let torch determine the result dtype, also under autocast
-        added = None if bias is None else torch.ones(1, dtype=bias.dtype, device=given.device)
-        return functional.linear(given.new_ones(1, 1), one, added).dtype
+        added = None if bias is None else torch.ones(1, dtype=bias.dtype, device=batch.device)
+        return functional.linear(batch.new_ones(1, 1), unit, added).dtype
     except RuntimeError as error:
         bias_text = "" if bias is None else f", the bias {bias.dtype}"
         raise ShardError(
-            f"the input is {given.dtype}, the weight {weight.dtype}{bias_text}, which torch cannot combine ({error}): "
+            f"the input is {batch.dtype}, the weight {weight.dtype}{bias_text}, which torch cannot combine ({error}): "
             "convert them to one dtype"
         ) from None
 
 
-class _Held(NamedTuple):
+class _Intervals(NamedTuple):
     """The rows and columns of which each rank of the group holds shards, as merged intervals."""
 
     rows: list[list[tuple[int, int]]]
     columns: list[list[tuple[int, int]]]
 
     @classmethod
-    def of(cls, weight: ShardedTensorBase) -> _Held:
+    def of(cls, weight: ShardedTensorBase) -> _Intervals:
         table, group = weight._table, weight._group
         index = {rank: position for position, rank in enumerate(group.ranks)}
         sides: tuple[list[set[tuple[int, int]]], ...] = tuple([set() for _ in group.ranks] for _ in range(2))
@@ -138,11 +138,11 @@ def _route(
 
 
 def _products(
-    weight: ShardedTensorBase, held: _Held, stacks: Sequence[Tensor], anchor: Tensor
+    weight: ShardedTensorBase, intervals: _Intervals, stacks: Sequence[Tensor], anchor: Tensor
 ) -> tuple[list[Tensor], Tensor]:
     """Multiply the stacked batches by the local shards, per interval of rows; and return the updated anchor."""
-    rows, columns = held.rows[weight._group.rank], held.columns[weight._group.rank]
-    found: list[Tensor | None] = [None] * len(rows)
+    rows, columns = intervals.rows[weight._group.rank], intervals.columns[weight._group.rank]
+    products: list[Tensor | None] = [None] * len(rows)
     for shard in weight._local_shards:
         (a, c), (height, width) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
         if not (height and width):
@@ -152,9 +152,9 @@ def _products(
         part = functional.linear(stacks[number].narrow(1, c - columns[number][0], width), shard.tensor)
         number = next(number for number, (first, last) in enumerate(rows) if first <= a < last)
         part = functional.pad(part, (a - rows[number][0], rows[number][1] - a - height))
-        known = found[number]
-        found[number] = part if known is None else known + part
-    return [part for part in found if part is not None], anchor
+        partial = products[number]
+        products[number] = part if partial is None else partial + part
+    return [part for part in products if part is not None], anchor
 
 
 def _unsharded(bias: ShardedTensorBase) -> Tensor:

@@ -50,12 +50,12 @@ def pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         return written(target, results.sample)
     if results.same:
         return first
-    where = results.sample.device  # may differ, as for `zeros_like(x, device="meta")`
-    device = None if where.type == first.device.type else where
-    made = result_like(func, first, results.values, results.sample, device)
+    result_device = results.sample.device  # may differ, as for `zeros_like(x, device="meta")`
+    device = None if result_device.type == first.device.type else result_device
+    result = result_like(func, first, results.values, results.sample, device)
     if (memory_format := kwargs.get("memory_format", torch.preserve_format)) != torch.preserve_format:
-        made._metadata.tensor_properties.memory_format = memory_format
-    return made
+        result._metadata.tensor_properties.memory_format = memory_format
+    return result
 
 
 def written(target: ShardedTensorBase, sample: Tensor) -> ShardedTensorBase:
@@ -87,8 +87,8 @@ def _write_where(func: Callable[..., Any], args: Sequence[Any], _: dict[str, Any
 def _copy(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`copy_`; collective if the source has another sharding."""
     target, source, *rest = (*args, *(kwargs[name] for name in ("src", "other") if name in kwargs))
-    both = isinstance(target, ShardedTensorBase) and isinstance(source, ShardedTensorBase)
-    if not both or target._has_same_shards(source) or target.shape != source.shape:
+    both_sharded = isinstance(target, ShardedTensorBase) and isinstance(source, ShardedTensorBase)
+    if not both_sharded or target._has_same_shards(source) or target.shape != source.shape:
         return pointwise(func, args, kwargs)
     if target._group.ranks != source._group.ranks:
         raise ShardError(

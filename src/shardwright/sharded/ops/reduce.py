@@ -64,10 +64,10 @@ def along(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
             values.append(func(shard.tensor, *rest, **options))
     if isinstance(sample, Tensor):
         return _result(func, tensor, values, sample, dims)
-    made = [
+    results = [
         _result(func, tensor, [value[number] for value in values], part, dims) for number, part in enumerate(sample)
     ]
-    return type(sample)(made)
+    return type(sample)(results)
 
 
 def _dim_argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -60,8 +60,8 @@ def _one_column_per_piece(route: Route, table: ShardedTensorBase) -> Route:
 def _norms(piece: Tensor, order: float, dtype: torch.dtype) -> Tensor:
     if not piece.shape[1]:
         return piece.to(dtype)
-    found: Tensor = torch.linalg.vector_norm(piece, order, dim=1, keepdim=True, dtype=dtype)
-    return found
+    norms: Tensor = torch.linalg.vector_norm(piece, order, dim=1, keepdim=True, dtype=dtype)
+    return norms
 
 
 def _combined(norms: Tensor, route: Route, order: float) -> Tensor:
@@ -73,5 +73,5 @@ def _combined(norms: Tensor, route: Route, order: float) -> Tensor:
         for part in route.parts:
             absent[part.start : part.stop, part.first] = False
         norms = norms.masked_fill(absent, torch.inf)
-    found: Tensor = torch.linalg.vector_norm(norms, order, dim=1)
-    return found
+    combined: Tensor = torch.linalg.vector_norm(norms, order, dim=1)
+    return combined

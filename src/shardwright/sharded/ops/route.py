@@ -75,20 +75,20 @@ class Route:
 
     def matrix_views(self, matrix: Tensor) -> dict[int, list[Tensor]]:
         """Return views of this rank's parts of the matrix, by peer."""
-        found: dict[int, list[Tensor]] = {}
+        views: dict[int, list[Tensor]] = {}
         for peer, start, stop, first, last in self.parts:
-            found.setdefault(peer, []).append(matrix[start:stop, first:last])
-        return found
+            views.setdefault(peer, []).append(matrix[start:stop, first:last])
+        return views
 
     def slot_views(self, stacks: Sequence[Tensor]) -> dict[int, list[Tensor]]:
         """Return views of this rank's slots, by the peer that they belong to."""
-        found: dict[int, list[Tensor]] = {}
+        views: dict[int, list[Tensor]] = {}
         for slot, stack in zip(self.slots, stacks, strict=True):
             ends = accumulate(slot.counts)
             for peer, (end, count) in enumerate(zip(ends, slot.counts, strict=True)):
                 if count and slot.width:
-                    found.setdefault(peer, []).append(stack[end - count : end])
-        return found
+                    views.setdefault(peer, []).append(stack[end - count : end])
+        return views
 
 
 def spread(
@@ -116,8 +116,8 @@ def deliver(
     if not (differentiable and torch.is_grad_enabled()):
         return _deliver(route, stacks, like)
     anchor = _new_anchor(like) if anchor is None else anchor
-    made: Tensor = _Deliver.apply(route, like, anchor, *stacks)  # type: ignore[no-untyped-call]  # likewise
-    return made
+    result: Tensor = _Deliver.apply(route, like, anchor, *stacks)  # type: ignore[no-untyped-call]  # likewise
+    return result
 
 
 def merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -126,13 +126,13 @@ def merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     >>> merged([(4, 6), (0, 2), (5, 9), (2, 3), (7, 7)])
     [(0, 3), (4, 9)]
     """
-    found: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     for start, stop in sorted(interval for interval in intervals if interval[0] < interval[1]):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(stop, result[-1][1]))
         else:
-            found.append((start, stop))
-    return found
+            result.append((start, stop))
+    return result
 
 
 def _new_anchor(like: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class Distinct(NamedTuple):
         return position if position < len(self.indices) and int(self.indices[position]) == index else None
 
 
-def distinct(table: ShardedTensorBase, given: Any) -> Distinct:
+def distinct(table: ShardedTensorBase, input: Any) -> Distinct:
     """Return the distinct indices of an input; raise if one is not a row of the table.
 
     >>> from shardwright import sharded
@@ -73,19 +73,19 @@ def distinct(table: ShardedTensorBase, given: Any) -> Distinct:
     Traceback (most recent call last):
     shardwright.errors.ShardError: index 9 at [1] of the input is out of range for a table of size [9, 2]
     """
-    if not isinstance(given, Tensor) or isinstance(given, ShardedTensorBase):
-        raise ArgumentTypeError(f"the input must be a plain tensor of indices, got {type(given).__name__}")
-    if given.dtype not in (torch.int32, torch.int64):
-        raise ArgumentTypeError(f"the input must be torch.int32 or torch.int64, got {given.dtype}")
-    if given.device.type != table.device.type:
-        raise ShardError(f"the input is on {given.device}, but the table is on {table.device}: move the input there")
-    indices, inverse, counts = torch.unique(given.long(), return_inverse=True, return_counts=True)
+    if not isinstance(input, Tensor) or isinstance(input, ShardedTensorBase):
+        raise ArgumentTypeError(f"the input must be a plain tensor of indices, got {type(input).__name__}")
+    if input.dtype not in (torch.int32, torch.int64):
+        raise ArgumentTypeError(f"the input must be torch.int32 or torch.int64, got {input.dtype}")
+    if input.device.type != table.device.type:
+        raise ShardError(f"the input is on {input.device}, but the table is on {table.device}: move the input there")
+    indices, inverse, counts = torch.unique(input.long(), return_inverse=True, return_counts=True)
     rows = table.shape[0]
     if len(indices) and (int(indices[0]) < 0 or int(indices[-1]) >= rows):
-        wrong = (given < 0) | (given >= rows)
-        where = wrong.nonzero()[0].tolist()
+        invalid = (input < 0) | (input >= rows)
+        position = invalid.nonzero()[0].tolist()
         raise ShardError(
-            f"index {int(given[wrong][0])} at {where} of the input is out of range for a table of size "
+            f"index {int(input[invalid][0])} at {position} of the input is out of range for a table of size "
             f"{list(table.shape)}"
         )
     return Distinct(indices, inverse, counts)
@@ -113,29 +113,29 @@ def fetch_rows(
 
     def request() -> tuple[tuple[Distinct, _Requests], bytes]:
         options.check()
-        wanted = prepare()
-        requests = _requests(table, wanted, options.scale_grad_by_freq)
-        return (wanted, requests), requests.counts.tobytes() if gathered else b""
+        distinct_rows = prepare()
+        requests = _requests(table, distinct_rows, options.scale_grad_by_freq)
+        return (distinct_rows, requests), requests.counts.tobytes() if gathered else b""
 
     arguments = f"a table of {list(table.shape)} {table.dtype}, {options}, {'a' if gradient else 'no'} gradient"
-    (wanted, requests), messages = announce(request, arguments, table._group, what)
+    (distinct_rows, requests), messages = announce(request, arguments, table._group, what)
     if gathered:
         counts = [int(np.frombuffer(message, np.int64)[table._group.rank]) for message in messages]
     else:
-        own = torch.from_numpy(requests.counts).to(table.device)[:, None].unbind()
-        counts = torch.cat(comm.all_to_all(own, [(1,)] * len(messages), table._group)).tolist()
+        counts_here = torch.from_numpy(requests.counts).to(table.device)[:, None].unbind()
+        counts = torch.cat(comm.all_to_all(counts_here, [(1,)] * len(messages), table._group)).tolist()
     width = requests.rows[0].shape[1]
     received = comm.all_to_all(requests.rows, [(count, width) for count in counts], table._group)
     lookups = list(zip(table._local_shards, _lookups(table, received), strict=True))
     slots = [Slot(shard.tensor.shape[1], lookup.counts) for shard, lookup in lookups]
-    route = Route(table._group, len(wanted.indices), table.shape[1], requests.parts, slots, what)
+    route = Route(table._group, len(distinct_rows.indices), table.shape[1], requests.parts, slots, what)
     if options.max_norm is not None:
         shards = [shard.tensor for shard in table._local_shards]
         rows = [lookup.rows for _, lookup in lookups]
         renormalise(table, route, shards, rows, float(options.max_norm), float(options.norm_type))
     stacks = [_look_up(shard.tensor, lookup, options) for shard, lookup in lookups]
     like = torch.empty(0, dtype=table.dtype, device=table.device)
-    return deliver(route, stacks, like, differentiable=gradient), wanted
+    return deliver(route, stacks, like, differentiable=gradient), distinct_rows
 
 
 class _Requests(NamedTuple):
@@ -150,16 +150,16 @@ class _Requests(NamedTuple):
         return np.array([len(rows) for rows in self.rows], np.int64)
 
 
-def _requests(table: ShardedTensorBase, wanted: Distinct, frequencies: bool) -> _Requests:
+def _requests(table: ShardedTensorBase, lookups: Distinct, frequencies: bool) -> _Requests:
     regions, group = table._table, table._group
-    low, high = _ranges(wanted.indices, regions.offsets[:, 0], regions.sizes[:, 0])
+    low, high = _ranges(lookups.indices, regions.offsets[:, 0], regions.sizes[:, 0])
     index = {rank: position for position, rank in enumerate(group.ranks)}
     parts: list[list[Part]] = [[] for _ in group.ranks]
     for number in np.flatnonzero((high > low) & (regions.sizes[:, 1] > 0)).tolist():
         first, width = int(regions.offsets[number, 1]), int(regions.sizes[number, 1])
         peer = index[int(regions.ranks[number])]
         parts[peer].append(Part(peer, int(low[number]), int(high[number]), first, first + width))
-    columns = torch.stack([wanted.indices, wanted.counts], 1) if frequencies else wanted.indices[:, None]
+    columns = torch.stack([lookups.indices, lookups.counts], 1) if frequencies else lookups.indices[:, None]
     rows = []
     for from_peer in parts:
         # If columns are sharded, one owner may have several pieces of a row; request the row once.
@@ -180,13 +180,13 @@ def _lookups(table: ShardedTensorBase, received: Sequence[Tensor]) -> list[_Look
     offsets = np.array([shard.metadata.shard_offsets[0] for shard in table._local_shards], np.int64)
     sizes = np.array([shard.metadata.shard_sizes[0] for shard in table._local_shards], np.int64)
     ranges = [_ranges(rows[:, 0].contiguous(), offsets, sizes) for rows in received]
-    found = []
+    lookups = []
     for number, offset in enumerate(offsets.tolist()):
         by_peer = [rows[low[number] : high[number]] for rows, (low, high) in zip(received, ranges, strict=True)]
         rows = torch.cat(by_peer)
         uses = rows[:, 1] if rows.shape[1] > 1 else None
-        found.append(_Lookup(rows[:, 0] - offset, [len(rows) for rows in by_peer], uses))
-    return found
+        lookups.append(_Lookup(rows[:, 0] - offset, [len(rows) for rows in by_peer], uses))
+    return lookups
 
 
 def _ranges(
@@ -201,12 +201,12 @@ def _ranges(
 def _look_up(shard: Tensor, lookup: _Lookup, options: Lookup) -> Tensor:
     if not len(lookup.rows) and not options.sparse:
         return shard[:0]  # torch has no second derivative for an empty lookup
-    found = functional.embedding(lookup.rows, shard, sparse=options.sparse)
-    if lookup.uses is None or not found.requires_grad:
-        return found
+    looked_up = functional.embedding(lookup.rows, shard, sparse=options.sparse)
+    if lookup.uses is None or not looked_up.requires_grad:
+        return looked_up
     rows, inverse = torch.unique(lookup.rows, return_inverse=True)
     uses = torch.zeros_like(rows).index_add_(0, inverse, lookup.uses)
-    divided: Tensor = _DividedGradient.apply(found, uses[inverse][:, None])  # type: ignore[no-untyped-call]  # as ever
+    divided: Tensor = _DividedGradient.apply(looked_up, uses[inverse][:, None])  # type: ignore[no-untyped-call]  # as ever
     return divided
 
 

@@ -86,12 +86,12 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     dims = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
     if not tensor.numel() or not dims:
         return False
-    reach, apart = 0, True
+    reach, disjoint = 0, True
     for stride, size in dims:
-        apart = apart and stride > reach  # each stride exceeds the extent of the smaller ones
+        disjoint = disjoint and stride > reach  # each stride exceeds the extent of the smaller ones
         reach += stride * (size - 1)
-    if apart or dims[0][0] == 0:
-        return not apart
+    if disjoint or dims[0][0] == 0:
+        return not disjoint
     addresses = np.zeros(1, np.int64)
     for stride, size in dims:
         addresses = (addresses[:, None] + stride * np.arange(size)).reshape(-1)

@@ -45,13 +45,13 @@ class RemoteShards:
             raise CommError("remote_shards: RPC is not running here; call torch.distributed.rpc.init_rpc first")
         shards = tensor._metadata.shards_metadata
         if shards is not self._shards:
-            found: dict[int, list[Any]] = {}
+            by_rank: dict[int, list[Any]] = {}
             for rank, shard in sorted(zip(tensor._table.ranks.tolist(), shards, strict=True), key=lambda pair: pair[0]):
                 if rank in self._registrations:
                     worker, key = self._registrations[rank]
-                    made = comm.call_remotely(str(worker), _shard_at, key, shard.shard_offsets, shard.shard_sizes)
-                    found.setdefault(rank, []).append(made)
-            self._references, self._shards = found, shards
+                    reference = comm.call_remotely(str(worker), _shard_at, key, shard.shard_offsets, shard.shard_sizes)
+                    by_rank.setdefault(rank, []).append(reference)
+            self._references, self._shards = by_rank, shards
         return {rank: list(references) for rank, references in self._references.items()}
 
 
@@ -60,18 +60,18 @@ def share_shards(tensor: ShardedTensorBase, group: comm.Group) -> RemoteShards:
 
     If RPC is not running on some ranks, all raise the same error.
     """
-    own = _Registration(comm.worker_name(), uuid.uuid4().hex)
-    gathered = comm.gather_bytes(msgspec.json.encode(own), group, what="init_rrefs")
+    registration = _Registration(comm.worker_name(), uuid.uuid4().hex)
+    gathered = comm.gather_bytes(msgspec.json.encode(registration), group, what="init_rrefs")
     registrations = [msgspec.json.decode(message, type=_Registration) for message in gathered]
-    missing = [rank for rank, other in zip(group.ranks, registrations, strict=True) if other.worker is None]
+    missing = [rank for rank, peer in zip(group.ranks, registrations, strict=True) if peer.worker is None]
     if missing:
         raise CommError(
             f"init_rrefs: RPC is not running on ranks {missing}: call torch.distributed.rpc.init_rpc on every rank of "
             "the group before creating the tensor"
         )
-    _registered[own.key] = tensor
+    _registered[registration.key] = tensor
     own_rank = group.global_rank
-    others = {rank: other for rank, other in zip(group.ranks, registrations, strict=True) if rank != own_rank}
+    others = {rank: peer for rank, peer in zip(group.ranks, registrations, strict=True) if rank != own_rank}
     comm.gather_bytes(b"", group, what="init_rrefs: registered")
     remote = RemoteShards(others)
 
@@ -87,13 +87,13 @@ def share_shards(tensor: ShardedTensorBase, group: comm.Group) -> RemoteShards:
 def _shard_at(key: str, offsets: list[int], sizes: list[int]) -> Shard:
     """Return the shard that this rank registered under the key. Called by other ranks."""
     tensor = _registered.get(key)
-    here = f"rank {comm.rank()}"
+    this_rank = f"rank {comm.rank()}"
     if tensor is None:
-        raise ShardError(f"{here} has freed the ShardedTensor whose shard at offsets {offsets} was requested")
+        raise ShardError(f"{this_rank} has freed the ShardedTensor whose shard at offsets {offsets} was requested")
     for shard in tensor._local_shards:
         if shard.metadata.shard_offsets == offsets and shard.metadata.shard_sizes == sizes:
             return shard
     raise ShardError(
-        f"{here} has no shard of sizes {sizes} at offsets {offsets}: the tensor is sharded differently there. Request "
-        "remote shards after all ranks have resharded it"
+        f"{this_rank} has no shard of sizes {sizes} at offsets {offsets}: the tensor is sharded differently there. "
+        "Request remote shards after all ranks have resharded it"
     )

@@ -33,8 +33,8 @@ def reshard(tensor: ShardedTensorBase, spec: ShardingSpec) -> None:
         refuse_sparse(tensor, "reshard")
         metadata = metadata_for(spec, tensor.shape, tensor._metadata.tensor_properties)
         table = metadata.table(owner_in(group))
-        how = "with gradients" if recording else "without gradients"
-        description = f"{digest(tensor._table)} of {tensor.dtype} to {digest(table)} {how}"
+        gradients = "with gradients" if recording else "without gradients"
+        description = f"{digest(tensor._table)} of {tensor.dtype} to {digest(table)} {gradients}"
         return (metadata, table), description, b"leaves" if tensor.is_leaf else b"a history"
 
     (metadata, table), messages = comm.agree(prepare, what="reshard", group=group, same=True, gather=True, unwrap=True)
@@ -42,52 +42,54 @@ def reshard(tensor: ShardedTensorBase, spec: ShardingSpec) -> None:
     if metadata.shards_metadata == tensor._metadata.shards_metadata:
         tensor._spec = spec
         return
-    own = [metadata.shards_metadata[number] for number in (table.ranks == group.global_rank).nonzero()[0]]
+    new_shards = [metadata.shards_metadata[number] for number in (table.ranks == group.global_rank).nonzero()[0]]
     differentiable = recording and not tensor._leaf
     properties = replace(
         metadata.tensor_properties,
         requires_grad=differentiable or (tensor.requires_grad and tensor._leaf),
         pin_memory=metadata.tensor_properties.pin_memory and not differentiable and _in_host_memory(metadata),
     )
-    pieces = _moved(tensor, own, ShardTransfer(tensor._table, table, group), properties, differentiable)
+    pieces = _moved(tensor, new_shards, ShardTransfer(tensor._table, table, group), properties, differentiable)
     if not differentiable:
         pieces = [piece.requires_grad_(properties.requires_grad) for piece in pieces]
         tensor._leaf = True
-    tensor._local_shards = [Shard(piece, shard) for piece, shard in zip(pieces, own, strict=True)]
+    tensor._local_shards = [Shard(piece, shard) for piece, shard in zip(pieces, new_shards, strict=True)]
     tensor._metadata, tensor._spec = replace(metadata, tensor_properties=properties), spec
     tensor.__dict__["_table"] = table
 
 
 def _moved(
     tensor: ShardedTensorBase,
-    own: Sequence[ShardMetadata],
+    new_shards: Sequence[ShardMetadata],
     transfer: ShardTransfer,
     properties: TensorProperties,
     differentiable: bool,
 ) -> list[Tensor]:
     """Return this rank's new shards, filled from its old shards and other ranks."""
-    held = [shard.tensor for shard in tensor._local_shards]
-    devices = [_device(shard, tensor.device) for shard in own]
-    here = held[0].device if held else (*devices, tensor.device)[0]
-    like = torch.empty(0, dtype=tensor.dtype, device=here)
+    local_tensors = [shard.tensor for shard in tensor._local_shards]
+    devices = [_device(shard, tensor.device) for shard in new_shards]
+    device_here = local_tensors[0].device if local_tensors else (*devices, tensor.device)[0]
+    like = torch.empty(0, dtype=tensor.dtype, device=device_here)
     if differentiable:
-        moved = transfer.apply(held, like)
+        moved = transfer.apply(local_tensors, like)
     else:
         # Values arrive on the device of the old shards and are copied to another device below, if needed.
         staging = replace(properties, pin_memory=False)
-        choices = [properties if device == here else staging for device in devices]
-        out = [empty_of(choice, shard.shard_sizes, here) for choice, shard in zip(choices, own, strict=True)]
-        moved = transfer.run(held, like, out)
+        choices = [properties if device == device_here else staging for device in devices]
+        out = [
+            empty_of(choice, shard.shard_sizes, device_here) for choice, shard in zip(choices, new_shards, strict=True)
+        ]
+        moved = transfer.run(local_tensors, like, out)
     if properties.memory_format == torch.channels_last:
         moved = [piece.contiguous(memory_format=torch.channels_last) for piece in moved]
     placed = [piece.to(device) for piece, device in zip(moved, devices, strict=True)]
     return [piece.pin_memory() if properties.pin_memory and not piece.is_pinned() else piece for piece in placed]
 
 
-def _device(shard: ShardMetadata, known: torch.device) -> torch.device:
+def _device(shard: ShardMetadata, current: torch.device) -> torch.device:
     """Return the device of the new shard; a placement without index means the known device, if of its type."""
-    wanted = known if shard.placement is None else shard.placement.device()
-    return known if wanted == torch.device(known.type) else wanted
+    device = current if shard.placement is None else shard.placement.device()
+    return current if device == torch.device(current.type) else device
 
 
 def _in_host_memory(metadata: ShardedTensorMetadata) -> bool:

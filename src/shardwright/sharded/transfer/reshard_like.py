@@ -29,11 +29,13 @@ def reshard_like(source: T, target: ShardedTensorBase) -> T:
     """
     if source._has_same_shards(target):
         return source
-    wanted = source.requires_grad and torch.is_grad_enabled()
-    if wanted:
-        made = source._with([shard.tensor.view_as(shard.tensor) for shard in source._local_shards], requires_grad=True)
+    differentiable = source.requires_grad and torch.is_grad_enabled()
+    if differentiable:
+        result = source._with(
+            [shard.tensor.view_as(shard.tensor) for shard in source._local_shards], requires_grad=True
+        )
     else:
-        made = source.detach()  # a new object, because `source` must not change
-    reshard(made, EnumerableShardingSpec(target.shards_metadata()))
-    made._spec = target._spec
-    return made
+        result = source.detach()  # a new object, because `source` must not change
+    reshard(result, EnumerableShardingSpec(target.shards_metadata()))
+    result._spec = target._spec
+    return result

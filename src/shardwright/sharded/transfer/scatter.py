@@ -46,28 +46,28 @@ def scatter(cls: type[T], tensor: Tensor, spec: ShardingSpec, src_rank: int, pro
                 f"shard: the tensor of the source rank {rank} is a meta tensor, which has no values to scatter"
             )
         properties = TensorProperties(tensor.dtype, requires_grad=tensor.requires_grad)
-        made = cls._bind(metadata_for(spec, tensor.shape, properties), spec, (), group)
+        result = cls._bind(metadata_for(spec, tensor.shape, properties), spec, (), group)
         needs = "requires_grad" if tensor.requires_grad else "no gradient"
-        what = (
-            f"{list(tensor.shape)} of {tensor.dtype}, {needs}, from rank {src_rank}, split into {digest(made._table)}"
+        description = (
+            f"{list(tensor.shape)} of {tensor.dtype}, {needs}, from rank {src_rank}, split into {digest(result._table)}"
         )
-        return made, what
+        return result, description
 
-    made = comm.agree(prepare, what="shard", group=group, same=True, unwrap=True)
-    own = made._own()
+    result = comm.agree(prepare, what="shard", group=group, same=True, unwrap=True)
+    shards = result._local_metadata()
     size = tuple(tensor.shape)
     source = RegionTable(np.array([src_rank]), np.zeros((1, len(size)), np.int64), np.array([size], np.int64))
-    if _is_meta(made.metadata()):
-        pieces = [torch.empty(shard.shard_sizes, dtype=tensor.dtype, device="meta") for shard in own]
+    if _is_meta(result.metadata()):
+        pieces = [torch.empty(shard.shard_sizes, dtype=tensor.dtype, device="meta") for shard in shards]
     else:
-        pieces = ShardTransfer(source, made._table, group).run(
-            [tensor] if rank == src_rank else [], _like(tensor, made)
+        pieces = ShardTransfer(source, result._table, group).run(
+            [tensor] if rank == src_rank else [], _like(tensor, result)
         )
-    made._local_shards = [
-        Shard(piece if where is None else piece.to(where.device()), shard)
-        for piece, shard, where in zip(pieces, own, (shard.placement for shard in own), strict=True)
+    result._local_shards = [
+        Shard(piece if placement is None else piece.to(placement.device()), shard)
+        for piece, shard, placement in zip(pieces, shards, (shard.placement for shard in shards), strict=True)
     ]
-    return made.requires_grad_(tensor.requires_grad)
+    return result.requires_grad_(tensor.requires_grad)
 
 
 def _is_meta(metadata: ShardedTensorMetadata) -> bool:
@@ -76,10 +76,10 @@ def _is_meta(metadata: ShardedTensorMetadata) -> bool:
     return all(placement is not None and placement.device().type == "meta" for placement in placements)
 
 
-def _like(tensor: Tensor, made: ShardedTensorBase) -> Tensor:
+def _like(tensor: Tensor, result: ShardedTensorBase) -> Tensor:
     """Return an example of dtype and device for this rank's shards; receiving ranks may pass a meta tensor."""
     if not tensor.is_meta:
         return tensor.detach()
-    devices = [shard.placement.device() for shard in made._own() if shard.placement is not None]
-    device = (*devices, made.device)[0]
+    devices = [shard.placement.device() for shard in result._local_metadata() if shard.placement is not None]
+    device = (*devices, result.device)[0]
     return torch.empty(0, dtype=tensor.dtype, device="cpu" if device.type == "meta" else device)

@@ -42,7 +42,7 @@ class ShardTransfer:
         """The global rank of this process."""
         return self.group.global_rank
 
-    def run(self, held: Sequence[Tensor], like: Tensor, out: Sequence[Tensor] | None = None) -> list[Tensor]:
+    def run(self, local_tensors: Sequence[Tensor], like: Tensor, out: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Return this rank's target tensors, given its source tensors, both in the order of their tables.
 
         `out` is filled if given; otherwise new tensors have the dtype and device of `like`. No gradient flows; see
@@ -51,17 +51,17 @@ class ShardTransfer:
         if out is None:
             out = [like.new_empty(self.target.sizes[row].tolist()) for row in self._rows(self.target)]
         with torch.no_grad():
-            sources = self._region_tensors(self.source, [tensor.to(like.device) for tensor in held])
+            sources = self._region_tensors(self.source, [tensor.to(like.device) for tensor in local_tensors])
             self._execute(sources, self._region_tensors(self.target, out), self._rounds(like.itemsize))
         return list(out)
 
-    def apply(self, held: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+    def apply(self, local_tensors: Sequence[Tensor], like: Tensor) -> list[Tensor]:
         """Like `run`, but differentiable: gradients of the results flow back to the source tensors.
 
         Every rank with a source shard needs a target shard, else it would not take part in the backward transfer.
         """
         if not torch.is_grad_enabled():
-            return self.run(held, like)
+            return self.run(local_tensors, like)
         missing = sorted(set(self.source.ranks.tolist()) - set(self.target.ranks.tolist()))
         if missing:
             raise UnsupportedError(
@@ -70,7 +70,7 @@ class ShardTransfer:
             )
         # The anchor requires grad, so that a rank without source shards takes part in the backward transfer, too.
         anchor = like.new_empty(0).requires_grad_()
-        return list(_TransferFunction.apply(self, like, anchor, *held))  # type: ignore[no-untyped-call]  # torch's stubs lack it
+        return list(_TransferFunction.apply(self, like, anchor, *local_tensors))  # type: ignore[no-untyped-call]  # torch's stubs lack it
 
     def reverse(self) -> ShardTransfer:
         """The transfer in the opposite direction."""
@@ -83,22 +83,22 @@ class ShardTransfer:
 
     def _region_tensors(self, table: RegionTable, tensors: Sequence[Tensor]) -> dict[int, RegionTensor]:
         """This rank's tensors by their row in the table, each with its region."""
-        found = {}
+        by_row = {}
         for row, tensor in zip(self._rows(table), tensors, strict=True):
             region = Region(table.offsets[row].tolist(), table.sizes[row].tolist())
-            found[row] = RegionTensor(tensor.detach().resolve_conj().resolve_neg(), region)
-        return found
+            by_row[row] = RegionTensor(tensor.detach().resolve_conj().resolve_neg(), region)
+        return by_row
 
     def _rounds(self, itemsize: int) -> int:
         """The number of rounds, the same on all ranks: it follows from the most that any of them holds."""
         largest = 0
         for table in (self.source, self.target):
             if table.ranks.size:
-                held = np.bincount(table.ranks, weights=table.sizes.prod(axis=1).astype(np.float64))
-                largest = max(largest, int(held.max()) * itemsize)
+                elements = np.bincount(table.ranks, weights=table.sizes.prod(axis=1).astype(np.float64))
+                largest = max(largest, int(elements.max()) * itemsize)
         return max(1, -(-largest // _BUFFER))
 
-    def _execute(self, held: dict[int, RegionTensor], out: dict[int, RegionTensor], rounds: int) -> None:
+    def _execute(self, sources: dict[int, RegionTensor], out: dict[int, RegionTensor], rounds: int) -> None:
         plan = plan_transfer_for_rank(self.source, self.target, self.rank)
         index = {rank: position for position, rank in enumerate(self.group.ranks)}
         sends: dict[int, list[Part]] = {}
@@ -107,9 +107,9 @@ class ShardTransfer:
         for row, (source, target, sender, receiver) in enumerate(rows):
             region = plan.region(row)
             if sender == receiver:
-                copy_region(region, held[source], out[target])
+                copy_region(region, sources[source], out[target])
             elif sender == self.rank:
-                sends.setdefault(index[receiver], []).append(Part(region, held[source]))
+                sends.setdefault(index[receiver], []).append(Part(region, sources[source]))
             else:
                 receives.setdefault(index[sender], []).append(Part(region, out[target]))
         exchange_regions(sends, receives, self.group, splits=rounds, rounds=rounds)()
@@ -119,9 +119,11 @@ class _TransferFunction(torch.autograd.Function):
     """A transfer as an autograd function; its backward is differentiable, too."""
 
     @staticmethod
-    def forward(ctx: Any, transfer: ShardTransfer, like: Tensor, _: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, transfer: ShardTransfer, like: Tensor, _: Tensor, *local_tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.transfer, ctx.like = transfer, like.detach()
-        return tuple(transfer.run(held, like))
+        return tuple(transfer.run(local_tensors, like))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

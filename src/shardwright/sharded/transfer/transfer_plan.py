@@ -78,9 +78,9 @@ def plan_transfer_for_rank(source: RegionTable, target: RegionTable, rank: int) 
     >>> [(s, r) for s, r in zip(*plan_transfer_for_rank(rows, swapped, 0)[2:4])] == [(0, 1), (1, 0)]
     True
     """
-    held, wanted = np.flatnonzero(source.ranks == rank), np.flatnonzero(target.ranks == rank)
-    going = _from(source, held, target, _all_of(target))
-    coming = _from(source, _all_of(source), target, wanted)
+    source_rows, target_rows = np.flatnonzero(source.ranks == rank), np.flatnonzero(target.ranks == rank)
+    going = _from(source, source_rows, target, _all_of(target))
+    coming = _from(source, _all_of(source), target, target_rows)
     # Local copies are part of `coming`.
     away = np.flatnonzero((going.senders == rank) & (going.receivers != rank))
     return _in_order(TransferPlan(*(np.concatenate([a[away], b]) for a, b in zip(going, coming, strict=True))))
@@ -109,13 +109,13 @@ def _from(source: RegionTable, rows: Integers, target: RegionTable, columns: Int
     if _has_replicas(source):
         replicas = _Replicas(source)
         distinct = np.unique(replicas.box_of_row[rows])
-        found = overlaps(Boxes(replicas.boxes.offsets[distinct], replicas.boxes.sizes[distinct]), boxes)
-        second = columns[found.second]
-        first = replicas.choose(distinct[found.first], second, target.ranks[second])
+        overlap = overlaps(Boxes(replicas.boxes.offsets[distinct], replicas.boxes.sizes[distinct]), boxes)
+        second = columns[overlap.second]
+        first = replicas.choose(distinct[overlap.first], second, target.ranks[second])
     else:
-        found = overlaps(Boxes(source.offsets[rows], source.sizes[rows]), boxes)
-        first, second = rows[found.first], columns[found.second]
-    return TransferPlan(first, second, source.ranks[first], target.ranks[second], found.offsets, found.sizes)
+        overlap = overlaps(Boxes(source.offsets[rows], source.sizes[rows]), boxes)
+        first, second = rows[overlap.first], columns[overlap.second]
+    return TransferPlan(first, second, source.ranks[first], target.ranks[second], overlap.offsets, overlap.sizes)
 
 
 def _has_replicas(table: RegionTable) -> bool:
@@ -146,8 +146,8 @@ class _Replicas:
         """Return the source shard from which each of these boxes is sent into its target shard."""
         sought = np.where(receivers < self._width, boxes * self._width + receivers, -1)
         index = np.minimum(np.searchsorted(self._held, sought), len(self._held) - 1)
-        turn = self._starts[boxes] + (boxes + targets) % self._counts[boxes]
-        return self._rows[np.where(self._held[index] == sought, index, turn)]
+        in_turn = self._starts[boxes] + (boxes + targets) % self._counts[boxes]
+        return self._rows[np.where(self._held[index] == sought, index, in_turn)]
 
 
 def _in_order(plan: TransferPlan) -> TransferPlan:

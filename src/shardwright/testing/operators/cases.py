@@ -28,7 +28,7 @@ class Case(NamedTuple):
     placements: tuple[tuple[Placement, ...], ...]
 
     def __str__(self) -> str:
-        laid_out = "; ".join(",".join(map(str, each)) for each in self.placements)
+        laid_out = "; ".join(",".join(map(str, placements)) for placements in self.placements)
         return f"{self.operator}[{self.sample}] on {'x'.join(map(str, self.mesh))}: {laid_out}"
 
 
@@ -46,24 +46,24 @@ def cases_of(operator: str, mesh: tuple[int, ...], least: int = 8, most: int = 2
     if len(numbers) > most:
         numbers = sorted(generator.sample(numbers, most))
     exact = operator in _EXACT
-    found: dict[Case, None] = {}
+    cases: dict[Case, None] = {}
     for attempt in range(4):
         for number in numbers:
             tensors = samples[number].tensors
             placements = (
                 _same_dimension(tensors, mesh, generator) if attempt == 0 else _random(tensors, mesh, generator, exact)
             )
-            found[Case(operator, number, mesh, placements)] = None
-        if len(found) >= least:
+            cases[Case(operator, number, mesh, placements)] = None
+        if len(cases) >= least:
             break
-    while len(found) < least and numbers:
-        before = len(found)
+    while len(cases) < least and numbers:
+        before = len(cases)
         for _ in range(8):
             number = generator.choice(numbers)
-            found[Case(operator, number, mesh, _random(samples[number].tensors, mesh, generator, exact))] = None
-        if len(found) == before:
+            cases[Case(operator, number, mesh, _random(samples[number].tensors, mesh, generator, exact))] = None
+        if len(cases) == before:
             break
-    return list(found)[: max(least, len(numbers))]
+    return list(cases)[: max(least, len(numbers))]
 
 
 def _is_dense(sample: OpSample) -> bool:
@@ -75,11 +75,11 @@ _EXACT = frozenset(("argwhere", "hash_tensor", "nonzero", "nonzero_static"))
 
 
 def _choices(tensor: Tensor, exact: bool) -> list[Placement]:
-    found: list[Placement] = [Shard(dim) for dim in range(tensor.ndim)]
-    found += [Replicate(), *found]  # shard more often than not
+    placements: list[Placement] = [Shard(dim) for dim in range(tensor.ndim)]
+    placements += [Replicate(), *placements]  # shard more often than not
     if (tensor.dtype.is_floating_point or tensor.dtype.is_complex) and tensor.dtype.itemsize > 1 and not exact:
-        found.append(Partial("sum"))  # torch does not add 8-bit floats
-    return found
+        placements.append(Partial("sum"))  # torch does not add 8-bit floats
+    return placements
 
 
 def _random(
@@ -92,6 +92,6 @@ def _same_dimension(
     tensors: Sequence[Tensor], mesh: tuple[int, ...], generator: Any
 ) -> tuple[tuple[Placement, ...], ...]:
     """Shard all inputs that have it along one dimension, as most programs do."""
-    most = max((tensor.ndim for tensor in tensors), default=0)
-    wanted = [generator.randrange(most) if most else 0 for _ in mesh]
-    return tuple(tuple(Shard(dim) if dim < tensor.ndim else Replicate() for dim in wanted) for tensor in tensors)
+    max_ndim = max((tensor.ndim for tensor in tensors), default=0)
+    dims = [generator.randrange(max_ndim) if max_ndim else 0 for _ in mesh]
+    return tuple(tuple(Shard(dim) if dim < tensor.ndim else Replicate() for dim in dims) for tensor in tensors)

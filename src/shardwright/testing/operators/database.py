@@ -86,10 +86,10 @@ def entries() -> tuple[Entry, ...]:
 
 @lru_cache(maxsize=1)
 def _by_name() -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
-    for one in entries():
-        found.setdefault(one.name, one)
-    return found
+    by_name: dict[str, Entry] = {}
+    for op in entries():
+        by_name.setdefault(op.name, op)
+    return by_name
 
 
 def entry(name: str) -> Entry:
@@ -108,28 +108,28 @@ def samples_of(name: str, dtype: torch.dtype | None = None) -> tuple[OpSample, .
     >>> [tuple(tensor.shape) for tensor in samples_of("mm")[0].tensors]
     [(5, 10), (10, 5)]
     """
-    one = entry(name)
-    dtype = one.dtype if dtype is None else dtype
-    if dtype is None or dtype not in one.info.supported_dtypes("cpu"):
+    op = entry(name)
+    dtype = op.dtype if dtype is None else dtype
+    if dtype is None or dtype not in op.info.supported_dtypes("cpu"):
         return ()
-    return tuple(_samples(one, dtype))
+    return tuple(_samples(op, dtype))
 
 
-def _samples(one: Entry, dtype: torch.dtype) -> Iterator[OpSample]:
-    seed = zlib.crc32(one.name.encode())
+def _samples(op: Entry, dtype: torch.dtype) -> Iterator[OpSample]:
+    seed = zlib.crc32(op.name.encode())
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    seen: set[Any] = set()
+    patterns: set[Any] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for given in one.info.sample_inputs("cpu", dtype, requires_grad=one.has_gradient and dtype == one.dtype):
-            args, kwargs = (given.input, *given.args), dict(given.kwargs)
-            sample = OpSample(_unseeded(one.info.op), args, kwargs, given.output_process_fn_grad)
+        for sample_input in op.info.sample_inputs("cpu", dtype, requires_grad=op.has_gradient and dtype == op.dtype):
+            args, kwargs = (sample_input.input, *sample_input.args), dict(sample_input.kwargs)
+            sample = OpSample(_unseeded(op.info.op), args, kwargs, sample_input.output_process_fn_grad)
             pattern = (_pattern(args), tuple((key, _pattern(value)) for key, value in sorted(kwargs.items())))
-            if pattern in seen or sum(tensor.numel() for tensor in sample.tensors) > _MAX_ELEMENTS:
+            if pattern in patterns or sum(tensor.numel() for tensor in sample.tensors) > _MAX_ELEMENTS:
                 continue
-            seen.add(pattern)
+            patterns.add(pattern)
             yield sample
 
 
@@ -138,8 +138,8 @@ def _unseeded(op: Callable[..., Any]) -> Callable[..., Any]:
     names = getattr(op, "__code__", None)
     if names is None or "wrapper_set_seed" not in names.co_names:
         return op
-    own = {**op.__globals__, "wrapper_set_seed": lambda func, *args, **kwargs: func(*args, **kwargs)}
-    return FunctionType(op.__code__, own, op.__name__, op.__defaults__, op.__closure__)
+    namespace = {**op.__globals__, "wrapper_set_seed": lambda func, *args, **kwargs: func(*args, **kwargs)}
+    return FunctionType(op.__code__, namespace, op.__name__, op.__defaults__, op.__closure__)
 
 
 def _pattern(value: Any) -> Any:

@@ -51,8 +51,8 @@ class System(Protocol):
     def begin(self, mesh: tuple[int, ...]) -> Any:
         """Return a mesh."""
 
-    def distribute(self, local: Tensor, whole: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:
-        """Return a distributed tensor with this rank's part `local`; `whole` is the global tensor."""
+    def distribute(self, local: Tensor, full: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:
+        """Return a distributed tensor with this rank's part `local`; `full` is the global tensor."""
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the global tensor; plain tensors are returned unchanged."""
@@ -75,9 +75,9 @@ class Ours:
         manual_seed(0)
         return _mesh_of(mesh)
 
-    def distribute(self, local: Tensor, whole: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:
+    def distribute(self, local: Tensor, full: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:
         """Tag the local part."""
-        tensor: Tensor = DTensor.from_local(local, mesh, list(placements), shape=tuple(whole.shape))
+        tensor: Tensor = DTensor.from_local(local, mesh, list(placements), shape=tuple(full.shape))
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ class Ours:
     @contextmanager
     def watch(self) -> Iterator[Callable[[], bool]]:
         """Use the trace."""
-        with trace() as seen:
-            yield lambda: any(operation.fell_back for operation in seen.operations)
+        with trace() as traced:
+            yield lambda: any(operation.fell_back for operation in traced.operations)
 
 
 @lru_cache(maxsize=8)  # a mesh has process groups with threads: one per world
@@ -106,13 +106,13 @@ def run_case(system: System, case: Case, gradients: bool = True) -> Outcome:
     'right'
     """
     sample = samples_of(case.operator)[case.sample]
-    whole = [tensor.detach() for tensor in sample.tensors]
+    full = [tensor.detach() for tensor in sample.tensors]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            expected, expected_gradients = _reference(sample, whole, gradients, seed=1)
+            expected, expected_gradients = _reference(sample, full, gradients, seed=1)
             is_drawn = any(  # two draws may coincide
-                _difference(_reference(sample, whole, False, seed)[0], expected, False, "") is not None
+                _difference(_reference(sample, full, False, seed)[0], expected, False, "") is not None
                 for seed in range(2, 6)
             )
         except Exception as error:  # noqa: BLE001  # torch itself rejects some samples
@@ -123,64 +123,66 @@ def run_case(system: System, case: Case, gradients: bool = True) -> Outcome:
         try:
             if is_drawn and not shapes_only:  # random numbers must equal those of plain tensors
                 replicated = case._replace(placements=tuple((Replicate(),) * len(case.mesh) for _ in case.placements))
-                expected, expected_gradients = _distributed(system, sample, whole, mesh, replicated, gradients)
+                expected, expected_gradients = _distributed(system, sample, full, mesh, replicated, gradients)
                 system.begin(case.mesh)
             with system.watch() as fell:
-                found, found_gradients = _distributed(system, sample, whole, mesh, case, gradients)
+                result, gradients_here = _distributed(system, sample, full, mesh, case, gradients)
             fell_back = fell()
         except Exception as error:  # noqa: BLE001  # any error is an outcome
             return Outcome("refused", f"{type(error).__name__}: {str(error)[:500]}")
-    fault = _difference(found, expected, shapes_only, "result")
+    fault = _difference(result, expected, shapes_only, "result")
     if fault is None and expected_gradients is not None and not shapes_only:
-        fault = _difference(found_gradients, expected_gradients, False, "gradient")
+        fault = _difference(gradients_here, expected_gradients, False, "gradient")
     return Outcome("right" if fault is None else "wrong", fault or "", fell_back)
 
 
-def _reference(sample: OpSample, whole: Sequence[Tensor], gradients: bool, seed: int) -> tuple[Any, Any]:
+def _reference(sample: OpSample, full: Sequence[Tensor], gradients: bool, seed: int) -> tuple[Any, Any]:
     torch.manual_seed(seed)
-    leaves = _leaves(sample, [tensor.clone() for tensor in whole])
+    leaves = _leaves(sample, [tensor.clone() for tensor in full])
     result = _call(sample, leaves)
-    found = _gradients(sample, result, leaves, lambda weights: weights) if gradients else None
-    return _detached(result), found
+    result_gradients = _gradients(sample, result, leaves, lambda weights: weights) if gradients else None
+    return _detached(result), result_gradients
 
 
 def _distributed(
-    system: System, sample: OpSample, whole: Sequence[Tensor], mesh: Any, case: Case, gradients: bool
+    system: System, sample: OpSample, full: Sequence[Tensor], mesh: Any, case: Case, gradients: bool
 ) -> tuple[Any, Any]:
-    parts = [local_part(tensor, case.mesh, each) for tensor, each in zip(whole, case.placements, strict=True)]
+    parts = [
+        local_part(tensor, case.mesh, placements) for tensor, placements in zip(full, case.placements, strict=True)
+    ]
     leaves = _leaves(
         sample,
         [
-            system.distribute(part, tensor, mesh, each)
-            for part, tensor, each in zip(parts, whole, case.placements, strict=True)
+            system.distribute(part, tensor, mesh, placements)
+            for part, tensor, placements in zip(parts, full, case.placements, strict=True)
         ],
     )
     result = _call(sample, leaves)
-    found = None
+    result_gradients = None
     if gradients:
 
         def spread(weights: Tensor) -> Tensor:
             return system.distribute(weights, weights, mesh, [Replicate()] * len(case.mesh))
 
-        found = _gradients(sample, result, leaves, spread)
-        if found is not None:
-            found = [None if gradient is None else system.gather(gradient) for gradient in found]
-    return _gathered(system, result), found
+        result_gradients = _gradients(sample, result, leaves, spread)
+        if result_gradients is not None:
+            result_gradients = [None if gradient is None else system.gather(gradient) for gradient in result_gradients]
+    return _gathered(system, result), result_gradients
 
 
-def local_part(whole: Tensor, mesh: tuple[int, ...], placements: Sequence[Placement]) -> Tensor:
+def local_part(full: Tensor, mesh: tuple[int, ...], placements: Sequence[Placement]) -> Tensor:
     """Return this rank's part of a tensor; partial values differ between ranks and sum up along each mesh dimension."""
-    layout = Layout(Mesh(mesh), list(placements), tuple(whole.shape))
+    layout = Layout(Mesh(mesh), list(placements), tuple(full.shape))
     rank = comm.rank()
-    generator = torch.Generator().manual_seed(whole.numel())
+    generator = torch.Generator().manual_seed(full.numel())
     at = layout.mesh.coordinate(rank)
-    value = whole
+    value = full
     for dim, (placement, size) in enumerate(zip(placements, mesh, strict=True)):
         if isinstance(placement, Partial):
             # Integers, so that integral values stay exact when they are summed.
-            others = [torch.randint(-9, 10, whole.shape, generator=generator).to(whole.dtype) for _ in range(size - 1)]
-            value = others[at[dim]] if at[dim] < size - 1 else value - sum(others, torch.zeros_like(whole))
-    return value[layout.region(rank).slices()].clone() if whole.ndim else value.clone()
+            others = [torch.randint(-9, 10, full.shape, generator=generator).to(full.dtype) for _ in range(size - 1)]
+            value = others[at[dim]] if at[dim] < size - 1 else value - sum(others, torch.zeros_like(full))
+    return value[layout.region(rank).slices()].clone() if full.ndim else value.clone()
 
 
 def _leaves(sample: OpSample, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -191,32 +193,32 @@ def _leaves(sample: OpSample, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _call(sample: OpSample, leaves: Sequence[Tensor]) -> Any:
-    each = iter([leaf.clone() if leaf.requires_grad else leaf for leaf in leaves])
+    remaining = iter([leaf.clone() if leaf.requires_grad else leaf for leaf in leaves])
 
     def visit(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return next(each)
+            return next(remaining)
         return type(value)(visit(item) for item in value) if type(value) in (list, tuple) else value
 
     args = [visit(value) for value in sample.args]
     return sample.func(*args, **{key: visit(value) for key, value in sample.kwargs.items()})
 
 
-def _gradients(sample: OpSample, result: Any, leaves: Sequence[Tensor], spread: Any) -> list[Tensor | None] | None:
+def _gradients(sample: OpSample, result: Any, leaves: Sequence[Tensor], distribute: Any) -> list[Tensor | None] | None:
     """Return the gradients of a weighted sum of all results; None for inputs that do not require grad."""
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    inputs = [leaf for leaf in leaves if leaf.requires_grad]
     outs = [out for out in tensors_in((sample.differentiable(result),)) if out.requires_grad]
-    if not wanted:
+    if not inputs:
         return None
     if not outs:
-        return [None] * len(wanted)
+        return [None] * len(inputs)
     generator = torch.Generator().manual_seed(7)
     loss: Any = 0
     for out in outs:
         weights = torch.randn(tuple(out.shape), dtype=out.dtype, generator=generator)
-        product = out * spread(weights)
+        product = out * distribute(weights)
         loss = loss + (torch.real(product).sum() if product.is_complex() else product.sum())
-    return list(torch.autograd.grad(loss, wanted, allow_unused=True))
+    return list(torch.autograd.grad(loss, inputs, allow_unused=True))
 
 
 def _detached(result: Any) -> Any:
@@ -231,53 +233,53 @@ def _gathered(system: System, result: Any) -> Any:
     return [_gathered(system, item) for item in result] if isinstance(result, list | tuple) else result
 
 
-def _difference(found: Any, expected: Any, shapes_only: bool, what: str) -> str | None:
+def _difference(actual: Any, expected: Any, shapes_only: bool, what: str) -> str | None:
     """Describe the difference, or return None."""
     if isinstance(expected, Tensor):
-        if found is None and not bool((expected != 0).any()):
+        if actual is None and not bool((expected != 0).any()):
             return None  # no gradient is equivalent to zeros
-        if not isinstance(found, Tensor):
-            return f"{what}: {type(found).__name__} instead of a tensor"
-        if found.shape != expected.shape or found.dtype != expected.dtype:
-            return f"{what}: {found.dtype} {list(found.shape)} instead of {expected.dtype} {list(expected.shape)}"
+        if not isinstance(actual, Tensor):
+            return f"{what}: {type(actual).__name__} instead of a tensor"
+        if actual.shape != expected.shape or actual.dtype != expected.dtype:
+            return f"{what}: {actual.dtype} {list(actual.shape)} instead of {expected.dtype} {list(expected.shape)}"
         if shapes_only or expected.layout != torch.strided:
             return None
-        return _distance(found.resolve_conj().resolve_neg(), expected.resolve_conj().resolve_neg(), what)
+        return _distance(actual.resolve_conj().resolve_neg(), expected.resolve_conj().resolve_neg(), what)
     if isinstance(expected, list):
-        if not isinstance(found, list) or len(found) != len(expected):
-            return f"{what}: {type(found).__name__} instead of {len(expected)} values"
-        for number, (value, wanted) in enumerate(zip(found, expected, strict=True)):
-            fault = _difference(value, wanted, shapes_only, f"{what} {number}")
+        if not isinstance(actual, list) or len(actual) != len(expected):
+            return f"{what}: {type(actual).__name__} instead of {len(expected)} values"
+        for number, (value, expected_value) in enumerate(zip(actual, expected, strict=True)):
+            fault = _difference(value, expected_value, shapes_only, f"{what} {number}")
             if fault is not None:
                 return fault
         return None
     if expected is None or shapes_only:
-        return None if found is None or shapes_only else _nonzero(found, what)
-    same = found == expected or (isinstance(expected, float) and abs(found - expected) <= 1e-7 * abs(expected))
-    return None if same or expected != expected else f"{what}: {found!r} instead of {expected!r}"
+        return None if actual is None or shapes_only else _nonzero(actual, what)
+    is_equal = actual == expected or (isinstance(expected, float) and abs(actual - expected) <= 1e-7 * abs(expected))
+    return None if is_equal or expected != expected else f"{what}: {actual!r} instead of {expected!r}"
 
 
-def _nonzero(found: Any, what: str) -> str | None:
+def _nonzero(actual: Any, what: str) -> str | None:
     """Accept a gradient of zeros where torch has none."""
-    is_zero = isinstance(found, Tensor) and not bool((found != 0).any())
-    return None if is_zero else f"{what}: {found!r} instead of None"
+    is_zero = isinstance(actual, Tensor) and not bool((actual != 0).any())
+    return None if is_zero else f"{what}: {actual!r} instead of None"
 
 
-def _distance(found: Tensor, expected: Tensor, what: str) -> str | None:
+def _distance(actual: Tensor, expected: Tensor, what: str) -> str | None:
     if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
-        return None if torch.equal(found, expected) else f"{what}: {_where(found, expected, found != expected)}"
+        return None if torch.equal(actual, expected) else f"{what}: {_where(actual, expected, actual != expected)}"
     if expected.dtype.itemsize == 1:
-        found, expected = found.float(), expected.float()
+        actual, expected = actual.float(), expected.float()
     tolerance = {8: 1e-7, 16: 1e-7, 4: 1e-3}.get(expected.dtype.itemsize, 1e-2)
     finite = expected[torch.isfinite(expected)]
     scale = float(finite.abs().max()) if finite.numel() else 1.0
-    close = torch.isclose(found, expected, rtol=tolerance, atol=tolerance * max(scale, 1e-3), equal_nan=True)
-    return None if bool(close.all()) else f"{what}: {_where(found, expected, ~close)}"
+    close = torch.isclose(actual, expected, rtol=tolerance, atol=tolerance * max(scale, 1e-3), equal_nan=True)
+    return None if bool(close.all()) else f"{what}: {_where(actual, expected, ~close)}"
 
 
-def _where(found: Tensor, expected: Tensor, wrong: Tensor) -> str:
-    at = wrong.nonzero()[0].tolist()
+def _where(actual: Tensor, expected: Tensor, mask: Tensor) -> str:
+    at = mask.nonzero()[0].tolist()
     return (
-        f"{found[tuple(at)].item()} instead of {expected[tuple(at)].item()} at {at}, "
-        f"{int(wrong.sum())} of {wrong.numel()} differ"
+        f"{actual[tuple(at)].item()} instead of {expected[tuple(at)].item()} at {at}, "
+        f"{int(mask.sum())} of {mask.numel()} differ"
     )

@@ -37,11 +37,11 @@ class Sample:
 
     def with_each(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments with the tensors replaced by these."""
-        each = iter(values)
+        remaining = iter(values)
 
         def visit(value: Any) -> Any:
             if isinstance(value, Tensor):
-                return next(each)
+                return next(remaining)
             return type(value)(visit(item) for item in value) if type(value) in (list, tuple) else value
 
         return [visit(value) for value in self.args], {name: visit(value) for name, value in self.kwargs.items()}
@@ -74,26 +74,28 @@ class Reference:
 
 def refer(sample: Sample, asks: tuple[bool, ...], randn: Callable[[Tensor], Tensor]) -> Reference | None:
     """Run the call on unsharded tensors; None if gradients are requested and torch has none."""
-    leaves = [tensor.detach().clone().requires_grad_(asked) for tensor, asked in zip(sample.tensors, asks, strict=True)]
+    leaves = [
+        tensor.detach().clone().requires_grad_(requires) for tensor, requires in zip(sample.tensors, asks, strict=True)
+    ]
     outs = sample.call([leaf.clone() for leaf in leaves])  # leaves that require grad cannot be modified in place
     seeds = [randn(out) if out.requires_grad else None for out in outs]
     try:
-        found = gradients(outs, seeds, leaves)
+        reference_gradients = gradients(outs, seeds, leaves)
     except (NotImplementedError, RuntimeError) as error:
         if any(text in str(error) for text in ("not implemented", "does not support", "ill-defined", "no autograd")):
             return None
         raise
     if any(asks) and not any(seed is not None for seed in seeds):
         return None
-    return Reference(asks, [out.detach() for out in outs], seeds, found)
+    return Reference(asks, [out.detach() for out in outs], seeds, reference_gradients)
 
 
 def gradients(outs: Sequence[Tensor], seeds: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor | None]:
     """Return the gradients of the leaves that require grad; zeros for those that are not reached."""
-    found = reaching_gradients(outs, seeds, leaves)
+    reaching = reaching_gradients(outs, seeds, leaves)
     return [
         torch.zeros_like(leaf) if gradient is None and leaf.requires_grad else gradient
-        for gradient, leaf in zip(found, leaves, strict=True)
+        for gradient, leaf in zip(reaching, leaves, strict=True)
     ]
 
 
@@ -102,9 +104,9 @@ def reaching_gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of the leaves that require grad; None for those that are not reached."""
     roots = [(out, seed) for out, seed in zip(outs, seeds, strict=True) if out.requires_grad and seed is not None]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    found: list[Tensor | None] = [None] * len(wanted)
-    if roots and wanted:
-        found = list(torch.autograd.grad([r[0] for r in roots], wanted, [r[1] for r in roots], allow_unused=True))
-    each = iter(found)
-    return [next(each) if leaf.requires_grad else None for leaf in leaves]
+    inputs = [leaf for leaf in leaves if leaf.requires_grad]
+    result: list[Tensor | None] = [None] * len(inputs)
+    if roots and inputs:
+        result = list(torch.autograd.grad([r[0] for r in roots], inputs, [r[1] for r in roots], allow_unused=True))
+    remaining = iter(result)
+    return [next(remaining) if leaf.requires_grad else None for leaf in leaves]

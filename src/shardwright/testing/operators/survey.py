@@ -42,12 +42,12 @@ class Surveyed:
     @property
     def always_falls_back(self) -> bool:
         """True if every case with a sharded tensor was computed on unsharded tensors."""
-        cut = [
+        sharded = [
             outcome
             for case, outcome in self.outcomes
             if any(placement.is_shard() for each in case.placements for placement in each)
         ]
-        return bool(cut) and all(outcome.fell_back for outcome in cut)
+        return bool(sharded) and all(outcome.fell_back for outcome in sharded)
 
 
 def survey(
@@ -67,11 +67,11 @@ def survey(
         size *= ranks
     with RankPool() as pool:
         for name in operators:
-            found = pool.outcomes(
+            outcomes = pool.outcomes(
                 size, survey_operator, name, mesh, system, least, most, seed, gradients, timeout=timeout
             )
-            if all(isinstance(one, Returned) for one in found):
-                values = [one.value for one in found if isinstance(one, Returned)]
+            if all(isinstance(each_outcome, Returned) for each_outcome in outcomes):
+                values = [each_outcome.value for each_outcome in outcomes if isinstance(each_outcome, Returned)]
                 merged = [
                     (ranks[0][0], _worst([outcome for _, outcome in ranks])) for ranks in zip(*values, strict=True)
                 ]
@@ -84,8 +84,8 @@ def survey_operator(
     name: str, mesh: tuple[int, ...], system: Callable[[], System], least: int, most: int, seed: int, gradients: bool
 ) -> list[tuple[Case, Outcome]]:
     """Run the cases of an operator on this rank."""
-    one = system()
-    return [(case, run_case(one, case, gradients)) for case in cases_of(name, mesh, least, most, seed)]
+    instance = system()
+    return [(case, run_case(instance, case, gradients)) for case in cases_of(name, mesh, least, most, seed)]
 
 
 def _worst(outcomes: list[Outcome]) -> Outcome:

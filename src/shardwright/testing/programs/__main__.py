@@ -36,31 +36,31 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--most", type=int, default=20, help="failures to minimise (20)")
     parser.add_argument("--refusals", action="store_true", help="list refusals, the most frequent first")
     parser.add_argument("--accepted", action="store_true", help="show steps that succeeded although torch refuses them")
-    given = parser.parse_args(arguments)
-    low, _, high = given.ranks.partition("-")
+    options = parser.parse_args(arguments)
+    low, _, high = options.ranks.partition("-")
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     began = time.monotonic()
 
     def tell(judgement: Judgement) -> None:
-        if judgement.failed or (given.accepted and judgement.verdict is Verdict.ACCEPTED):
+        if judgement.failed or (options.accepted and judgement.verdict is Verdict.ACCEPTED):
             console.print(f"{'=' * 100}\n{judgement}\n")
 
-    found = fuzz(
-        given.count,
+    fuzzing = fuzz(
+        options.count,
         ranks=range(int(low), int(high or low) + 1),
-        seed=given.seed,
-        seconds=None if given.minutes is None else 60 * given.minutes,
-        workers=given.workers,
-        minimising=given.minimising,
-        most=given.most,
+        seed=options.seed,
+        seconds=None if options.minutes is None else 60 * options.minutes,
+        workers=options.workers,
+        minimising=options.minimising,
+        most=options.most,
         tell=tell,
     )
-    if given.refusals:
-        for text, times in found.refusals.most_common(60):
+    if options.refusals:
+        for text, times in fuzzing.refusals.most_common(60):
             console.print(f"{times:6} {text[:300]}")
-    steps = ", ".join(f"{found.steps[result]:,} {result}" for result in StepResult if found.steps[result])
-    console.print(f"{found}; steps: {steps}; {time.monotonic() - began:.0f} s")
-    return 1 if found.failures else 0
+    steps = ", ".join(f"{fuzzing.steps[result]:,} {result}" for result in StepResult if fuzzing.steps[result])
+    console.print(f"{fuzzing}; steps: {steps}; {time.monotonic() - began:.0f} s")
+    return 1 if fuzzing.failures else 0
 
 
 if __name__ == "__main__":

@@ -116,8 +116,8 @@ class _Run:
             and (not isinstance(self.plain[name], Tensor) or is_readable(self.plain[name]))
         ]
         self.live = live_values(self.ours, self.names), live_values(self.plain, self.names)
-        found = self._differences()
-        verdicts = self.witness.agree(attempt.result, attempt.error, self._digest(), found)
+        differences = self._differences()
+        verdicts = self.witness.agree(attempt.result, attempt.error, self._digest(), differences)
         if verdicts is None:
             course.detail = f"{attempt.result} {attempt.text}"
             return StepResult.DIVERGED
@@ -131,9 +131,9 @@ class _Run:
             return result  # gradients and what hooks have seen may differ from torch's
         suspects, partial = verdicts
         suspects = sorted(set(suspects) | set(self._partial_differences(partial)))
-        wrong = self._really_wrong(suspects, found)
-        if wrong:
-            course.detail = wrong
+        problem = self._confirmed_problem(suspects, differences)
+        if problem:
+            course.detail = problem
             return StepResult.WRONG if result is StepResult.RIGHT else StepResult.TORN
         return result
 
@@ -145,15 +145,15 @@ class _Run:
             return _Attempt(StepResult.REFUSED, type(error).__name__, _text(error))
         if isinstance(error, RecursionError):
             return _Attempt(StepResult.UNTYPED, type(error).__name__, _text(error))
-        theirs = _execute(step, self.plain)
-        if error is None and theirs is None:
+        torch_error = _execute(step, self.plain)
+        if error is None and torch_error is None:
             return _Attempt(StepResult.RIGHT)
         if error is None:
-            return _Attempt(StepResult.ACCEPTED, text=f"torch raises {_text(theirs)}")
-        if theirs is not None:
+            return _Attempt(StepResult.ACCEPTED, text=f"torch raises {_text(torch_error)}")
+        if torch_error is not None:
             return _Attempt(StepResult.BOTH_REFUSED, text=_text(error))
-        where = "".join(traceback.format_exception(error)[-4:])
-        return _Attempt(StepResult.UNTYPED, type(error).__name__, f"{_text(error)}\n{where}")
+        stack = "".join(traceback.format_exception(error)[-4:])
+        return _Attempt(StepResult.UNTYPED, type(error).__name__, f"{_text(error)}\n{stack}")
 
     def _digest(self) -> int:
         described = []
@@ -167,33 +167,33 @@ class _Run:
 
     def _differences(self) -> dict[str, str | None]:
         """Return how each live value differs from torch's; None for values that one rank cannot compare."""
-        ours, plain = self.live
-        found: dict[str, str | None] = {}
-        for name in sorted(ours.keys() | plain.keys()):
-            if name not in ours or name not in plain:
-                found[name] = "is missing" if name not in ours else "exists, but torch has none"
+        sharded, plain = self.live
+        differences: dict[str, str | None] = {}
+        for name in sorted(sharded.keys() | plain.keys()):
+            if name not in sharded or name not in plain:
+                differences[name] = "is missing" if name not in sharded else "exists, but torch has none"
                 continue
-            text = metadata_difference(ours[name], plain[name]) or self._difference(ours[name], plain[name])
+            text = metadata_difference(sharded[name], plain[name]) or self._difference(sharded[name], plain[name])
             if text != "":
-                found[name] = text
-        return found
+                differences[name] = text
+        return differences
 
-    def _difference(self, ours: Any, plain: Any) -> str | None:
+    def _difference(self, sharded: Any, plain: Any) -> str | None:
         """Return how one value differs; "" if it does not, None if it is partial, which one rank cannot compare."""
-        if ours is None:
+        if sharded is None:
             return ""
-        if isinstance(ours, DTensorBase):
-            if ours._layout.is_partial:
+        if isinstance(sharded, DTensorBase):
+            if sharded._layout.is_partial:
                 return None
-            return self._far(local_part(ours), region_of(plain, ours._layout)) or ""
-        return self._far(ours.detach() if isinstance(ours, Tensor) else ours, plain) or ""
+            return self._compare(local_part(sharded), region_of(plain, sharded._layout)) or ""
+        return self._compare(sharded.detach() if isinstance(sharded, Tensor) else sharded, plain) or ""
 
-    def _far(self, found: Any, expected: Any) -> str | None:
-        if isinstance(expected, Tensor) and isinstance(found, Tensor):
+    def _compare(self, actual: Any, expected: Any) -> str | None:
+        if isinstance(expected, Tensor) and isinstance(actual, Tensor):
             expected = expected.detach()
-            if found.shape == expected.shape and found.dtype == expected.dtype and torch.equal(found, expected):
+            if actual.shape == expected.shape and actual.dtype == expected.dtype and torch.equal(actual, expected):
                 return None
-        return difference(found, expected, self.tolerance, self._scale())
+        return difference(actual, expected, self.tolerance, self._scale())
 
     def _scale(self) -> float:
         """Return the largest finite value around, at least 1."""
@@ -206,17 +206,17 @@ class _Run:
     def _partial_differences(self, names: list[str]) -> list[str]:
         if not names:
             return []
-        ours, plain = self.live
-        gathered = self.witness.gather([local_part(ours[name]).clone() for name in names])
-        wrong = []
+        sharded, plain = self.live
+        gathered = self.witness.gather([local_part(sharded[name]).clone() for name in names])
+        differing = []
         for number, name in enumerate(names):
-            layout = ours[name]._layout
+            layout = sharded[name]._layout
             value = reduced(layout, [parts[number] for parts in gathered])
-            if self._far(value, region_of(plain[name], layout)) is not None:
-                wrong.append(name)
-        return sorted({name for each in self.witness.gather(wrong) for name in each})
+            if self._compare(value, region_of(plain[name], layout)) is not None:
+                differing.append(name)
+        return sorted({name for listed in self.witness.gather(differing) for name in listed})
 
-    def _really_wrong(self, suspects: list[str], found: dict[str, str | None]) -> str:
+    def _confirmed_problem(self, suspects: list[str], differences: dict[str, str | None]) -> str:
         """Return what is wrong with values that differ when they are read as a user reads them; "" if nothing is.
 
         A copy that looks like a view is renewed or refused when it is read after a write to the original: that is
@@ -224,38 +224,38 @@ class _Run:
         """
         for name in suspects:
             text = self._read(name)
-            texts = self.witness.gather(text)
-            if any(text and not text.startswith(_REFUSED) for text in texts):
-                return f"{name} {next((text for text in texts if text and not text.startswith(_REFUSED)), '')}"
-            if len({bool(text) for text in texts}) > 1:
-                return f"{name} cannot be read on some ranks: {texts}"
-            if not texts[0] and found.get(name) and metadata_difference(*self._both(name)):
-                return f"{name} {found[name]}"
+            problems = self.witness.gather(text)
+            if any(text and not text.startswith(_REFUSED) for text in problems):
+                return f"{name} {next((text for text in problems if text and not text.startswith(_REFUSED)), '')}"
+            if len({bool(text) for text in problems}) > 1:
+                return f"{name} cannot be read on some ranks: {problems}"
+            if not problems[0] and differences.get(name) and metadata_difference(*self._both(name)):
+                return f"{name} {differences[name]}"
         return ""
 
     def _both(self, name: str) -> tuple[Any, Any]:
-        ours, plain = self.live
-        return ours.get(name), plain.get(name)
+        sharded, plain = self.live
+        return sharded.get(name), plain.get(name)
 
     def _read(self, name: str) -> str:
         """Return how a value differs when it is read as a user reads it; "" if it does not."""
-        ours, plain = self._both(name)
-        if not isinstance(ours, DTensorBase) or not isinstance(plain, Tensor):
-            return metadata_difference(ours, plain) or self._far(ours, plain) or ""
+        sharded, plain = self._both(name)
+        if not isinstance(sharded, DTensorBase) or not isinstance(plain, Tensor):
+            return metadata_difference(sharded, plain) or self._compare(sharded, plain) or ""
         try:
             with torch.no_grad():
-                whole = ours.full_tensor()  # type: ignore[attr-defined]  # every DTensor has it
+                full = sharded.full_tensor()  # type: ignore[attr-defined]  # every DTensor has it
         except ShardwrightError as error:
             return f"{_REFUSED}{_text(error)}"
         except Exception as error:  # noqa: BLE001  the value cannot be read
             return f"cannot be read: {_text(error)}"
-        return self._far(whole, plain) or ""
+        return self._compare(full, plain) or ""
 
     def _read_all(self, course: Course) -> StepResult:
         """Read every live value as a user does."""
-        wrong = self._really_wrong(sorted(self.live[0]), {})
-        course.detail = wrong
-        return StepResult.WRONG if wrong else StepResult.RIGHT
+        problem = self._confirmed_problem(sorted(self.live[0]), {})
+        course.detail = problem
+        return StepResult.WRONG if problem else StepResult.RIGHT
 
     def _note(self, text: str) -> None:
         if self.notes is not None:

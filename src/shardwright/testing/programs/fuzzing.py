@@ -40,13 +40,13 @@ class Fuzzing:
         counts = ", ".join(f"{self.verdicts[verdict]} {verdict}" for verdict in Verdict if self.verdicts[verdict])
         return f"{self.verdicts.total()} programs: {counts}"
 
-    def count(self, found: Judgement) -> None:
+    def count(self, judgement: Judgement) -> None:
         """Count one judgement."""
-        self.verdicts[found.verdict] += 1
-        self.steps.update(found.results)
-        self.refusals.update(found.refusals)
-        if found.verdict is Verdict.ACCEPTED:
-            self.accepted.append(found)
+        self.verdicts[judgement.verdict] += 1
+        self.steps.update(judgement.results)
+        self.refusals.update(judgement.refusals)
+        if judgement.verdict is Verdict.ACCEPTED:
+            self.accepted.append(judgement)
 
 
 def fuzz(
@@ -70,7 +70,7 @@ def fuzz(
     >>> print(fuzz(2, ranks=(1,)))
     2 programs: ...
     """
-    found = Fuzzing()
+    result = Fuzzing()
     deadline = None if seconds is None else time.monotonic() + seconds
     todo = _chunks(range(seed, seed + count), tuple(ranks))
     lock = threading.Lock()
@@ -97,14 +97,14 @@ def fuzz(
         if judgement.verdict is Verdict.HUNG:  # once more, with more time: the machine may be busy
             judgement = run(program, timeout=2 * timeout)
         with lock:
-            found.count(judgement)
-            minimised = judgement.failed and len(found.failures) < most
+            result.count(judgement)
+            minimised = judgement.failed and len(result.failures) < most
             if judgement.failed:
-                found.failures.append(judgement)
-                place = len(found.failures) - 1
+                result.failures.append(judgement)
+                index = len(result.failures) - 1
         if minimised:
             small = minimise(judgement, functools.partial(run, timeout=min(timeout, 10.0)), seconds=minimising)
-            found.failures[place] = judgement = small
+            result.failures[index] = judgement = small
         tell(judgement)
 
     threads = [threading.Thread(target=work) for _ in range(workers - 1)]
@@ -115,7 +115,7 @@ def fuzz(
         thread.join()
     if errors:
         raise errors[0]
-    return found
+    return result
 
 
 def _chunks(seeds: Sequence[int], ranks: tuple[int, ...]) -> Iterator[list[Program]]:

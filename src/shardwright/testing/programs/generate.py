@@ -30,7 +30,7 @@ def generate(seed: int, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> Program:
     dtypes = chooser.choice(
         ((torch.float64,), (torch.float32,), (torch.float32, torch.float64), (torch.float32, torch.bfloat16))
     )
-    wanted = chooser.randint(10, 40)
+    length = chooser.randint(10, 40)
     draft = Draft(chooser.getrandbits(64), mesh, dtypes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -38,7 +38,7 @@ def generate(seed: int, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> Program:
             new_leaf(draft)
         kinds, weights = list(KINDS), list(KINDS.values())
         attempts = 0
-        while len(draft.steps) < wanted and attempts < 20 * wanted:
+        while len(draft.steps) < length and attempts < 20 * length:
             attempts += 1
             _add(draft, chooser.choices(kinds, weights)[0], chooser)
     return Program(tuple(draft.steps), mesh, seed)

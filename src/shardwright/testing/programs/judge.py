@@ -89,37 +89,39 @@ def judge(
     """
     run = outcomes if pool is None else pool.outcomes
     with tempfile.TemporaryDirectory(prefix="shardwright-program-") as notes:
-        found = run(program.ranks, run_program, program, notes, setup, timeout=timeout, grace=GRACE)
-        return _judged(program, found, Path(notes))
+        rank_outcomes = run(program.ranks, run_program, program, notes, setup, timeout=timeout, grace=GRACE)
+        return _judged(program, rank_outcomes, Path(notes))
 
 
-def _judged(program: Program, found: list[Outcome], notes: Path) -> Judgement:
-    if any(isinstance(outcome, Died) for outcome in found):
-        return _lost(program, Verdict.CRASHED, found, notes)
-    if any(isinstance(outcome, Hung) for outcome in found):
-        return _lost(program, Verdict.HUNG, found, notes)
-    if any(isinstance(outcome, Raised) for outcome in found):
-        return _lost(program, Verdict.UNTYPED, found, notes)
-    courses: list[Course] = [outcome.value for outcome in found if isinstance(outcome, Returned)]
+def _judged(program: Program, outcomes: list[Outcome], notes: Path) -> Judgement:
+    if any(isinstance(outcome, Died) for outcome in outcomes):
+        return _lost(program, Verdict.CRASHED, outcomes, notes)
+    if any(isinstance(outcome, Hung) for outcome in outcomes):
+        return _lost(program, Verdict.HUNG, outcomes, notes)
+    if any(isinstance(outcome, Raised) for outcome in outcomes):
+        return _lost(program, Verdict.UNTYPED, outcomes, notes)
+    courses: list[Course] = [outcome.value for outcome in outcomes if isinstance(outcome, Returned)]
     first = courses[0]
     results, refusals = tuple(first.results), tuple(first.refusals)
     last = len(first.results) - 1
     if any(course.results != first.results for course in courses):
-        texts = "; ".join(f"rank {rank}: {course.results[-1]} {course.detail}" for rank, course in enumerate(courses))
-        return Judgement(program, Verdict.DIVERGED, last, texts, results, refusals)
+        problems = "; ".join(
+            f"rank {rank}: {course.results[-1]} {course.detail}" for rank, course in enumerate(courses)
+        )
+        return Judgement(program, Verdict.DIVERGED, last, problems, results, refusals)
     ending = first.results[-1] if first.results else StepResult.RIGHT
     if ending is StepResult.DIVERGED:
-        texts = "; ".join(f"rank {rank}: {course.detail}" for rank, course in enumerate(courses))
-        return Judgement(program, Verdict.DIVERGED, last, texts, results, refusals)
+        problems = "; ".join(f"rank {rank}: {course.detail}" for rank, course in enumerate(courses))
+        return Judgement(program, Verdict.DIVERGED, last, problems, results, refusals)
     if ending in (StepResult.ACCEPTED, StepResult.UNTYPED, StepResult.TORN, StepResult.WRONG):
         return Judgement(program, Verdict(ending.value), last, first.detail, results, refusals)
     verdict = Verdict.REFUSED if refusals else Verdict.RIGHT
     return Judgement(program, verdict, None, "", results, refusals)
 
 
-def _lost(program: Program, verdict: Verdict, found: list[Outcome], notes: Path) -> Judgement:
+def _lost(program: Program, verdict: Verdict, outcomes: list[Outcome], notes: Path) -> Judgement:
     """Return a judgement about ranks that did not return: where they were, from their notes."""
-    places = [f"rank {path.name}: {path.read_text()}" for path in sorted(notes.iterdir())]
-    at = [line for line in places if ": step " in line]
+    progress = [f"rank {path.name}: {path.read_text()}" for path in sorted(notes.iterdir())]
+    at = [line for line in progress if ": step " in line]
     step = int(at[0].partition(": step ")[2].partition(":")[0]) if at else None
-    return Judgement(program, verdict, step, "\n".join([*places, report(found)]))
+    return Judgement(program, verdict, step, "\n".join([*progress, report(outcomes)]))

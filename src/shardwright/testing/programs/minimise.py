@@ -15,8 +15,8 @@ __all__ = ["minimise"]
 PLACEMENTS = ("Shard", "Replicate", "Partial", "Ragged")
 
 
-def minimise(found: Judgement, judge: Callable[[Program], Judgement], *, seconds: float = 60.0) -> Judgement:
-    """Return the smallest failing program found within the time, of the same kind as `found`.
+def minimise(failure: Judgement, judge: Callable[[Program], Judgement], *, seconds: float = 60.0) -> Judgement:
+    """Return the smallest failing program found within the time, of the same kind as `failure`.
 
     `judge` runs a program; it is called for every simplification that is tried.
 
@@ -28,16 +28,16 @@ def minimise(found: Judgement, judge: Callable[[Program], Judgement], *, seconds
     Program(steps=('a = 1', 'b = a'), mesh=(1,), seed=None)
     """
     deadline = time.monotonic() + seconds
-    best = found
-    if found.step is not None:
-        best = _tried(replace(found.program, steps=found.program.steps[: found.step + 1]), best, judge) or best
+    best = failure
+    if failure.step is not None:
+        best = _tried(replace(failure.program, steps=failure.program.steps[: failure.step + 1]), best, judge) or best
     improved = True
     while improved and time.monotonic() < deadline:
         improved = False
         for change in (_fewer_steps, _simpler_mesh, _simpler_layouts, _smaller_leaves, _simpler_values):
-            better = _improved(best, change, judge, deadline)
-            improved = improved or better is not best
-            best = better
+            smaller = _improved(best, change, judge, deadline)
+            improved = improved or smaller is not best
+            best = smaller
     return best
 
 
@@ -54,9 +54,9 @@ def _improved(
         for candidate in change(best.program):
             if time.monotonic() > deadline:
                 return best
-            better = _tried(candidate, best, judge)
-            if better is not None:
-                best, again = better, True
+            smaller = _tried(candidate, best, judge)
+            if smaller is not None:
+                best, again = smaller, True
                 break
     return best
 
@@ -64,8 +64,8 @@ def _improved(
 def _tried(candidate: Program, best: Judgement, judge: Callable[[Program], Judgement]) -> Judgement | None:
     if candidate == best.program:
         return None
-    found = judge(candidate)
-    return found if found.kind == best.kind else None
+    judgement = judge(candidate)
+    return judgement if judgement.kind == best.kind else None
 
 
 def _fewer_steps(program: Program) -> Iterator[Program]:
@@ -73,21 +73,21 @@ def _fewer_steps(program: Program) -> Iterator[Program]:
     size = len(program.steps) // 2
     while size:
         for end in range(len(program.steps), 0, -size):
-            kept = program.steps[: max(0, end - size)] + program.steps[end:]
-            yield replace(program, steps=_without_orphans(kept, program))
+            remaining = program.steps[: max(0, end - size)] + program.steps[end:]
+            yield replace(program, steps=_without_orphans(remaining, program))
         size //= 2
 
 
 def _without_orphans(steps: tuple[str, ...], program: Program) -> tuple[str, ...]:
     """Remove steps that use a name which no step defines any more."""
     every = frozenset[str]().union(*map(defined_names, program.steps))
-    known: set[str] = set()
-    kept = []
+    defined: set[str] = set()
+    remaining = []
     for step in steps:
-        if (used_names(step) & every) <= known:
-            kept.append(step)
-            known |= defined_names(step)
-    return tuple(kept)
+        if (used_names(step) & every) <= defined:
+            remaining.append(step)
+            defined |= defined_names(step)
+    return tuple(remaining)
 
 
 def _simpler_mesh(program: Program) -> Iterator[Program]:
@@ -130,20 +130,20 @@ def _simpler_layouts(program: Program) -> Iterator[Program]:
         if not _has_placements(step):
             continue
         for simpler in ("Replicate()", "Shard(0)"):
-            for place in range(_count_placements(step)):
-                changed = _with_placement(step, place, simpler)
+            for index in range(_count_placements(step)):
+                changed = _with_placement(step, index, simpler)
                 if changed is not None:
                     yield replace(program, steps=(*program.steps[:number], changed, *program.steps[number + 1 :]))
 
 
-def _with_placement(step: str, place: int, simpler: str) -> str | None:
+def _with_placement(step: str, index: int, simpler: str) -> str | None:
     """Return the step with one placement replaced; None if it is already as simple."""
     tree = ast.parse(step)
     count = 0
     for node in ast.walk(tree):
         if isinstance(node, ast.List) and _is_placements(node):
             for at, placement in enumerate(node.elts):
-                if count == place:
+                if count == index:
                     if ast.unparse(placement) in ("Replicate()", simpler):
                         return None
                     node.elts[at] = ast.parse(simpler, mode="eval").body

@@ -75,13 +75,13 @@ def used_names(step: str) -> frozenset[str]:
     ['a', 'b', 'f']
     """
     tree = ast.parse(step)
-    own = {arg.arg for node in ast.walk(tree) if isinstance(node, ast.Lambda) for arg in node.args.args}
+    lambda_names = {arg.arg for node in ast.walk(tree) if isinstance(node, ast.Lambda) for arg in node.args.args}
     augmented = {
         node.target.id
         for node in ast.walk(tree)
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
     }
-    return (_names(step, ast.Load) | _names(step, ast.Del) | augmented) - own
+    return (_names(step, ast.Load) | _names(step, ast.Del) | augmented) - lambda_names
 
 
 def _names(step: str, context: type[ast.expr_context]) -> frozenset[str]:

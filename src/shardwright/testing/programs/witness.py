@@ -46,36 +46,38 @@ class Witness:
         self.size = 1 if group is None else dist.get_world_size()
 
     def agree(
-        self, result: StepResult, error: str, digest: int, found: dict[str, str | None]
+        self, result: StepResult, error: str, digest: int, differences: dict[str, str | None]
     ) -> tuple[list[str], list[str]] | None:
         """Return the names that differ on any rank and those that are partial; None if the ranks disagree."""
-        names = sorted(found)
+        names = sorted(differences)
         if self._group is None:
-            return [name for name in names if found[name] is not None], [n for n in names if found[n] is None]
-        differs = [name for name in names if found[name] is not None]
-        mine = torch.tensor(
+            return [name for name in names if differences[name] is not None], [
+                n for n in names if differences[n] is None
+            ]
+        differs = [name for name in names if differences[name] is not None]
+        summary = torch.tensor(
             [zlib.crc32(f"{result} {error}".encode()), digest, bool(differs), len(names) > len(differs)]
         )
-        gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(gathered, mine, group=self._group)
-        if any(not torch.equal(each[:1], mine[:1]) for each in gathered):
+        gathered = [torch.empty_like(summary) for _ in range(self.size)]
+        dist.all_gather(gathered, summary, group=self._group)
+        if any(not torch.equal(other_summary[:1], summary[:1]) for other_summary in gathered):
             return None
-        if any(not torch.equal(each[1:2], mine[1:2]) for each in gathered) and result in GOES_ON:
+        if any(not torch.equal(other_summary[1:2], summary[1:2]) for other_summary in gathered) and result in GOES_ON:
             return None
-        if not any(int(each[2]) or int(each[3]) for each in gathered):
+        if not any(int(other_summary[2]) or int(other_summary[3]) for other_summary in gathered):
             return [], []
-        every = self.gather((differs, [name for name in names if found[name] is None]))
-        return sorted({name for each, _ in every for name in each}), sorted(
-            {name for _, each in every for name in each}
+        every = self.gather((differs, [name for name in names if differences[name] is None]))
+        return sorted({name for listed, _ in every for name in listed}), sorted(
+            {name for _, listed in every for name in listed}
         )
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank."""
         if self._group is None:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._group)
-        return found
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
 
 
 _known: tuple[weakref.ref[Any], Witness] | None = None

@@ -30,33 +30,33 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--op", action="append", metavar="NAME", help="an operator, as torch's database names it")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of all operators here")
     parser.add_argument("--workers", type=int, default=2, help="number of processes (default: 2)")
-    given = parser.parse_args(arguments)
-    known = [entry.name for entry in entries()]
-    unknown = sorted(set(given.op or ()) - set(known))
+    options = parser.parse_args(arguments)
+    all_names = [entry.name for entry in entries()]
+    unknown = sorted(set(options.op or ()) - set(all_names))
     if unknown:
         parser.error(f"no operator of torch's database is named {', '.join(unknown)}")
-    names = list(dict.fromkeys(given.op or known))
+    names = list(dict.fromkeys(options.op or all_names))
     console = Console(stderr=True)
     began = time.monotonic()
     proofs: list[EntryProof] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("proving", total=len(names))
-        for proof in prove_all(names, workers=given.workers):
+        for proof in prove_all(names, workers=options.workers):
             proofs.append(proof)
             progress.advance(task)
-            _print_proof(progress.console, proof, everything=bool(given.op))
-    wrong = sum(len(proof.wrong) for proof in proofs)
+            _print_proof(progress.console, proof, everything=bool(options.op))
+    wrong_count = sum(len(proof.wrong) for proof in proofs)
     missing = sum(bool(proof.missing) for proof in proofs)
     fallbacks = sum(proof.falls_back for proof in proofs)
     console.print(
-        f"{len(proofs)} operators: {sum(proof.proved for proof in proofs):,} strategies proved, {wrong} wrong; "
+        f"{len(proofs)} operators: {sum(proof.proved for proof in proofs):,} strategies proved, {wrong_count} wrong; "
         f"{missing} have strategies that are possible and missing, {fallbacks} always fall back; "
         f"{sum(p.left_out for p in proofs):,} combinations left out; {time.monotonic() - began:.0f} s",
         highlight=False,
     )
-    if given.page is not None:
-        given.page.write_text(page(proofs))
-    return 1 if wrong else 0
+    if options.page is not None:
+        options.page.write_text(page(proofs))
+    return 1 if wrong_count else 0
 
 
 def _print_proof(console: Console, proof: EntryProof, everything: bool) -> None:

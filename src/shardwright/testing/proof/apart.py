@@ -70,25 +70,25 @@ def _receive(
     item = worker.item
     assert item is not None
     try:
-        answer = worker.connection.recv()
+        reply = worker.connection.recv()
     except (EOFError, ConnectionError):
         worker.process.join()
         pool[pool.index(worker)] = _start_worker(work)
         return item, Ended(None if timed_out else worker.process.exitcode)
     worker.item = None
-    if isinstance(answer, Exception):
-        answer.add_note(f"while working on {item!r}")
-        raise answer
-    return item, answer
+    if isinstance(reply, Exception):
+        reply.add_note(f"while working on {item!r}")
+        raise reply
+    return item, reply
 
 
 def _start_worker(work: Callable[[T], R]) -> _Worker[T]:
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(work, theirs), daemon=True)
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=_serve, args=(work, child_end), daemon=True)
     process.start()
-    theirs.close()
-    return _Worker(process, ours)
+    child_end.close()
+    return _Worker(process, parent_end)
 
 
 def _serve(work: Callable[[Any], Any], connection: Connection) -> None:

@@ -44,8 +44,8 @@ def ask(
     """
     mesh = Mesh((ranks,))
     operands = [
-        Operand(Layout(mesh, [placement], tensor.shape), tensor.dtype, asked)
-        for placement, tensor, asked in zip(placements, sample.tensors, reference.asks, strict=True)
+        Operand(Layout(mesh, [placement], tensor.shape), tensor.dtype, requires)
+        for placement, tensor, requires in zip(placements, sample.tensors, reference.asks, strict=True)
     ]
     args, kwargs = sample.with_each(operands)
     try:
@@ -68,8 +68,8 @@ def ask(
             for claim in _claims(answer, operands, sample, reference, known)
             if not any(claim.ins[index].is_partial for index in rounded)
         )
-        given = tuple(operand.layout for operand in operands)
-        return Answer(claims, _taken(answer, operands, sample, reference, given))
+        layouts = tuple(operand.layout for operand in operands)
+        return Answer(claims, _taken(answer, operands, sample, reference, layouts))
     except ShardwrightError as error:
         raise Mismatch(f"the rule's layouts are invalid: {error}") from error
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
@@ -128,7 +128,7 @@ def _taken(
     operands: list[Operand],
     sample: Sample,
     reference: Reference,
-    given: tuple[Layout, ...],
+    layouts: tuple[Layout, ...],
 ) -> Claim | None:
     if isinstance(answer, MeshStrategy):
         claim = _claim(answer, answer.ins, answer.outs, operands)
@@ -141,5 +141,5 @@ def _taken(
         except Impossible:
             return None
         claim = _claim(answer, *chosen, operands)
-    keeps = not sample.inplace or claim.outs[0] is given[0]
-    return claim if keeps and tuple(without_entered(layout) for layout in claim.ins) == given else None
+    keeps = not sample.inplace or claim.outs[0] is layouts[0]
+    return claim if keeps and tuple(without_entered(layout) for layout in claim.ins) == layouts else None

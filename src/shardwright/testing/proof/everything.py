@@ -93,8 +93,8 @@ class Prover:
     def prove(self, name: str) -> EntryProof:
         """Prove the entry of this name."""
         proof = EntryProof(name)
-        known = samples_of(name, self._dtype)
-        samples = [sample for sample in known if all(t.layout == torch.strided for t in sample.tensors)]
+        all_samples = samples_of(name, self._dtype)
+        samples = [sample for sample in all_samples if all(t.layout == torch.strided for t in sample.tensors)]
         proof.unproved = _reason_unproved(entry(name), samples)
         if proof.unproved:
             return proof
@@ -144,10 +144,10 @@ class Prover:
 
     def _prove_part(self, part: PartCall) -> _Judged:
         pattern = pattern_of(part)
-        known = self._known.get(pattern)
-        if known is None:
-            known = self._known[pattern] = self._judge(part)
-        return known
+        judged = self._known.get(pattern)
+        if judged is None:
+            judged = self._known[pattern] = self._judge(part)
+        return judged
 
     def _judge(self, part: PartCall) -> _Judged:
         if part.name in DRAWN:
@@ -180,8 +180,8 @@ def prove_all(names: Iterable[str], *, workers: int = 2, timeout: float = 120.0)
         if isinstance(result, EntryProof):
             yield result
         else:
-            how = "timed out" if result.code is None else f"ended its process with exit code {result.code}"
-            yield EntryProof(name, wrong=[f"{name}: the proof {how}"])
+            failure = "timed out" if result.code is None else f"ended its process with exit code {result.code}"
+            yield EntryProof(name, wrong=[f"{name}: the proof {failure}"])
 
 
 @lru_cache(maxsize=2)
@@ -229,18 +229,18 @@ def _execution(
     """Determine how a call on inputs with these placements is executed, with meta tensors and without ranks."""
     mesh = Mesh((ranks,))
     with no_torch_function():
-        given = [
+        dtensors = [
             _meta_tensor(tensor, Layout(mesh, [p], tuple(tensor.shape)))
             for tensor, p in zip(sample.tensors, placements, strict=True)
         ]
-    with trace() as seen:
+    with trace() as traced:
         try:
-            call(given)
+            call(dtensors)
         except Exception:  # noqa: BLE001  # a refusal, by us or by torch, or a call that needs values
-            return "fallback" if any(operation.fell_back for operation in seen.operations) else "refused"
-    if any(operation.fell_back for operation in seen.operations):
+            return "fallback" if any(operation.fell_back for operation in traced.operations) else "refused"
+    if any(operation.fell_back for operation in traced.operations):
         return "fallback"
-    return "redistributed" if seen.redistributions else "local"
+    return "redistributed" if traced.redistributions else "local"
 
 
 def _meta_tensor(tensor: Tensor, layout: Layout) -> DTensorBase:

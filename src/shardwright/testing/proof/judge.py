@@ -25,19 +25,19 @@ def judge(sample: Sample, reference: Reference, claim: Claim, values: bool) -> N
     ranks = claim.ins[0].mesh.size
     parts = [split(t.detach(), layout, generator) for t, layout in zip(sample.tensors, claim.ins, strict=True)]
     leaves = [
-        [part[rank].clone().requires_grad_(asked) for part, asked in zip(parts, reference.asks, strict=True)]
+        [part[rank].clone().requires_grad_(requires) for part, requires in zip(parts, reference.asks, strict=True)]
         for rank in range(ranks)
     ]
     outs = [_run(sample, claim, leaves[rank], rank) for rank in range(ranks)]
     for number, expected in enumerate(reference.outs):
-        what = f"output {number}"
-        found = [out[number].detach() for out in outs]
+        name = f"output {number}"
+        output_values = [out[number].detach() for out in outs]
         if values:
-            compare(assemble(found, claim.outs[number], what), expected, what)
+            compare(assemble(output_values, claim.outs[number], name), expected, name)
             continue
-        check_shapes(found, claim.outs[number], what)
-        if found[0].dtype != expected.dtype:
-            raise Mismatch(f"{what}: {found[0].dtype} instead of {expected.dtype}")
+        check_shapes(output_values, claim.outs[number], name)
+        if output_values[0].dtype != expected.dtype:
+            raise Mismatch(f"{name}: {output_values[0].dtype} instead of {expected.dtype}")
     if any(reference.asks) and values:
         _judge_gradients(reference, claim, leaves, outs)
 
@@ -46,13 +46,13 @@ def _run(sample: Sample, claim: Claim, leaves: Sequence[Tensor], rank: int) -> l
     try:
         local = claim.run(LocalContext(claim.ins, claim.outs, rank)) if claim.run is not None else None
         # Leaves that require grad may not be written to; views of the copies are recognised by their memory.
-        given = [leaf.clone() for leaf in leaves]
-        outs = sample.call(given, local)
+        inputs = [leaf.clone() for leaf in leaves]
+        outs = sample.call(inputs, local)
     except Exception as error:  # any exception of the local call is a fault of the rule
         raise Mismatch(f"the local call on rank {rank} raised {type(error).__name__}: {error}") from error
     if len(outs) != len(claim.outs):
         raise Mismatch(f"the local call on rank {rank} returned {len(outs)} tensors, the rule claims {len(claim.outs)}")
-    if claim.fresh and not sample.inplace and any(_shares(out, tensor) for out in outs for tensor in given):
+    if claim.fresh and not sample.inplace and any(_shares(out, tensor) for out in outs for tensor in inputs):
         raise Mismatch(f"output on rank {rank} is a view of an input, but the rule claims fresh outputs")
     return outs
 
@@ -69,37 +69,37 @@ def _judge_gradients(
         None if seed is None else _seeds(seed, layout, number)
         for number, (seed, layout) in enumerate(zip(reference.seeds, claim.outs, strict=True))
     ]
-    found = []
-    for rank, (mine, given) in enumerate(zip(outs, leaves, strict=True)):
-        here = [None if seed is None else seed[rank] for seed in seeds]
+    by_rank = []
+    for rank, (rank_outs, rank_leaves) in enumerate(zip(outs, leaves, strict=True)):
+        rank_seeds = [None if seed is None else seed[rank] for seed in seeds]
         try:
-            found.append(reaching_gradients(mine, here, given))
+            by_rank.append(reaching_gradients(rank_outs, rank_seeds, rank_leaves))
         except RuntimeError as error:
             raise Mismatch(f"the backward pass on rank {rank} raised: {error}") from error
-    _check_participation(reference, outs, found)
+    _check_participation(reference, outs, by_rank)
     for number, expected in enumerate(reference.gradients):
         if expected is None:
             continue
         layout = claim.ins[number]
         parts = [
             torch.zeros_like(leaf[number]) if gradient[number] is None else gradient[number]
-            for gradient, leaf in zip(found, leaves, strict=True)
+            for gradient, leaf in zip(by_rank, leaves, strict=True)
         ]
         count = _mean_of(layout)
-        own = [part if count == 1 else part * count for part in parts if part is not None]
-        what = f"gradient of input {number}, laid out {dual(layout).placements[0]}"
-        compare(assemble(own, dual(layout), what), expected, what)
+        scaled = [part if count == 1 else part * count for part in parts if part is not None]
+        name = f"gradient of input {number}, laid out {dual(layout).placements[0]}"
+        compare(assemble(scaled, dual(layout), name), expected, name)
 
 
 def _check_participation(
-    reference: Reference, outs: Sequence[Sequence[Tensor]], found: Sequence[Sequence[Tensor | None]]
+    reference: Reference, outs: Sequence[Sequence[Tensor]], by_rank: Sequence[Sequence[Tensor | None]]
 ) -> None:
     """Check that all ranks or none take part in the backward pass: otherwise collectives there would hang."""
     for number, seed in enumerate(reference.seeds):
         if seed is not None and len({out[number].requires_grad for out in outs}) > 1:
             raise Mismatch(f"output {number} depends on the inputs on some ranks, but not on others")
     for number, expected in enumerate(reference.gradients):
-        if expected is not None and len({gradient[number] is None for gradient in found}) > 1:
+        if expected is not None and len({gradient[number] is None for gradient in by_rank}) > 1:
             raise Mismatch(f"a gradient reaches input {number} on some ranks, but not on others")
 
 

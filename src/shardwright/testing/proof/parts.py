@@ -45,13 +45,13 @@ def parts_of(call: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor])
     for placements in _placements(tensors):
         mesh = Mesh((1,))
         with torch.no_grad(), no_torch_function():
-            given = [
+            dtensors = [
                 tag(tensor.detach().clone(), Layout(mesh, [placement], tuple(tensor.shape)))
                 for tensor, placement in zip(tensors, placements, strict=True)
             ]
         with listen(record), trace():
             try:
-                call(given)
+                call(dtensors)
             except Exception:  # noqa: BLE001  # the calls made before the refusal are proved all the same
                 continue
     return list(parts.values())

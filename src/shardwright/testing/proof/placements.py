@@ -45,9 +45,9 @@ def combinations_of(choices: Sequence[Sequence[Placement]]) -> tuple[list[tuple[
 
 def _pairs(choices: Sequence[Sequence[Placement]]) -> Iterator[tuple[Placement, ...]]:
     for first, second in combinations(range(len(choices)), 2):
-        for here, there in product(choices[first], choices[second]):
+        for first_placement, second_placement in product(choices[first], choices[second]):
             placements: list[Placement] = [Replicate()] * len(choices)
-            placements[first], placements[second] = here, there
+            placements[first], placements[second] = first_placement, second_placement
             yield tuple(placements)
 
 

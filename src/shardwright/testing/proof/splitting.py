@@ -91,11 +91,11 @@ def assemble(parts: Sequence[Tensor], layout: Layout, what: str) -> Tensor:
     return full
 
 
-def compare(found: Tensor, expected: Tensor, what: str) -> None:
+def compare(actual: Tensor, expected: Tensor, what: str) -> None:
     """Raise `Mismatch` with the values unless the two tensors are equal up to rounding."""
-    if found.dtype != expected.dtype or found.shape != expected.shape:
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
         raise Mismatch(
-            f"{what}: {found.dtype} {tuple(found.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
+            f"{what}: {actual.dtype} {tuple(actual.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
         )
     tolerance = 0.0
     if expected.dtype.is_floating_point or expected.dtype.is_complex:
@@ -103,13 +103,13 @@ def compare(found: Tensor, expected: Tensor, what: str) -> None:
         eps = torch.finfo(expected.dtype).eps
         tolerance = max(eps * (2**12 if eps < 1e-5 else 8), 1e-12)
     if expected.dtype == torch.complex32:  # torch cannot compute with it
-        found, expected = found.to(torch.complex64), expected.to(torch.complex64)
-    close = torch.isclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+        actual, expected = actual.to(torch.complex64), expected.to(torch.complex64)
+    close = torch.isclose(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
     if bool(close.all()):
         return
     index = tuple((~close).nonzero()[0].tolist())
-    wrong = int((~close).sum())
+    differing = int((~close).sum())
     raise Mismatch(
-        f"{what}: {found[index].item()} instead of {expected[index].item()} at {list(index)}, "
-        f"{wrong} of {close.numel()} elements differ"
+        f"{what}: {actual[index].item()} instead of {expected[index].item()} at {list(index)}, "
+        f"{differing} of {close.numel()} elements differ"
     )

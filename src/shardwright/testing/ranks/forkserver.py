@@ -27,15 +27,15 @@ class ForkServer:
     """The client: forks rank processes and collects their exit codes. `folder` is removed after the last of them."""
 
     def __init__(self, folder: Path) -> None:
-        self._control, theirs = socket.socketpair()
+        self._control, child_end = socket.socketpair()
         # One thread per rank, loopback only: all ranks run on this machine.
         environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | dict(os.environ)
         if sys.platform != "linux":
             environment.pop("GLOO_SOCKET_IFNAME")
-        with theirs:
+        with child_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import main; main({theirs.fileno()}, {str(folder)!r})"],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-c", f"from {__name__} import main; main({child_end.fileno()}, {str(folder)!r})"],
+                pass_fds=[child_end.fileno()],
                 env=environment,
             )
         self._answers = self._control.makefile("r")
@@ -43,13 +43,13 @@ class ForkServer:
 
     def fork(self) -> tuple[int, socket.socket]:
         """Fork a rank process; return its pid and a connection to it."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            socket.send_fds(self._control, [b"f"], [child_end.fileno()])
         while True:
-            answer = self._read()
-            if "pid" in answer:
-                return answer["pid"], ours
+            reply = self._read()
+            if "pid" in reply:
+                return reply["pid"], parent_end
 
     def exit_code(self, pid: int) -> int:
         """Wait for a rank process to exit and return its exit code; negative for a signal, as in `subprocess`."""
@@ -67,10 +67,10 @@ class ForkServer:
         line = self._answers.readline()
         if not line:
             raise EOFError(f"the fork server has exited with code {self._process.poll()}")
-        answer: dict[str, int] = json.loads(line)
-        if "ended" in answer:
-            self._exits[answer["ended"]] = answer["exitcode"]
-        return answer
+        message: dict[str, int] = json.loads(line)
+        if "ended" in message:
+            self._exits[message["ended"]] = message["exitcode"]
+        return message
 
 
 def main(descriptor: int, folder: str) -> None:

@@ -56,9 +56,9 @@ def _local_modules(function: Callable[..., Any]) -> list[ModuleType]:
     """
     loaded = list(sys.modules.items())
     modules = {name: module for name, module in loaded if "@pytest_ar" in getattr(module, "__dict__", ())}
-    own = inspect.getmodule(function)
-    if own is not None and not _is_importable(own):
-        modules[own.__name__] = own
+    defining = inspect.getmodule(function)
+    if defining is not None and not _is_importable(defining):
+        modules[defining.__name__] = defining
     return list(modules.values())
 
 

@@ -137,9 +137,9 @@ class RankPool:
         deadline = time.monotonic() + timeout
         why = f"no answer within {timeout:g} s"
         while waiting:
-            left = deadline - time.monotonic()
-            ready = wait(list(waiting), max(left, 0))
-            if not ready and left <= 0:
+            remaining = deadline - time.monotonic()
+            ready = wait(list(waiting), max(remaining, 0))
+            if not ready and remaining <= 0:
                 break
             for connection in ready:
                 rank = waiting.pop(connection)  # type: ignore[call-overload]  # one of the Connections given

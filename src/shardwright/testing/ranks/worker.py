@@ -62,9 +62,9 @@ def serve(descriptor: int) -> None:
             joined = ""
             while True:
                 task: Task = loads(connection.recv_bytes())
-                answer = _answer(task, store, joined)
+                reply = _answer(task, store, joined)
                 joined = task.world
-                connection.send_bytes(answer)
+                connection.send_bytes(reply)
     except (EOFError, ConnectionError):
         return  # the pool was closed
 

@@ -37,23 +37,23 @@ def loosest(steps: Sequence[str]) -> float:
 
 def live_values(namespace: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return every value that a program holds: its variables, their gradients, parameters, what hooks have seen."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name in names:
         value = namespace[name]
         if isinstance(value, Tensor):
-            found[name] = value
+            values[name] = value
             if _may_have_gradient(value):
-                found[f"{name}.grad"] = value.grad
+                values[f"{name}.grad"] = value.grad
         elif isinstance(value, nn.Module):
             for key, parameter in value.named_parameters():
-                found[f"{name}.{key}"] = parameter
-                found[f"{name}.{key}.grad"] = parameter.grad
+                values[f"{name}.{key}"] = parameter
+                values[f"{name}.{key}.grad"] = parameter.grad
         elif isinstance(value, bool | int | float):
-            found[name] = value
-    for name, seen in namespace[KEPT].items():
-        for number, gradient in enumerate(seen):
-            found[f"{KEPT}[{name!r}][{number}]"] = gradient
-    return found
+            values[name] = value
+    for name, gradients in namespace[KEPT].items():
+        for number, gradient in enumerate(gradients):
+            values[f"{KEPT}[{name!r}][{number}]"] = gradient
+    return values
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -81,58 +81,58 @@ def region_of(plain: Tensor, layout: Layout) -> Tensor:
     return plain.detach()[layout.region(comm.rank()).slices()]
 
 
-def metadata_difference(ours: Any, plain: Any) -> str | None:
+def metadata_difference(sharded: Any, plain: Any) -> str | None:
     """Return how shape, dtype, requires_grad or is_leaf differ; None if they are equal."""
-    if ours is None or plain is None or not isinstance(plain, Tensor) or not isinstance(ours, Tensor):
-        if type(ours) is type(plain) or (isinstance(ours, int | float) and isinstance(plain, int | float)):
+    if sharded is None or plain is None or not isinstance(plain, Tensor) or not isinstance(sharded, Tensor):
+        if type(sharded) is type(plain) or (isinstance(sharded, int | float) and isinstance(plain, int | float)):
             return None
-        return f"has type {type(ours).__name__}, torch's has {type(plain).__name__}"
-    if ours.shape != plain.shape:
-        return f"has shape {tuple(ours.shape)}, torch's has {tuple(plain.shape)}"
+        return f"has type {type(sharded).__name__}, torch's has {type(plain).__name__}"
+    if sharded.shape != plain.shape:
+        return f"has shape {tuple(sharded.shape)}, torch's has {tuple(plain.shape)}"
     with no_torch_function():  # those of the local tensor, which are the same
         for attribute in ("dtype", "requires_grad", "is_leaf"):
             try:
-                mine, theirs = getattr(ours, attribute), getattr(plain, attribute)
+                actual, expected = getattr(sharded, attribute), getattr(plain, attribute)
             except RuntimeError as error:
                 return f"cannot tell its {attribute}: {error}"
-            if mine != theirs:
-                return f"has {attribute} {mine}, torch's has {theirs}"
+            if actual != expected:
+                return f"has {attribute} {actual}, torch's has {expected}"
     return None
 
 
-def difference(found: Any, expected: Any, tolerance: float, scale: float) -> str | None:
+def difference(actual: Any, expected: Any, tolerance: float, scale: float) -> str | None:
     """Return how two plain values differ; None if they are equal within the tolerance times the scale.
 
     >>> difference(torch.tensor([1.0]), torch.tensor([1.0 + 1e-7]), 1e-5, 1.0)
     >>> difference(torch.tensor([1, 2]), torch.tensor([1, 3]), 1e-5, 1.0)
     'is [1, 2], torch has [1, 3]'
     """
-    if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
-        if expected == found or (expected != expected and found != found):
+    if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
+        if expected == actual or (expected != expected and actual != actual):
             return None
         if (
             isinstance(expected, float)
-            and isinstance(found, float | int)
-            and abs(found - expected) <= tolerance * scale
+            and isinstance(actual, float | int)
+            and abs(actual - expected) <= tolerance * scale
         ):
             return None
-        return f"is {found!r}, torch has {expected!r}"
-    if found.shape != expected.shape:
-        return f"has a part of shape {tuple(found.shape)}, which should be {tuple(expected.shape)}"
-    if found.dtype != expected.dtype:
-        return f"has a part of {found.dtype}, which should be {expected.dtype}"
-    if torch.equal(found, expected):
+        return f"is {actual!r}, torch has {expected!r}"
+    if actual.shape != expected.shape:
+        return f"has a part of shape {tuple(actual.shape)}, which should be {tuple(expected.shape)}"
+    if actual.dtype != expected.dtype:
+        return f"has a part of {actual.dtype}, which should be {expected.dtype}"
+    if torch.equal(actual, expected):
         return None
     if expected.is_floating_point() and torch.allclose(
-        found.double(), expected.double(), rtol=0.0, atol=tolerance * scale, equal_nan=True
+        actual.double(), expected.double(), rtol=0.0, atol=tolerance * scale, equal_nan=True
     ):
         return None
-    return f"is {found.tolist()}, torch has {expected.tolist()}"
+    return f"is {actual.tolist()}, torch has {expected.tolist()}"
 
 
 def reduced(layout: Layout, parts: Sequence[Tensor]) -> Tensor:
     """Return the value of this rank's region of a partial tensor, given the parts of all ranks by rank."""
-    mesh, here = layout.mesh, layout.mesh.coordinate(comm.rank())
+    mesh, this_coordinate = layout.mesh, layout.mesh.coordinate(comm.rank())
 
     def value(coordinate: tuple[int, ...], dim: int) -> Tensor:
         if dim == mesh.ndim:
@@ -163,7 +163,7 @@ def reduced(layout: Layout, parts: Sequence[Tensor]) -> Tensor:
             case other:
                 raise ValueError(f"Partial({other!r}) is not a reduction")
 
-    return value(here, 0)
+    return value(this_coordinate, 0)
 
 
 def _folded(operation: Callable[[Tensor, Tensor], Tensor], values: Tensor) -> Tensor:

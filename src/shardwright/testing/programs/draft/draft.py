@@ -68,15 +68,17 @@ class Draft:
         before = len(self.steps)
         if not self.try_step(step, keep_refused=keep_refused):
             return []
-        made = [self.namespace.get(name) for name in names]
-        if any(isinstance(value, Tensor) and not self.is_small(value) for value in made):
+        values = [self.namespace.get(name) for name in names]
+        if any(isinstance(value, Tensor) and not self.is_small(value) for value in values):
             del self.steps[before:]
             for name in names:
                 self.namespace.pop(name, None)
             return []
         if exact:
             self.exact.update(
-                name for name, value in zip(names, made, strict=True) if getattr(value, "dtype", None) != torch.bfloat16
+                name
+                for name, value in zip(names, values, strict=True)
+                if getattr(value, "dtype", None) != torch.bfloat16
             )
         return names
 
@@ -131,8 +133,8 @@ class Draft:
         return [n for n, v in self.namespace.items() if n not in self._given and isinstance(v, kind)]
 
     def value(self, name: str) -> Tensor:
-        found: Tensor = self.namespace[name]
-        return found
+        tensor: Tensor = self.namespace[name]
+        return tensor
 
     def pick(
         self,
@@ -144,7 +146,7 @@ class Draft:
         full: bool = False,
     ) -> str:
         """Return the name of a tensor that fits; recent ones are likelier. Raise `NoChoice` if none does."""
-        found = []
+        names = []
         for name in self.tensors():
             value = self.value(name)
             if dtypes is not None and value.dtype not in dtypes:
@@ -153,11 +155,11 @@ class Draft:
                 continue
             if (full and not value.numel()) or not fits(value):
                 continue
-            found.append(name)
-        return self.choice(found[-4:] if self.chance(0.5) else found)
+            names.append(name)
+        return self.choice(names[-4:] if self.chance(0.5) else names)
 
-    def floating(self, **wanted: Any) -> str:
-        return self.pick(dtypes=FLOATS, **wanted)
+    def floating(self, **conditions: Any) -> str:
+        return self.pick(dtypes=FLOATS, **conditions)
 
     def is_exact(self, *names: str) -> bool:
         return all(name in self.exact for name in names)
@@ -171,9 +173,9 @@ class Draft:
         largest = value.detach().double().abs().max().item()
         return largest <= LARGEST
 
-    def share_memory(self, one: str, other: str) -> bool:
+    def share_memory(self, first: str, second: str) -> bool:
         """Return whether two tensors are views of the same memory."""
-        return self.value(one).untyped_storage().data_ptr() == self.value(other).untyped_storage().data_ptr()
+        return self.value(first).untyped_storage().data_ptr() == self.value(second).untyped_storage().data_ptr()
 
     def dim(self, value: Tensor) -> int:
         """Return one of a tensor's dimensions, counted from either end."""
@@ -195,23 +197,23 @@ class Draft:
     def placements(self, shape: Sequence[int], *, partial: bool = True) -> tuple[str, list[int] | None]:
         """Return the text of random placements of a tensor of this shape, and an order of mesh dimensions or None."""
         chosen: list[str] = []
-        cut: list[int] = []
+        sharded: list[int] = []
         ragged = False
         for count in self.mesh:
             kind = self.random.random()
             if shape and kind < 0.6:
                 dim = self.number(0, len(shape) - 1)
-                if dim not in cut and self.chance(0.15):
+                if dim not in sharded and self.chance(0.15):
                     chosen.append(f"Ragged({dim}, {self._sizes(shape[dim], count)})")
                     ragged = True
                 else:
                     chosen.append(f"Shard({dim})")
-                cut.append(dim)
+                sharded.append(dim)
             elif partial and kind < 0.75:
                 chosen.append(f"Partial('{self.random.choices(('sum', 'avg', 'max', 'min'), (7, 1, 1, 1))[0]}')")
             else:
                 chosen.append("Replicate()")
-        nested = len(cut) > len(set(cut)) and not ragged
+        nested = len(sharded) > len(set(sharded)) and not ragged
         order = self.random.sample(range(len(self.mesh)), len(self.mesh)) if nested and self.chance(0.6) else None
         return f"[{', '.join(chosen)}]", order
 
@@ -223,10 +225,10 @@ class Draft:
         return self.of(nn.Module)
 
 
-def broadcasts(one: torch.Size, other: torch.Size, *, to: torch.Size | None = None) -> bool:
+def broadcasts(first: torch.Size, second: torch.Size, *, to: torch.Size | None = None) -> bool:
     """Return whether two shapes can be broadcast to one, and to `to` if it is given."""
-    width = max(len(one), len(other))
-    sides = zip((1,) * (width - len(one)) + tuple(one), (1,) * (width - len(other)) + tuple(other), strict=True)
+    width = max(len(first), len(second))
+    sides = zip((1,) * (width - len(first)) + tuple(first), (1,) * (width - len(second)) + tuple(second), strict=True)
     result = []
     for a, b in sides:
         if a != b and a != 1 and b != 1:

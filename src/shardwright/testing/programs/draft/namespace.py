@@ -59,13 +59,13 @@ class AddBias(torch.autograd.Function):
 
 
 def _common() -> dict[str, Any]:
-    kept: dict[str, list[Tensor]] = {}
+    recorded: dict[str, list[Tensor]] = {}
 
     def keep(name: str) -> Callable[..., None]:
         """Return a hook that keeps the gradients it sees under `name`."""
 
-        def hook(*seen: Any) -> None:
-            kept.setdefault(name, []).extend(_tensors_in(seen))
+        def hook(*values: Any) -> None:
+            recorded.setdefault(name, []).extend(_tensors_in(values))
 
         return hook
 
@@ -91,15 +91,15 @@ def _common() -> dict[str, Any]:
         "linear": linear,
         "nn": nn,
         "torch": torch,
-        KEPT: kept,
+        KEPT: recorded,
     }
 
 
-def _tensors_in(seen: Any) -> list[Tensor]:
-    if isinstance(seen, Tensor):
-        return [seen.detach().clone()]
-    if isinstance(seen, list | tuple):
-        return [tensor for value in seen for tensor in _tensors_in(value)]
+def _tensors_in(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values.detach().clone()]
+    if isinstance(values, list | tuple):
+        return [tensor for value in values for tensor in _tensors_in(value)]
     return []
 
 
@@ -146,15 +146,15 @@ def sharded_namespace(mesh: tuple[int, ...]) -> dict[str, Any]:
         order: Sequence[int] | None = None,
         requires_grad: bool = False,
     ) -> Tensor:
-        whole = _whole(values, shape, dtype)
+        full = _whole(values, shape, dtype)
         layout = Layout(grid, placements, shape, order)
         if layout.is_partial:
-            local = _partial_value(whole[layout.region(comm.rank()).slices()], layout, comm.rank())
+            local = _partial_value(full[layout.region(comm.rank()).slices()], layout, comm.rank())
             with torch.no_grad():
-                made = DTensor.from_local(local, grid, placements, shape=shape).clone()
+                tensor = DTensor.from_local(local, grid, placements, shape=shape).clone()
         else:
-            made = distribute_tensor(whole, grid, placements, order=order, src_data_rank=None)
-        return made.requires_grad_(requires_grad)
+            tensor = distribute_tensor(full, grid, placements, order=order, src_data_rank=None)
+        return tensor.requires_grad_(requires_grad)
 
     def redistribute(x: DTensor, placements: Sequence[Placement]) -> Tensor:
         return x.redistribute(placements=placements).clone()
@@ -166,22 +166,22 @@ def _whole(values: Sequence[float], shape: Sequence[int], dtype: torch.dtype) ->
     return torch.tensor(values, dtype=dtype).reshape(tuple(shape)).clone()  # a view would not be a leaf
 
 
-def _partial_value(whole: Tensor, layout: Layout, rank: int) -> Tensor:
-    """Return a rank's partial value; they differ between the ranks and reduce to `whole`."""
+def _partial_value(full: Tensor, layout: Layout, rank: int) -> Tensor:
+    """Return a rank's partial value; they differ between the ranks and reduce to `full`."""
     mesh = layout.mesh
     for dim, placement in enumerate(layout.placements):
         if not isinstance(placement, Partial):
             continue
-        here, count = mesh.coordinate(rank)[dim], mesh.shape[dim]
+        index, count = mesh.coordinate(rank)[dim], mesh.shape[dim]
         match placement.op:
             case "sum":  # the first rank has the rest when the others have 1, 2, …
-                whole = whole - sum(range(1, count)) if here == 0 else torch.full_like(whole, here)
+                full = full - sum(range(1, count)) if index == 0 else torch.full_like(full, index)
             case "avg":  # offsets that sum to zero
-                whole = whole - sum(range(1, count)) if here == 0 else whole + here
+                full = full - sum(range(1, count)) if index == 0 else full + index
             case "max":  # the last rank decides
-                whole = whole - (count - 1 - here)
+                full = full - (count - 1 - index)
             case "min":
-                whole = whole + (count - 1 - here)
+                full = full + (count - 1 - index)
             case other:
                 raise ValueError(f"Partial({other!r}) is not generated")
-    return whole.clone()
+    return full.clone()

@@ -22,14 +22,14 @@ def backward(d: Draft) -> object:
         return d.try_step(f"{loss[0]}.backward()", keep_refused=keep)
     if kind == 1:
         leaves = [n for n in d.tensors() if d.value(n).is_leaf and d.value(n).requires_grad]
-        wanted = d.random.sample(leaves, min(len(leaves), 2))
-        if not wanted:
+        inputs = d.random.sample(leaves, min(len(leaves), 2))
+        if not inputs:
             raise NoChoice
         graph = d.choice(("", ", create_graph=True", ", retain_graph=True"))
-        text = f"torch.autograd.grad({weighted}, [{', '.join(wanted)}], materialize_grads=True{graph})"
+        text = f"torch.autograd.grad({weighted}, [{', '.join(inputs)}], materialize_grads=True{graph})"
         # Clones: torch may give several inputs one gradient, or one that shares memory with something else.
-        text = f"map(torch.clone, {text})" if len(wanted) > 1 else f"{text}[0].clone()"
-        return d.assign(text, exact=False, count=len(wanted))
+        text = f"map(torch.clone, {text})" if len(inputs) > 1 else f"{text}[0].clone()"
+        return d.assign(text, exact=False, count=len(inputs))
     if kind == 2 and value.ndim:
         seed = d.leaf(tuple(value.shape), value.dtype, requires_grad=False)
         return d.try_step(f"{x}.backward({seed}.clone(), retain_graph=True)", keep_refused=keep)
@@ -95,7 +95,7 @@ def quiet(d: Draft) -> object:
     if mode == "no_grad" and not d.value(x).requires_grad:  # torch's own answers about other views are odd
         options += [f"{x}.view(-1)", f"{x}[...]", f"{x}[0:1]" if d.value(x).ndim else f"-{x}"]
     text = d.choice(options)
-    done = d.try_step(f"with torch.{mode}(): {name} = {text}")
-    if done and d.is_exact(x):
+    accepted = d.try_step(f"with torch.{mode}(): {name} = {text}")
+    if accepted and d.is_exact(x):
         d.exact.add(name)
-    return done
+    return accepted

@@ -25,8 +25,8 @@ def module(d: Draft) -> object:
         if d.chance(0.5)
         else "None"
     )
-    made = d.assign(f"linear({weight}, {bias})", exact=False)
-    return made and _called(d, made[0], x)
+    names = d.assign(f"linear({weight}, {bias})", exact=False)
+    return names and _called(d, names[0], x)
 
 
 def _called(d: Draft, name: str, x: str) -> object:
@@ -45,9 +45,9 @@ def _called(d: Draft, name: str, x: str) -> object:
 
 
 def optimizer(d: Draft) -> object:
-    known = d.of(torch.optim.Optimizer)
-    if known and d.chance(0.7):
-        return _stepped(d, d.choice(known))
+    existing = d.of(torch.optim.Optimizer)
+    if existing and d.chance(0.7):
+        return _stepped(d, d.choice(existing))
     leaves = [
         n
         for n in d.tensors()
@@ -66,8 +66,8 @@ def optimizer(d: Draft) -> object:
             "AdamW([{}], lr=0.25, foreach=True)",
         )
     )
-    made = d.assign(f"torch.optim.{kind.format(parameters)}", exact=False)
-    return made and _stepped(d, made[0])
+    names = d.assign(f"torch.optim.{kind.format(parameters)}", exact=False)
+    return names and _stepped(d, names[0])
 
 
 def _stepped(d: Draft, name: str) -> object:

@@ -93,8 +93,8 @@ def sorted_values(d: Draft) -> object:
 def joined(d: Draft) -> object:
     x = d.pick(dims=(0, 3))
     value = d.value(x)
-    same = [n for n in d.tensors() if d.value(n).shape == value.shape and d.value(n).dtype == value.dtype]
-    y = d.choice(same)
+    candidates = [n for n in d.tensors() if d.value(n).shape == value.shape and d.value(n).dtype == value.dtype]
+    y = d.choice(candidates)
     dim = d.number(0, value.ndim)
     if value.ndim and d.chance(0.6):
         return d.assign(f"torch.cat([{x}, {y}], {d.dim(value)})", exact=d.is_exact(x, y))

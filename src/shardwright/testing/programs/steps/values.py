@@ -28,8 +28,10 @@ def new_leaf(d: Draft) -> object:
 
 def new_like(d: Draft) -> object:
     x = d.pick(dtypes=NUMBERS)
-    made = d.choice(("torch.zeros_like({})", "torch.ones_like({})", "torch.full_like({}, 3)", "{}.new_zeros((4, 3))"))
-    return d.assign(made.format(x), exact=True)
+    template = d.choice(
+        ("torch.zeros_like({})", "torch.ones_like({})", "torch.full_like({}, 3)", "{}.new_zeros((4, 3))")
+    )
+    return d.assign(template.format(x), exact=True)
 
 
 def pointwise(d: Draft) -> object:

@@ -63,8 +63,10 @@ def strided(d: Draft) -> object:
     count = d.value(x).numel()
     rows, step, offset = d.number(1, 3), d.number(1, 2), d.number(0, 1)
     columns = max(1, (count - offset) // (rows * step))
-    place = f", {offset}" if d.chance(0.5) else ""
-    return d.assign(f"{x}.as_strided(({rows}, {columns}), ({columns * step}, {step}){place})", exact=d.is_exact(x))
+    offset_argument = f", {offset}" if d.chance(0.5) else ""
+    return d.assign(
+        f"{x}.as_strided(({rows}, {columns}), ({columns * step}, {step}){offset_argument})", exact=d.is_exact(x)
+    )
 
 
 def split_up(d: Draft, of: str | None = None) -> list[str]:

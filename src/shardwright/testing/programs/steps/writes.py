@@ -25,15 +25,15 @@ def write_to_view(d: Draft) -> object:
     for _ in range(d.number(1, 3)):
         kind = d.choice((view, view, indexed, copied, split_up))
         if d.value(names[-1]).ndim or kind is copied:
-            made = kind(d, names[-1])
-            names += made[-1:]
+            views = kind(d, names[-1])
+            names += views[-1:]
     return write(d, d.choice(names))
 
 
 def write(d: Draft, to: str | None = None) -> object:
     x = to or _target(d)
     value = d.value(x)
-    whole = not value.is_floating_point()
+    is_integer = not value.is_floating_point()
     text = d.choice(
         (
             f"{x} += {d.number(1, 4)}",
@@ -43,7 +43,7 @@ def write(d: Draft, to: str | None = None) -> object:
             f"{x}.fill_({d.number(-3, 3)})",
             f"{x}.clamp_(-3, 4)",
             f"{x}.neg_()",
-            f"{x}.relu_()" if not whole else f"{x}.abs_()",
+            f"{x}.relu_()" if not is_integer else f"{x}.abs_()",
             f"{x} -= {d.number(1, 3)}",
             f"{x}.mul_(2)",
             f"torch.relu_({x})",
@@ -122,10 +122,10 @@ def write_masked(d: Draft) -> object:
         shape[dim] = len(distinct)
         y = d.leaf(tuple(shape), value.dtype)
         return _written(d, f"{x}.index_copy_({dim}, {index}, {y})", x)
-    other = tuple(2 if at == dim % value.ndim else side for at, side in enumerate(value.shape))
-    count = torch.Size(other).numel()
-    place = d.leaf(other, torch.int64, values=[d.number(0, extent - 1) for _ in range(count)], partial=False)
-    return _written(d, f"{x}.scatter_add_({dim}, {place}, {y})", x)
+    index_shape = tuple(2 if at == dim % value.ndim else side for at, side in enumerate(value.shape))
+    count = torch.Size(index_shape).numel()
+    indices = d.leaf(index_shape, torch.int64, values=[d.number(0, extent - 1) for _ in range(count)], partial=False)
+    return _written(d, f"{x}.scatter_add_({dim}, {indices}, {y})", x)
 
 
 def write_out(d: Draft) -> object:
@@ -156,9 +156,9 @@ def _written(d: Draft, text: str, target: str, *operands: str) -> object:
     mode = d.random.random()
     if mode < 0.3 and d.value(target).requires_grad:
         text = f"with torch.no_grad(): {text}"
-    done = d.try_step(text, keep_refused=d.chance(0.05))
-    if done and inexact:  # aliases of the target are inexact, too
+    accepted = d.try_step(text, keep_refused=d.chance(0.05))
+    if accepted and inexact:  # aliases of the target are inexact, too
         d.exact -= {name for name in d.exact & set(d.tensors()) if d.share_memory(name, target)}
-    if done and d.chance(0.25):
+    if accepted and d.chance(0.25):
         d.try_step(text)
-    return done
+    return accepted
