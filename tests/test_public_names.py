@@ -147,6 +147,27 @@ print(DTensor.__name__)
     assert in_a_new_process(program) == ["DTensor"]
 
 
+def test_testing_is_a_missing_attribute_without_the_testing_extra() -> None:
+    program = """
+import inspect
+import sys
+sys.modules["cloudpickle"] = None
+import shardwright as sw
+print(hasattr(sw, "testing"), "testing" in dict(inspect.getmembers(sw)), "DTensor" in dict(inspect.getmembers(sw)))
+try:
+    sw.testing
+except AttributeError as error:
+    print(error)
+try:
+    from shardwright import testing
+except sw.errors.MissingExtraError as error:
+    print(error)
+"""
+    remedy = "shardwright.testing needs cloudpickle: pip install 'shardwright[testing]'"
+    expected = ["False False True", f"cannot import shardwright.testing: {remedy}", remedy]
+    assert in_a_new_process(program) == expected
+
+
 @facades
 def test_every_listed_name_exists(facade: str) -> None:
     module = importlib.import_module(facade)

@@ -45,10 +45,14 @@ else:  # hidden from type checkers, for which a module with __getattr__ has ever
     def __getattr__(name: str) -> object:
         """Import `interop` and `testing` when they are first used: they are slow to import, or need an extra.
 
-        So they are not in `__all__` either: `from shardwright import *` works without the extra.
+        So they are not in `__all__` either: `from shardwright import *` works without the extra. Without it, `testing`
+        is an attribute that does not exist, so `hasattr`, `inspect.getmembers` and completion work.
         """
         if name in ("interop", "testing"):
-            return importlib.import_module(f"shardwright.{name}")
+            try:
+                return importlib.import_module(f"shardwright.{name}")
+            except ImportError as error:
+                raise AttributeError(f"cannot import {__name__}.{name}: {error}") from error
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

@@ -39,6 +39,7 @@ ShardwrightError
 │   ├── FormatError          (ValueError)  an invalid manifest
 │   │   └── UnknownVersionError            a manifest of an unsupported version
 │   └── CorruptionError                    stored bytes are corrupt
+├── MissingExtraError      (ImportError)   a module needs an optional dependency that is not installed
 ├── RanksError             (RuntimeError)  testing: ranks raised, died or hung
 └── TrainingMismatchError  (AssertionError) testing: training on ranks differs from training on one
 ```
@@ -69,6 +70,7 @@ __all__ = [
     "LocalTensorError",
     "MeshError",
     "MeshMismatchError",
+    "MissingExtraError",
     "MissingKeyError",
     "MissingNameError",
     "MixedTensorsError",
@@ -502,6 +504,14 @@ class CorruptionError(CheckpointError):
     """Stored bytes are corrupt; the message names file, tensor and block.
 
     >>> issubclass(CorruptionError, RuntimeError)
+    True
+    """
+
+
+class MissingExtraError(ShardwrightError, ImportError):
+    """A module needs an optional dependency that is not installed; the message names the extra to install.
+
+    >>> issubclass(MissingExtraError, ImportError)
     True
     """
 

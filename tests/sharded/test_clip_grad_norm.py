@@ -28,7 +28,7 @@ def test_clipping_equals_torch_on_unsharded_tensors(order: float) -> None:
         full = [torch.rand(7, 3), torch.rand(5), torch.rand(4, dtype=torch.complex64), torch.rand(6)]
         gradients = [torch.randn_like(tensor) for tensor in full]
         gradients[1][2:] = 0
-        specs = (chunks(0, 0, 2, 0), chunks(0, 1, 1, 1, 1, 1, 1), chunks(0, 2))
+        specs = (chunks(0, 2, 0), chunks(1, 1, 1, 1, 1, 1), chunks(2))
         parameters: list[Tensor] = [
             spec.shard(tensor).requires_grad_() for spec, tensor in zip(specs, full, strict=False)
         ]
@@ -52,7 +52,7 @@ def test_clipping_equals_torch_on_unsharded_tensors(order: float) -> None:
 
 def test_the_norm_without_gradients_is_zero() -> None:
     def on_rank() -> None:
-        untouched = sharded.rand(chunks(0, 0), 3, requires_grad=True)
+        untouched = sharded.rand(chunks(0), 3, requires_grad=True)
         assert sharded.clip_grad_norm_(untouched, 1.0) == 0
 
     run_ranks(3, on_rank)
@@ -60,7 +60,7 @@ def test_the_norm_without_gradients_is_zero() -> None:
 
 def test_clipping_supports_sparse_gradients() -> None:
     def on_rank() -> None:
-        table = sharded.rand(chunks(0, 0, 1), 6, 2, requires_grad=True)  # rank 2 has no shard
+        table = sharded.rand(chunks(0, 1), 6, 2, requires_grad=True)  # rank 2 has no shard
         functional.embedding(torch.tensor([1, 4]), table, sparse=True).sum().backward()
         assert sharded.clip_grad_norm_([table], 1e9) == torch.tensor([3.0] * 4).norm()
 
@@ -69,7 +69,7 @@ def test_clipping_supports_sparse_gradients() -> None:
 
 def test_clipping_raises_on_all_ranks() -> None:
     def on_rank() -> list[str]:
-        table = sharded.rand(chunks(0, 0, 1), 6, 2, requires_grad=True)  # rank 2 has no shard
+        table = sharded.rand(chunks(0, 1), 6, 2, requires_grad=True)  # rank 2 has no shard
         functional.embedding(torch.tensor([1, 4]), table, sparse=True).sum().backward()
         here = comm.rank()
         if table.grad is not None:

@@ -15,8 +15,8 @@ from tests.sharded.specs_and_errors import chunks, error_text
 def test_an_invalid_comparison_on_one_rank_raises_on_all() -> None:
     def on_rank() -> list[str]:
         here = comm.rank()
-        x = sharded.ones(chunks(0, 0, 1), 4, 2)
-        other = sharded.ones(chunks(here, 0, 1), 4, 2)
+        x = sharded.ones(chunks(0, 1), 4, 2)
+        other = sharded.ones(chunks(0, 1, dim=here), 4, 2)
         plain = torch.ones(4, 2) if here else x
         double = x.double() if here else x
         messages = [
@@ -26,7 +26,7 @@ def test_an_invalid_comparison_on_one_rank_raises_on_all() -> None:
             error_text(RankFailedError, lambda: torch.allclose(x, double)),
         ]
         assert not torch.equal(x, double)  # equal on one rank only
-        assert not torch.equal(x, sharded.ones(chunks(0, 0, 1), 4, 2 + here))
+        assert not torch.equal(x, sharded.ones(chunks(0, 1), 4, 2 + here))
         assert torch.equal(x, x)
         return messages
 

@@ -18,12 +18,9 @@ from shardwright.sharded import (
     ShardedTensor,
 )
 from shardwright.testing import run_ranks
+from tests.sharded.specs_and_errors import chunks
 
 HERE = ChunkShardingSpec(0, ["rank:0/cpu"] * 2)
-
-
-def chunks(*ranks: int, dim: int = 0) -> ChunkShardingSpec:
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
 
 
 def local_values(tensor: ShardedTensor) -> list[list[float]]:

@@ -16,10 +16,7 @@ from shardwright.sharded import (
     TensorProperties,
 )
 from shardwright.testing import run_ranks
-
-
-def chunks(*ranks: int, dim: int = 0) -> ChunkShardingSpec:
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
+from tests.sharded.specs_and_errors import chunks
 
 
 def test_to_keeps_placements_for_a_dtype_and_changes_them_for_a_device() -> None:

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from shardwright import comm, sharded
-from shardwright.errors import (
-    ShardwrightError,
-)
 from shardwright.sharded import (
     ChunkShardingSpec,
 )
 from shardwright.testing import run_ranks
+from tests.sharded.specs_and_errors import chunks, error_or_result
 
 HERE = ChunkShardingSpec(0, ["rank:0/cpu"] * 2)
-
-
-def chunks(*ranks: int, dim: int = 0) -> ChunkShardingSpec:
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
-
-
-def error_text(call: Callable[[], Any]) -> str:
-    try:
-        result = call()
-    except ShardwrightError as error:
-        return f"{type(error).__name__}: {error}"
-    return f"no error: {result}"
 
 
 def test_gather_into_an_invalid_buffer_raises_on_all_ranks() -> None:
@@ -42,8 +27,8 @@ def test_gather_into_an_invalid_buffer_raises_on_all_ranks() -> None:
             torch.zeros(2, 4, device="meta"),
             sharded.zeros(chunks(0, 1), 2, 4),
         ]
-        found = [error_text(lambda out=out: x.gather(0, None if comm.rank() else out)) for out in bad]
-        found.append(error_text(lambda: x.gather(0, dtype="float32")))
+        found = [error_or_result(lambda out=out: x.gather(0, None if comm.rank() else out)) for out in bad]
+        found.append(error_or_result(lambda: x.gather(0, dtype="float32")))
         interlaced = torch.zeros(10).as_strided((2, 4), (3, 2))  # 0 2 4 6 and 3 5 7 9: unusual strides without overlap
         for fine in (torch.zeros(7, 9)[::5, ::2][:, :4], interlaced):
             got = x.gather(0, out=None if comm.rank() else fine)

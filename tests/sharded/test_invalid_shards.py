@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from shardwright import comm, interop, sharded
 from shardwright.errors import (
     ArgumentTypeError,
     ShardError,
-    ShardwrightError,
     UnsupportedError,
 )
 from shardwright.sharded import (
@@ -27,20 +24,9 @@ from shardwright.sharded import (
     TensorProperties,
 )
 from shardwright.testing import run_ranks
+from tests.sharded.specs_and_errors import chunks, error_or_result
 
 HERE = ChunkShardingSpec(0, ["rank:0/cpu"] * 2)
-
-
-def chunks(*ranks: int, dim: int = 0) -> ChunkShardingSpec:
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
-
-
-def error_text(call: Callable[[], Any]) -> str:
-    try:
-        result = call()
-    except ShardwrightError as error:
-        return f"{type(error).__name__}: {error}"
-    return f"no error: {result}"
 
 
 def test_an_invalid_shard_raises_on_all_ranks() -> None:
@@ -57,12 +43,12 @@ def test_an_invalid_shard_raises_on_all_ranks() -> None:
             shard = Shard(torch.ones(2), mine[0])
             for name, value in change.items() if rank else ():
                 setattr(shard, name, value)
-            found.append(error_text(lambda shard=shard: sharded.init_from_local_shards([shard], 4)))
+            found.append(error_or_result(lambda shard=shard: sharded.init_from_local_shards([shard], 4)))
         spec = chunks(0, 1)
         metadata = spec.build_metadata(torch.Size([4]), TensorProperties())
         build = ShardedTensor._init_from_local_shards_and_global_metadata
         for given, known in (([shard], metadata), ([Shard(torch.ones(2), mine[0])], None if rank else metadata)):
-            found.append(error_text(lambda given=given, known=known: build(given, known, run_check=True)))
+            found.append(error_or_result(lambda given=given, known=known: build(given, known, run_check=True)))
         return found
 
     first, second = run_ranks(2, work)
@@ -104,14 +90,14 @@ def test_nested_tensors_are_refused_by_everything_that_needs_their_boxes() -> No
             x = sharded.init_from_local_shards([Shard(held, ShardMetadata([0, 0], [4, 2], f"rank:{rank}/cpu"))], 4, 2)
             for tensor in (x, x.detach(), copy.copy(x)):
                 found += [
-                    error_text(lambda tensor=tensor: tensor.gather()),
-                    error_text(lambda tensor=tensor: tensor.reshard(chunks(1, 0))),
-                    error_text(lambda tensor=tensor: tensor.to(torch.float64)),
-                    error_text(lambda tensor=tensor: sharded.to_dtensor(tensor)),
-                    error_text(lambda tensor=tensor: interop.to_torch_sharded_tensor(tensor)),
-                    error_text(lambda tensor=tensor: functional.embedding(torch.tensor([0]), tensor)),
-                    error_text(lambda tensor=tensor: functional.linear(torch.ones(1, 2), tensor)),
-                    error_text(lambda tensor=tensor: tensor.uniform_()),
+                    error_or_result(lambda tensor=tensor: tensor.gather()),
+                    error_or_result(lambda tensor=tensor: tensor.reshard(chunks(1, 0))),
+                    error_or_result(lambda tensor=tensor: tensor.to(torch.float64)),
+                    error_or_result(lambda tensor=tensor: sharded.to_dtensor(tensor)),
+                    error_or_result(lambda tensor=tensor: interop.to_torch_sharded_tensor(tensor)),
+                    error_or_result(lambda tensor=tensor: functional.embedding(torch.tensor([0]), tensor)),
+                    error_or_result(lambda tensor=tensor: functional.linear(torch.ones(1, 2), tensor)),
+                    error_or_result(lambda tensor=tensor: tensor.uniform_()),
                 ]
         return found
 

@@ -19,10 +19,10 @@ def test_loading_different_tensors_into_a_module_raises_on_all_ranks() -> None:
     def on_rank() -> list[str]:
         here, messages = comm.rank(), []
         model = nn.Identity()
-        model.table = sharded.zeros(chunks(0, 0, 1), 4)
+        model.table = sharded.zeros(chunks(0, 1), 4)
         model._register_load_state_dict_pre_hook(sharded.pre_load_state_dict_hook, True)
-        turned = sharded.ones(chunks(0, 1, 0), 4)
-        for mine in ({"table": torch.ones(4)}, {}, {"table": sharded.ones(chunks(0, 0, 1), 4)}, {"table": None}):
+        turned = sharded.ones(chunks(1, 0), 4)
+        for mine in ({"table": torch.ones(4)}, {}, {"table": sharded.ones(chunks(0, 1), 4)}, {"table": None}):
             given = dict(mine) if here else {"table": turned}
             messages.append(error_text(DisagreementError, lambda given=given: model.load_state_dict(given)))
         assert torch.equal(model.table.local_tensor(), torch.zeros(2))
@@ -40,7 +40,7 @@ def test_loading_different_tensors_into_a_module_raises_on_all_ranks() -> None:
 def test_loading_different_states_into_an_optimizer_raises_on_all_ranks() -> None:
     def on_rank() -> list[str]:
         here, messages = comm.rank(), []
-        table = sharded.ones(chunks(0, 0), 6, 2, requires_grad=True)  # rank 1 has no shard
+        table = sharded.ones(chunks(0), 6, 2, requires_grad=True)  # rank 1 has no shard
         optimizer = sharded.ShardedOptimizer({"table": table}, torch.optim.Adam, lr=0.1)
         functional.embedding(torch.tensor([0, 5]), table).sum().backward()
         optimizer.step()
@@ -49,11 +49,11 @@ def test_loading_different_states_into_an_optimizer_raises_on_all_ranks() -> Non
         for mine in ({"state": None}, {"state": {"table": None}}, {"param_groups": None}, other):
             given = {**saved, **mine} if here else saved
             messages.append(error_text(RankFailedError, lambda given=given: optimizer.load_state_dict(given)))
-        cut = saved["state"]["table"]["exp_avg"].detach().reshard(chunks(1, 0, 1))
+        cut = saved["state"]["table"]["exp_avg"].detach().reshard(chunks(0, 1, dim=1))
         resharded = {"state": {"table": {**saved["state"]["table"], "exp_avg": cut}}}
         given = {**saved, **resharded} if here else saved
         messages.append(error_text(DisagreementError, lambda: optimizer.load_state_dict(given)))
-        table.reshard(chunks(0, 0, 0))
+        table.reshard(chunks(0, 0))
         messages.append(error_text(RankFailedError, optimizer.state_dict))
         messages.append(error_text(RankFailedError, lambda: optimizer.load_state_dict(saved)))
         return messages

@@ -33,7 +33,7 @@ def test_a_rank_that_is_missing_or_in_another_operator_is_named_after_the_timeou
             kind: type[Exception], call: Callable[[ShardedTensor], Any], other: Callable[[ShardedTensor], Any]
         ) -> None:
             group = dist.new_group([0, 1])
-            table = sharded.ones(chunks(0, 0, 1), 4, 2, requires_grad=True, process_group=group)
+            table = sharded.ones(chunks(0, 1), 4, 2, requires_grad=True, process_group=group)
             comm.gather_bytes(b"")
             if comm.rank() == 0:
                 messages.append(error_text(kind, lambda: call(table)))

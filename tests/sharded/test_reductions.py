@@ -17,21 +17,21 @@ def test_a_reduction_of_an_empty_tensor_tiles_its_result_or_raises_on_all_ranks(
     def on_rank() -> list[str]:
         messages = []
         for shape, spec, dim in (
-            ((0, 3), chunks(0, 0, 1), 0),
-            ((4, 0), chunks(1, 0, 1), 1),
-            ((0, 2), chunks(0, 1, 1), 0),
+            ((0, 3), chunks(0, 1), 0),
+            ((4, 0), chunks(0, 1, dim=1), 1),
+            ((0, 2), chunks(1, 1), 0),
         ):
             for keepdim in (False, True):
                 x = sharded.zeros(spec, *shape)
                 messages.append(
                     error_text(UnsupportedError, lambda x=x, d=dim, k=keepdim: x.sum(d, keepdim=k)).split(";")[0]
                 )
-        for spec, dim in ((chunks(0, 0, 1), 1), (chunks(0, 2), 1), (chunks(1, 2), 1)):
+        for spec, dim in ((chunks(0, 1), 1), (chunks(2), 1), (chunks(2, dim=1), 1)):
             made = sharded.zeros(spec, 4, 0).sum(dim)
             made.metadata().validate()
             whole = made.gather(2)
             assert whole is None or torch.equal(whole, torch.zeros(4))
-        x = sharded.zeros(chunks(0, 0, 1), 4, 0)
+        x = sharded.zeros(chunks(0, 1), 4, 0)
         messages += [error_text(IndexError, lambda: x.max(1)), error_text(IndexError, lambda: x.argmin(1))]
         return messages
 
@@ -42,7 +42,7 @@ def test_a_reduction_of_an_empty_tensor_tiles_its_result_or_raises_on_all_ranks(
 
 def test_reductions_accept_axis_and_keepdims() -> None:
     whole = torch.rand(2, 1, 3)
-    x = chunks(0, 0, 0).shard(whole)
+    x = chunks(0, 0).shard(whole)
     for call in (
         lambda t: t.sum(axis=1),
         lambda t: t.mean(axis=(1, 2), keepdims=True),

@@ -22,13 +22,13 @@ def test_a_parameter_may_be_on_meta_except_on_the_source_rank() -> None:
     def on_rank() -> list[str]:
         torch.manual_seed(3)
         expected = nn.Linear(3, 4)
-        for spec in (chunks(0, 0, 1), chunks(0, 0), chunks(1, 1)):
+        for spec in (chunks(0, 1), chunks(0), chunks(1, dim=1)):
             model = copy.deepcopy(expected) if comm.rank() == 1 else nn.Linear(3, 4, device="meta")
             sharded.shard_parameter(model, "weight", spec, src_rank=1)
             for shard in model.weight.local_shards():
                 assert torch.equal(shard.tensor, expected.weight.detach()[shard.metadata.region.slices()])
         bare = nn.Linear(3, 4, device="meta")
-        messages = error_text(RankFailedError, lambda: sharded.shard_parameter(bare, "weight", chunks(0, 0, 1)))
+        messages = error_text(RankFailedError, lambda: sharded.shard_parameter(bare, "weight", chunks(0, 1)))
         nowhere = ChunkShardingSpec(0, ["rank:0/meta", "rank:1/meta"])
         sharded.shard_parameter(bare, "weight", nowhere)
         assert bare.weight.local_tensor().is_meta

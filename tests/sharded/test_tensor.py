@@ -28,9 +28,9 @@ def specs() -> list[ShardingSpec]:
     """Strategy: specs of 9 x 5 elements for four ranks."""
     boxes = [((0, 0), (4, 5), 2), ((4, 0), (5, 2), 0), ((4, 2), (3, 3), 2), ((7, 2), (2, 3), 1)]
     return [
-        chunks(0, 0, 1, 2, 3),
-        chunks(1, 3, 3, 0),
-        chunks(0, 2),
+        chunks(0, 1, 2, 3),
+        chunks(3, 3, 0, dim=1),
+        chunks(2),
         EnumerableShardingSpec([ShardMetadata(offset, size, f"rank:{rank}/cpu") for offset, size, rank in boxes]),
         LayoutShardingSpec(sw.Mesh((2, 2)), [sw.Shard(1), sw.Shard(0)]),
     ]
@@ -48,7 +48,7 @@ def test_factories_give_the_same_values_for_every_spec() -> None:
 
         def drawn(make: Any, spec: ShardingSpec, **how: Any) -> sharded.ShardedTensor:
             sw.manual_seed(7)
-            make(chunks(0, 0, 1), 3)
+            make(chunks(0, 1), 3)
             return make(spec, 9, 5, **how)
 
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -98,7 +98,7 @@ def test_factories_accept_torchs_arguments() -> None:
 
 def test_attributes_need_no_communication() -> None:
     def work() -> None:
-        made = sharded.zeros(chunks(0, 0, 1, 1), 9, 5, requires_grad=True)
+        made = sharded.zeros(chunks(0, 1, 1), 9, 5, requires_grad=True)
         if comm.world().rank != 1:
             return  # the other ranks do not take part
         with comm.count() as traffic:
@@ -121,7 +121,7 @@ def test_attributes_need_no_communication() -> None:
 
 def test_local_tensor_returns_the_only_shard_or_raises() -> None:
     def work() -> str:
-        made = sharded.zeros(chunks(0, 0, 1, 1), 9, 5)
+        made = sharded.zeros(chunks(0, 1, 1), 9, 5)
         try:
             assert made.local_tensor() is made.local_shards()[0].tensor
             return "one"
@@ -136,7 +136,7 @@ def test_local_tensor_returns_the_only_shard_or_raises() -> None:
 
 def test_to_changes_dtype_and_device_on_all_ranks() -> None:
     def work() -> list[Any]:
-        made = sharded.ones(chunks(0, 0, 1, 1), 9, 5)
+        made = sharded.ones(chunks(0, 1, 1), 9, 5)
         assert made.to(torch.float32) is made is made.cpu() is made.to("cpu") is made.to(torch.device("cpu"))
         doubled = made.to(torch.float64)
         assert doubled.dtype == doubled.metadata().tensor_properties.dtype == torch.float64
@@ -151,18 +151,18 @@ def test_to_changes_dtype_and_device_on_all_ranks() -> None:
         places = [str(shard.placement) for shard in away.shards_metadata()]
         assert all(shard.tensor.is_meta for shard in away.local_shards())
         assert made.device.type == "cpu"
-        ints = sharded.ones(chunks(0, 0, 1), 4, requires_grad=True).to(torch.int64)
+        ints = sharded.ones(chunks(0, 1), 4, requires_grad=True).to(torch.int64)
         return [places, doubled.sharding_spec(), ints.requires_grad]
 
     for found in run_ranks(3, work):
         assert found[0] == ["rank:0/meta", "rank:1/meta", "rank:1/meta"]
-        assert found[1] == chunks(0, 0, 1, 1)
+        assert found[1] == chunks(0, 1, 1)
         assert found[2] is False
 
 
 def test_to_a_memory_format_updates_the_metadata_on_every_rank() -> None:
     def work() -> bool:
-        made = sharded.ones(chunks(0, 0, 1), 4, 3, 2, 2).to(memory_format=torch.channels_last)
+        made = sharded.ones(chunks(0, 1), 4, 3, 2, 2).to(memory_format=torch.channels_last)
         assert all(s.tensor.is_contiguous(memory_format=torch.channels_last) for s in made.local_shards())
         assert made.clone().metadata().tensor_properties.memory_format is torch.channels_last
         back = made.clone(memory_format=torch.contiguous_format)

@@ -44,13 +44,13 @@ from tests.sharded.specs_and_errors import chunks, error_text
     ],
 )
 def test_an_unsupported_operator_gives_the_reason(call: Callable[[ShardedTensor], Any], reason: str) -> None:
-    x = sharded.ones(chunks(0, 0, 0), 4, requires_grad=True)
+    x = sharded.ones(chunks(0, 0), 4, requires_grad=True)
     message = error_text(UnsupportedError, lambda: call(x))
     assert reason in message
     assert "does not support this operator, as it cannot be computed shard by shard. Convert" not in message
 
 
 def test_to_dlpack_raises_instead_of_reading_a_null_pointer() -> None:
-    x = sharded.ones(chunks(0, 0, 0), 4, requires_grad=True)
+    x = sharded.ones(chunks(0, 0), 4, requires_grad=True)
     with pytest.raises(RuntimeError, match="data pointer"):
         torch.utils.dlpack.to_dlpack(x.detach())

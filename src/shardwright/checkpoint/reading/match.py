@@ -362,7 +362,7 @@ class _Fit:
         if type(node.original) is TrackedCopy:
             yield (
                 f"memory: {name!r} looks like a view of a DTensor but is a copy, as it needed communication: loading "
-                "into it would not change the original; pass the original, or a clone()"
+                "into it would not change the base; pass the base, or a clone()"
             )
         for part in leaf.parts:
             if not part.tensor.is_contiguous() and _overlaps_itself(part.tensor):

@@ -66,7 +66,7 @@ def refuse_stale(name: str, tensor: Any) -> None:
         if before is not None and was_written(base, before):
             raise InPlaceError(
                 f"{name}: this tensor, {tensor._layout}, looks like a view but is a copy, because {_spoken(link)} of a "
-                "sharded dimension needed communication; the original was written to since, which a view would show "
+                "sharded dimension needed communication; the base was written to since, which a view would show "
                 f"and a copy does not: take {_spoken(link)} again after the write, or clone() it before, if the old "
                 "values are meant"
             )
@@ -82,6 +82,6 @@ def refuse_copied(name: str, target: DTensorBase) -> None:
     if is_copied(target):
         raise InPlaceError(
             f"{name}: this tensor looks like a view but is a copy, because {_spoken(target)} of a sharded dimension "
-            "needed communication: write to the original tensor (x[i] = …, or through x[i:i+1], which is a view), or "
+            "needed communication: write to the base tensor (x[i] = …, or through x[i:i+1], which is a view), or "
             "take the view along a dimension that is not sharded"
         )

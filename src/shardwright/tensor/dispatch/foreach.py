@@ -133,7 +133,7 @@ def _refuse_copies(name: str, targets: Sequence[Tensor]) -> None:
         if "_copied_by" in target.__dict__:
             raise InPlaceError(
                 f"_foreach_{name}_: {target._layout} looks like a view but is a copy, because "  # type: ignore[attr-defined]  # it is a DTensor
-                f"{target._copied_by} of a sharded dimension needed communication: write to the original tensor"  # type: ignore[attr-defined]  # likewise
+                f"{target._copied_by} of a sharded dimension needed communication: write to the base tensor"  # type: ignore[attr-defined]  # likewise
             )
 
 

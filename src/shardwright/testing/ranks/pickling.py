@@ -11,12 +11,12 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-from shardwright.errors import ShardwrightError
+from shardwright.errors import MissingExtraError
 
 try:
     import cloudpickle
 except ImportError as error:
-    raise ShardwrightError("shardwright.testing needs cloudpickle: pip install 'shardwright[testing]'") from error
+    raise MissingExtraError("shardwright.testing needs cloudpickle: pip install 'shardwright[testing]'") from error
 
 __all__ = ["dumps", "dumps_call", "loads"]
 
