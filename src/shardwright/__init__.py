@@ -6,7 +6,13 @@ import typing
 from shardwright import checkpoint, errors, rules, sharded, storage
 from shardwright.comm import DeviceMesh, init_device_mesh
 from shardwright.layout import Layout, Mesh, Partial, Placement, Ragged, Region, Replicate, Shard
-from shardwright.parallel import shard_batch
+from shardwright.parallel import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+    shard_batch,
+)
 from shardwright.tensor import (
     CommunicationWarning,
     DTensor,
@@ -63,8 +69,10 @@ __all__ = [
     "CommunicationWarning",
     "DTensor",
     "DeviceMesh",
+    "FSDPModule",
     "Layout",
     "Mesh",
+    "MixedPrecisionPolicy",
     "OffsetBasedRNGTracker",
     "Partial",
     "Placement",
@@ -84,6 +92,7 @@ __all__ = [
     "errors",
     "explain",
     "full",
+    "fully_shard",
     "implicit_replication",
     "init_device_mesh",
     "local_map",
@@ -94,6 +103,7 @@ __all__ = [
     "randint",
     "randn",
     "randperm",
+    "register_fsdp_forward_method",
     "register_rule",
     "rules",
     "shard_batch",

@@ -44,6 +44,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "torch.autograd.Variable._execution_engine": "queue_callback: an action at the end of the backward pass",
     "torch.autograd.graph._engine_run_backward": "backward of DTensors: gradients are redistributed before and after",
     "torch._C._current_graph_task_id": "tells whether this is a backward pass",
+    "torch._C._will_engine_execute_node": "tells whether a backward pass accumulates gradients or returns them",
     "torch._C._set_grad_enabled": "captured programs set grad mode as a step",
     "torch._C._autograd": "saved-tensor hooks and the creation metadata of views have no public accessors",
     "torch.utils.checkpoint._CheckpointFrame": "activation checkpoints recompute with the layouts of the forward",

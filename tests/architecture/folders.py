@@ -238,11 +238,26 @@ MAY_USE: dict[str, tuple[str, ...]] = {
         "tensor.base",
         "tensor.random",
     ),
+    "parallel.units": (
+        "comm",
+        "errors",
+        "layout",
+        "tensor.base",
+    ),
+    "parallel.fsdp": (
+        "comm",
+        "errors",
+        "layout",
+        "parallel.units",
+        "tensor",
+    ),
     "parallel": (
         "comm",
         "errors",
         "layout",
         "listing",
+        "parallel.fsdp",
+        "parallel.units",
         "tensor",
     ),
     "interop": (

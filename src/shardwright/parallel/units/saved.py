@@ -1,0 +1,143 @@
+"""What autograd saves of gathered parameters: a reference to the unit, not the gathered memory.
+
+A saved tensor that is a view of a gathered parameter is kept as the unit, the index of the parameter and the geometry
+of the view, and asked for again in backward. So releasing a unit means dropping the reference to its memory. All other
+saved tensors go to the hooks that were active before: those of activation checkpointing or offloading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import InPlaceError
+
+__all__ = ["SavedUnit", "forget_buffers", "pack_gathered_parameters", "packs_gathered_parameters", "remember_buffers"]
+
+_autograd = torch._C._autograd
+
+
+class SavedUnit(Protocol):
+    """A unit, as saved tensors see it."""
+
+    def mark(self, index: int) -> object:
+        """Return the state of a parameter, to tell later whether it was written to."""
+        ...
+
+    def value_again(self, index: int, mark: object) -> Tensor:
+        """Return the gathered value of a parameter; raise if it was written to since it was marked."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A saved view of a gathered parameter."""
+
+    unit: SavedUnit
+    index: int
+    mark: object
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Kept(NamedTuple):
+    """A saved tensor that no hook takes, with its version when it was saved."""
+
+    tensor: Tensor
+    version: int
+
+
+class _Passed(NamedTuple):
+    """A saved tensor that the hooks outside have packed."""
+
+    packed: Any
+
+
+_buffers: dict[int, tuple[SavedUnit, int, torch.dtype]] = {}  # by the address of the memory
+
+
+def remember_buffers(unit: SavedUnit, values: list[Tensor]) -> list[int]:
+    """Recognise views of these gathered values from now on; return the addresses, for `forget_buffers`."""
+    addresses = []
+    for index, value in enumerate(values):
+        if value.numel() and value.device.type != "meta":
+            address = value.data_ptr()
+            _buffers[address] = unit, index, value.dtype
+            addresses.append(address)
+    return addresses
+
+
+def forget_buffers(addresses: list[int]) -> None:
+    """Recognise these buffers no longer."""
+    for address in addresses:
+        _buffers.pop(address, None)
+
+
+class _Hooks:
+    """Saved-tensor hooks that keep gathered parameters as references, and pass all else to the hooks outside."""
+
+    def __init__(self, outside: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None) -> None:
+        self.outside = outside
+
+    def pack(self, tensor: Tensor) -> Any:
+        if type(tensor) is Tensor and tensor.device.type != "meta" and _buffers:
+            offset = int(tensor.storage_offset())
+            found = _buffers.get(tensor.data_ptr() - offset * tensor.element_size())
+            if found is not None and found[2] is tensor.dtype:
+                unit, index, _ = found
+                return _View(unit, index, unit.mark(index), tensor.size(), tensor.stride(), offset)
+        if self.outside is not None:
+            return _Passed(self.outside[0](tensor))
+        return _Kept(tensor, 0 if tensor.is_inference() else tensor._version)
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _View):
+            value = packed.unit.value_again(packed.index, packed.mark)
+            return value.as_strided(packed.size, packed.stride, packed.offset)
+        if isinstance(packed, _Passed):
+            assert self.outside is not None
+            return self.outside[1](packed.packed)
+        kept: _Kept = packed
+        if not kept.tensor.is_inference() and kept.tensor._version != kept.version:
+            raise InPlaceError(
+                f"backward: a saved tensor of shape {tuple(kept.tensor.shape)} was written to in place after it was "
+                f"used (it is at version {kept.tensor._version}, expected {kept.version}): write to a clone() instead"
+            )
+        return kept.tensor
+
+
+@contextmanager
+def pack_gathered_parameters() -> Iterator[None]:
+    """Keep gathered parameters that autograd saves inside the context as references to their units.
+
+    >>> with pack_gathered_parameters():
+    ...     pass
+    """
+    if packs_gathered_parameters():
+        yield
+        return
+    hooks = _Hooks(_autograd._top_saved_tensors_default_hooks(True))
+    _autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+    try:
+        yield
+    finally:
+        _autograd._pop_saved_tensors_default_hooks()
+
+
+def packs_gathered_parameters() -> bool:
+    """Return whether nothing is saved, or `pack_gathered_parameters` is the innermost of the saved-tensor hooks.
+
+    >>> with pack_gathered_parameters():
+    ...     packs_gathered_parameters()
+    True
+    """
+    if not torch.is_grad_enabled():
+        return True
+    innermost = _autograd._top_saved_tensors_default_hooks(True)
+    return innermost is not None and isinstance(getattr(innermost[0], "__self__", None), _Hooks)
