@@ -26,7 +26,7 @@ from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.base.writes import MemoryVersion, memory_version
 from shardwright.tensor.gradients.gather_together import gathered_by_unit
 from shardwright.tensor.gradients.share import forget_shared, redistribute_shared
-from shardwright.tensor.redistribute.autograd import differs, redistribute_local
+from shardwright.tensor.redistribute.autograd import differs, redistribute_local, refuse_lost_graph
 from shardwright.tensor.redistribute.cast import cast_and_redistribute
 
 __all__ = [
@@ -153,6 +153,7 @@ class EnterParameter(torch.autograd.Function):
         if _deferred is not None and not (_reducing_now or torch.is_grad_enabled() or _has_hooks(ctx.parameter)):
             _defer(ctx.parameter, dual(ctx.target), gradient)
             return None, None, None, None
+        refuse_lost_graph(gradient, dual(ctx.target), dual(ctx.source))
         return redistribute_local(gradient, dual(ctx.target), dual(ctx.source)), None, None, None
 
 
