@@ -40,6 +40,7 @@ ShardwrightError
 │   │   └── UnknownVersionError            a manifest of an unsupported version
 │   └── CorruptionError                    stored bytes are corrupt
 ├── MissingExtraError      (ImportError)   a module needs an optional dependency that is not installed
+├── PlanError              (ValueError)    a parallel plan that is invalid, or does not fit its model
 ├── RanksError             (RuntimeError)  testing: ranks raised, died or hung
 └── TrainingMismatchError  (AssertionError) testing: training on ranks differs from training on one
 ```
@@ -77,6 +78,7 @@ __all__ = [
     "NotACheckpointError",
     "PartialGradientError",
     "PlacementError",
+    "PlanError",
     "ProgramMismatchError",
     "RandomArgumentError",
     "RankFailedError",
@@ -513,6 +515,18 @@ class MissingExtraError(ShardwrightError, ImportError):
 
     >>> issubclass(MissingExtraError, ImportError)
     True
+    """
+
+
+class PlanError(ShardwrightError, ValueError):
+    """A parallel plan that is invalid, or does not fit its model; the message lists all problems.
+
+    >>> import torch, shardwright as sw
+    >>> mesh = sw.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    >>> sw.parallelize(torch.nn.Linear(4, 2), mesh, sw.Plan({"heads": sw.ColwiseParallel()}))
+    Traceback (most recent call last):
+    shardwright.errors.PlanError: parallelize: 2 problems
+      pattern 'heads' matches no module and no parameter...
     """
 
 

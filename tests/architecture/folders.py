@@ -251,14 +251,23 @@ MAY_USE: dict[str, tuple[str, ...]] = {
         "parallel.units",
         "tensor",
     ),
+    "parallel.plan": (
+        "comm",
+        "errors",
+        "layout",
+        "listing",
+        "tensor",
+    ),
     "parallel": (
         "comm",
         "errors",
         "layout",
         "listing",
         "parallel.fsdp",
+        "parallel.plan",
         "parallel.units",
         "tensor",
+        "tensor.base",
     ),
     "interop": (
         "comm",

@@ -13,7 +13,7 @@ from shardwright import comm
 from shardwright.errors import ArgumentTypeError, LocalTensorError, MeshMismatchError, TensorError
 from shardwright.layout import Placement, Replicate, Shard
 from shardwright.listing import join_first
-from shardwright.parallel.mesh_roles import MeshRoles, mesh_roles
+from shardwright.parallel.plan.mesh_roles import MeshRoles, mesh_roles
 from shardwright.tensor import DTensor, distribute_tensor
 
 __all__ = ["shard_batch"]

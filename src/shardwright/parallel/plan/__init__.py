@@ -1,0 +1,1 @@
+"""Plans: which parameters of a model are sharded, and how."""
