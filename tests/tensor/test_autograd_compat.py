@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwright as sw
 from shardwright import comm
 from shardwright.errors import MixedTensorsError, TensorError, UnsupportedError
-from shardwright.testing import run_ranks
+from shardwright.testing import on_ranks, run_ranks
 
 R, S0, S1, P = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()
 
@@ -411,3 +411,34 @@ def test_gradients_without_a_known_layout_raise() -> None:
             z.sum().backward()
 
     run_ranks(2, on_rank)
+
+
+@on_ranks(3)
+def test_gradients_of_gradients_of_a_write_to_empty_shards_match_torch_or_are_refused_on_all_ranks() -> None:
+    """torch's gradient of a write to a view has no graph where the shard is empty."""
+    values, added = torch.randn(8, 2, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8.0)
+    picked = torch.tensor([0, 0, 0, 0, 1, 0, 0, 0], dtype=torch.bool)  # all of it is on one rank
+    for axis in (0, 1):
+        x, mask, filled = values.movedim(0, axis), picked, torch.ones(1, 2, 4, dtype=torch.bool).movedim(0, axis)
+
+        def program(x: Any, mask: Any, filled: Any, added: Any, axis: int = axis) -> Any:
+            y = x[mask] if axis == 0 else x[:, mask]
+            y[filled] += added
+            (gradient,) = torch.autograd.grad((y * y).sum(), [added], create_graph=True)
+            return torch.autograd.grad(gradient.square().sum(), [added])[0]
+
+        expected = program(x, mask, filled, added.clone().requires_grad_())
+        mesh = sw.init_device_mesh("cpu", (3,))
+        x, mask, filled = (
+            sw.distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
+            for tensor, placement in ((x, sw.Replicate()), (mask, sw.Shard(0)), (filled, sw.Shard(0)))
+        )
+        leaf = sw.distribute_tensor(added, mesh, [sw.Shard(0)], src_data_rank=None).requires_grad_()
+        outcome = "right"
+        try:
+            torch.testing.assert_close(program(x, mask, filled, leaf).full_tensor(), expected)
+        except UnsupportedError as error:
+            assert "out-of-place" in str(error)  # noqa: PT017  both outcomes are right
+            outcome = "refused"
+        assert len(set(comm.gather_bytes(outcome.encode()))) == 1
+        assert axis or outcome == "right"

@@ -92,6 +92,19 @@ def test_values_derived_from_a_gathered_parameter_are_gathered_in_its_place() ->
     close(w.grad, plain.grad)
 
 
+@on_ranks(2)
+def test_one_of_several_matrices_in_a_gathered_parameter_comes_to_the_batch() -> None:
+    x, experts = spread(randn(6, 8), Shard(0)), parameter(randn(4, 8, 5), Shard(0), gathered={0})
+    plain = randn(4, 8, 5).requires_grad_()
+    with sw.trace() as seen:
+        results = [x @ experts[index] for index in range(4)]
+    assert {placements(result) for result in results} == {Shard(0)}
+    assert (6, 8) not in {move.source.shape for move in seen.redistributions}
+    sum(result.sin().sum() for result in results).backward()
+    sum((randn(6, 8) @ plain[index]).sin().sum() for index in range(4)).backward()
+    close(experts.grad, plain.grad)
+
+
 @pytest.mark.parametrize("batch", [R, Shard(0), Shard(1), P])
 def test_a_parameter_that_is_not_gathered_stays(batch: sw.Placement) -> None:
     """Tensor parallelism: sequences are gathered, partial sums reduced, and the weight is left where it is."""
@@ -203,9 +216,13 @@ def moved(seen: sw.Trace, mesh_dim: int, shape: tuple[int, ...], backward: bool)
     return Counter(pair for pair in both if pair[0] != pair[1])
 
 
-def train(mesh: Any, batch: list[sw.Placement], samples: int, *, uses: bool) -> list[tuple[sw.Trace, sw.Trace]]:
+def train(
+    mesh: Any, batch: list[sw.Placement], samples: int, *, uses: bool, sequences: bool = False
+) -> list[tuple[sw.Trace, sw.Trace]]:
     """Train two steps, compare every loss and gradient with plain torch, and return traces of forward and backward."""
     ours, plain = decoders(mesh, uses=uses)
+    if sequences:  # sharded over the last mesh dimension from the first activation on
+        ours.embedding.register_forward_hook(lambda _, __, x: x.redistribute(placements=[*x.placements[:-1], Shard(1)]))
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (ours, plain)]
     traces = []
     for step in range(2):
@@ -249,7 +266,22 @@ def test_fully_sharded_and_tensor_parallel_training_keeps_both() -> None:
         assert collectives(forward, mesh, "dp") == {"all_gather": parameters}
         assert collectives(backward, mesh, "dp") == {"reduce_scatter": parameters}
         # Two all-reduces for each block, and one for the table of embeddings, which is sharded by rows.
-        assert moved(forward, 1, (4, LENGTH, WIDTH), backward=False)["P(sum)", "R"] == 2 * LAYERS + 1
+        activations = (4, LENGTH, WIDTH)
+        assert moved(forward, 1, activations, backward=False)["P(sum)", "R"] == 2 * LAYERS + 1
+        # In backward likewise, and one for the input of the output layer, which is sharded by rows.
+        assert moved(backward, 1, activations, backward=True)["P(sum)", "R"] == 2 * LAYERS + 1
+        assert "exchange" not in collectives(forward, mesh, "tp") + collectives(backward, mesh, "tp")
+
+
+@on_ranks(4)
+def test_sequence_parallel_training_gathers_and_scatters_twice_for_each_block() -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    activations = (4, LENGTH, WIDTH)
+    for forward, backward in train(mesh, [Shard(0), R], 4, uses=True, sequences=True):
+        seen = moved(forward, 1, activations, backward=False)
+        assert seen == {("S(1)", "Re"): 2 * LAYERS + 1, ("P(sum)", "S(1)"): 2 * LAYERS + 1}
+        seen = moved(backward, 1, activations, backward=True)
+        assert seen == {("P(sum)", "S(1)"): 2 * LAYERS + 1, ("S(1)", "Re"): 2 * LAYERS + 1}
         assert "exchange" not in collectives(forward, mesh, "tp") + collectives(backward, mesh, "tp")
 
 

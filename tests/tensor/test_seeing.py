@@ -114,13 +114,13 @@ def test_unknown_policy_raises() -> None:
 def test_verify_ranks_names_the_ranks_whose_programs_differ_with_operator_and_line() -> None:
     def work() -> None:
         mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
-        x = sw.ones(6, mesh=mesh, placements=[sw.Partial()])
+        x, y = (sw.ones(6, mesh=mesh, placements=[sw.Partial()]) for _ in range(2))
         with sw.verify_ranks():
             x.relu()  # the same on all ranks
             if comm.rank() == 1:
-                x.tanh()
+                y.tanh()
             else:
-                x.redistribute(placements=[sw.Shard(0)])
+                y.redistribute(placements=[sw.Shard(0)])
 
     for outcome in outcomes(3, work, timeout=30):
         assert outcome.kind == "ProgramMismatchError"

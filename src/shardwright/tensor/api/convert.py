@@ -91,6 +91,7 @@ def rebuild(
     requires_grad: bool,
     is_parameter: bool,
     gathered: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """Rebuild a DTensor from its pickled local tensor and layout, the rank that saved it, and its use if it has one."""
     known = Layout.from_json(layout)
@@ -112,5 +113,5 @@ def rebuild(
     if is_parameter:
         result._is_param = True  # what makes isinstance(x, nn.Parameter) true
     if gathered is not None:
-        set_parameter_use(result, ParameterUse(frozenset(gathered)))
+        set_parameter_use(result, ParameterUse(frozenset(gathered), dtype))
     return result

@@ -34,7 +34,7 @@ __all__ = ["DTensor"]
 _OF_ONE_OBJECT = frozenset(
     (
         *("_layout", "_copied_by", "_base_index", "_base_version", "_lookup_result", "_strides", "_number"),
-        *("_untracked", "_use", "_unit"),
+        *("_untracked", "_shared", "_use", "_unit"),
     )
 )  # not copied; the use is copied by `copy_use`
 _enabled = torch._C._is_torch_function_enabled
@@ -497,8 +497,8 @@ class DTensor(DTensorBase):
             local = self.detach().view_as(self)
             is_parameter = getattr(self, "_is_param", False)
             use = self.__dict__.get("_use")
-            gathered = () if use is None else (sorted(use.gathered),)
-            return rebuild, (local, self._layout.to_json(), comm.rank(), self.requires_grad, is_parameter, *gathered)
+            used = () if use is None else (sorted(use.gathered), use.dtype)
+            return rebuild, (local, self._layout.to_json(), comm.rank(), self.requires_grad, is_parameter, *used)
 
     def __hash__(self) -> int:
         return id(self)

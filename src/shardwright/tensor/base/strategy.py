@@ -41,13 +41,15 @@ Labels: TypeAlias = Sequence[Label]
 class ParameterUse:
     """The mesh dimensions over which a parameter is gathered where it is used; over all others it stays sharded.
 
-    It is recorded with `set_parameter_use`.
+    With a `dtype`, the parameter is cast to it before it is gathered (mixed precision), and then, if that differs, to
+    the dtype of the activations it meets. It is recorded with `set_parameter_use`.
 
     >>> ParameterUse(frozenset({0})).gathered
     frozenset({0})
     """
 
     gathered: frozenset[int] = frozenset()
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,9 @@ class Operand:
 
 def common_use(uses: Iterable[ParameterUse]) -> ParameterUse:
     """Return the use of a value computed from parameters with these uses."""
-    return ParameterUse(frozenset().union(*(use.gathered for use in uses)))
+    known = list(uses)
+    dtypes = {use.dtype for use in known}
+    return ParameterUse(frozenset().union(*(use.gathered for use in known)), dtypes.pop() if len(dtypes) == 1 else None)
 
 
 class Strategy(NamedTuple):

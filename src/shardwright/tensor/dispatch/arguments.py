@@ -54,7 +54,7 @@ def _walk(values: Sequence[Any], tensors: list[DTensorBase], key: list[Any], num
             attributes = value.__dict__
             use = attributes.get("_use")
             key += (value._layout, disabled(_dtype, (), (value,), {}), grad, "_is_param" in attributes)
-            key.append(use if use is None else use.gathered)  # a frozenset keeps its hash
+            key += (None,) if use is None else (use.gathered, use.dtype)  # quicker to hash than the use
         elif kind in (list, tuple, torch.Size):
             key += (kind, len(value))
             hashable = _walk(value, tensors, key, numbers_by_type) and hashable

@@ -116,6 +116,8 @@ class CallPlan:
     dtypes: tuple[torch.dtype, ...] | None  # of the results, if this rank has no elements and its call may give others
     outcomes: dict[Any, ViewOutcome]  # by the strides of the first input
     rules: tuple[str, ...]  # what decided the layouts, by mesh dimension; empty if the operator has one strategy
+    shares: bool  # the results have memory of their own, so that a redistributed input can serve other operators, too
+    casts: tuple[torch.dtype | None, ...] | None  # the dtypes that parameters are cast to for the call
     use: ParameterUse | None  # of the results, if they are computed from parameters alone
 
 

@@ -7,12 +7,14 @@ The cache and its fast paths are in `cache`.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwright import comm
 from shardwright.errors import InPlaceError
@@ -38,13 +40,14 @@ from shardwright.tensor.dispatch.autocast import low_precision_cast
 from shardwright.tensor.dispatch.cache import CallPlan, known_plan, remember_fast, remember_plan
 from shardwright.tensor.dispatch.choose import Impossible, choose
 from shardwright.tensor.dispatch.foreach import LIST_FUNCTIONS
-from shardwright.tensor.dispatch.kept import use_of_result
+from shardwright.tensor.dispatch.kept import computed_in, use_of_result
 from shardwright.tensor.dispatch.outside import is_outside, run_outside
 from shardwright.tensor.dispatch.overlap import refuse_overlap
 from shardwright.tensor.dispatch.shapes import Outputs, outputs_of
 from shardwright.tensor.dispatch.view_outcome import UNCHANGED, record_result_strides, view_outcome
 from shardwright.tensor.dispatch.write_through import is_lookup_result
-from shardwright.tensor.gradients.enter import prepare_operand
+from shardwright.tensor.gradients.enter import prepare_cast_operand, prepare_operand
+from shardwright.tensor.gradients.gather_together import saving_by_unit
 from shardwright.tensor.redistribute.autograd import differs
 
 __all__ = ["call_by_rule", "call_known"]
@@ -89,11 +92,15 @@ def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call:
         if len(call.tensors) > 1:
             refuse_overlap(plan.name, call.tensors)
     outcome = view_outcome(plan.outcomes, plan, func, args, kwargs, call.tensors[0]) if plan.view else UNCHANGED
+    saving: AbstractContextManager[None] | None = None
     if plan.moving:
-        args, kwargs = _moved(plan, args, kwargs, call)
+        args, kwargs, saving = _moved(plan, args, kwargs, call)
     if outcome.copies and plan.moves[0] is None:
         args, kwargs = _copied_first(args, kwargs)
-    if plan.run is None:
+    if saving is not None:
+        with saving, no_torch_function():
+            result = func(*args, **kwargs) if plan.run is None else plan.run(func, args, kwargs)
+    elif plan.run is None:
         result = disabled(func, (), args, kwargs)
     else:
         with no_torch_function():
@@ -136,24 +143,37 @@ def _copied_first(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any
         return map_tensors(args, kwargs, change)
 
 
-def _moved(plan: CallPlan, args: Any, kwargs: dict[str, Any], call: Call) -> tuple[Any, dict[str, Any]]:
+def _moved(
+    plan: CallPlan, args: Any, kwargs: dict[str, Any], call: Call
+) -> tuple[Any, dict[str, Any], AbstractContextManager[None] | None]:
+    """Return the arguments with inputs redistributed, and the context in which to call the operator on them, if any."""
     policy.check(plan.name, plan.moves)
+    saving: AbstractContextManager[None] | None = None
+    moved: list[Tensor] = []
     with no_torch_function():
-        moved = [
-            tensor if layouts is None else prepare_operand(tensor, *layouts)
-            for tensor, layouts in zip(call.tensors, plan.moves, strict=True)
-        ]
+        for index, (tensor, layouts) in enumerate(zip(call.tensors, plan.moves, strict=True)):
+            cast = None if plan.casts is None else plan.casts[index]
+            if cast is not None:
+                moved.append(prepare_cast_operand(tensor, *(layouts or (tensor._layout, tensor._layout)), cast))
+            elif layouts is not None:
+                moved.append(prepare_operand(tensor, *layouts, plan.shares))
+            else:
+                moved.append(tensor)
+                continue
+            saving = saving or saving_by_unit(tensor)
     remaining = iter(moved)
-    return map_tensors(args, kwargs, lambda _: next(remaining))
+    return *map_tensors(args, kwargs, lambda _: next(remaining)), saving
 
 
 def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, Any], call: Call) -> CallPlan | None:
-    assert op.rule is not None
     dtypes: tuple[torch.dtype, ...] = ()
     rules: list[str] = []
     operands = [_operand(tensor) for tensor in call.tensors]
-    stand_ins = iter(operands)
-    answer = op.rule(*(spec := map_tensors(args, kwargs, lambda _: next(stand_ins)))[0], **spec[1])
+    answer = _ask(op, args, kwargs, operands)
+    casts = None if inplace or answer is None else _casts(answer, operands)
+    if casts is not None:
+        operands = [replace(each, dtype=dtype or each.dtype) for each, dtype in zip(operands, casts, strict=True)]
+        answer = _ask(op, args, kwargs, operands)
     if answer is None:
         return None
     if isinstance(answer, MeshStrategy):
@@ -162,7 +182,7 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
         ins, outs = list(answer.ins), list(answer.outs)
     else:
         inplace = inplace or answer.unmoved is not None
-        shapes, dtypes = _outputs(answer, operands, inplace, func, args, kwargs)
+        shapes, dtypes = _outputs(answer, operands, inplace, func, args, kwargs, casts)
         answer = without_rounding(answer, operands, low_precision_cast(op.name, call.tensors[0]) or dtypes)
         try:
             ins, outs, rules = choose(operands, replace(answer, unmoved=0 if inplace else None), shapes)
@@ -181,15 +201,16 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
     )
     copied = answer.copied or (not answer.fresh and moves[0] is not None)
     if is_outside(call.tensors[0]):
-        run: Local | None = run_outside(outs, inplace=inplace, view=not answer.fresh and not copied, draws=answer.draws)
-        moves = (None,) * len(moves)
+        view = not answer.fresh and not copied
+        run: Local | None = run_outside(outs, inplace=inplace, view=view, draws=answer.draws, casts=casts)
+        moves, casts = (None,) * len(moves), None
     else:
         run = answer.run(LocalContext(tuple(ins), tuple(outs), comm.rank())) if answer.run is not None else None
     known = dtypes if run is not None and not torch._C._is_any_autocast_enabled() and _is_empty(*ins, *outs) else None
     return CallPlan(
         op.name,
         moves,
-        any(moves),
+        any(moves) or casts is not None,
         run,
         tuple(outs),
         inplace,
@@ -199,8 +220,25 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
         known,
         {},
         tuple(rules),
-        None if inplace else use_of_result(operands),
+        answer.fresh and not copied,
+        casts,
+        None if inplace else operands[0].use if isinstance(answer, MeshStrategy) else use_of_result(operands),
     )
+
+
+def _ask(op: Op, args: Any, kwargs: dict[str, Any], operands: list[Operand]) -> Strategies | MeshStrategy | None:
+    """Return the answer of the operator's rule to a call with these operands."""
+    assert op.rule is not None
+    remaining = iter(operands)
+    given, named = map_tensors(args, kwargs, lambda _: next(remaining))
+    return op.rule(*given, **named)
+
+
+def _casts(answer: Strategies | MeshStrategy, operands: list[Operand]) -> tuple[torch.dtype | None, ...] | None:
+    """Return the dtypes that parameters are cast to for a call; None if none is."""
+    if isinstance(answer, MeshStrategy) or answer.unmoved is not None or torch._C._is_any_autocast_enabled():
+        return None  # it has one operand, is in place, or torch casts
+    return computed_in(operands)
 
 
 def _is_empty(*layouts: Layout) -> bool:
@@ -210,11 +248,17 @@ def _is_empty(*layouts: Layout) -> bool:
 
 
 def _outputs(
-    answer: Strategies, operands: list[Operand], inplace: bool, func: Any, args: Any, kwargs: dict[str, Any]
+    answer: Strategies,
+    operands: list[Operand],
+    inplace: bool,
+    func: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    casts: tuple[torch.dtype | None, ...] | None,
 ) -> Outputs:
     """Return the shapes and dtypes of the results. An in-place operator keeps its target's dtype."""
     if answer.shapes is None:
-        return outputs_of(func, args, kwargs)
+        return outputs_of(func, args, kwargs, casts)
     return Outputs(answer.shapes, (operands[0].dtype,) if inplace else ())
 
 

@@ -7,6 +7,8 @@ placements, or it *stays*, and activations are brought to it:
 - without one, a parameter is gathered if an activation is sharded over the same mesh dimension (data parallelism), and
   stays if none is (tensor parallelism). Inputs that match a strategy as they are never move.
 
+A parameter whose use has a dtype is cast to it where it meets activations (mixed precision).
+
 Operators whose operands are parameters only, as in an optimizer step, and in-place operators choose by cost. Pure.
 """
 
@@ -15,10 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.strategy import Operand, ParameterUse, Strategy, common_use
 
-__all__ = ["CHEAPEST", "Kept", "keep_layouts", "use_of_result"]
+__all__ = ["CHEAPEST", "Kept", "computed_in", "keep_layouts", "use_of_result"]
 
 CHEAPEST = "cheapest"
 MATCHES = "no redistribution needed"
@@ -74,11 +78,37 @@ def _sharded_parameters(operands: Sequence[Operand], mesh_dim: int) -> tuple[lis
         return gathered, staying
     data_parallel = any(operand.layout.placements[mesh_dim].is_shard() for operand in activations)
     for index, operand in enumerate(operands):
-        if is_activation(operand) or not operand.layout.placements[mesh_dim].is_shard():
-            continue
-        is_gathered = data_parallel if operand.use is None else mesh_dim in operand.use.gathered
-        (gathered if is_gathered else staying).append(index)
+        placement = operand.layout.placements[mesh_dim]
+        if operand.use is not None and mesh_dim in operand.use.gathered:
+            is_gathered = placement != REPLICATE  # a row of it, `w[0]`, is a partial value
+        else:
+            is_gathered = operand.parameter and operand.use is None and data_parallel and placement.is_shard()
+        if is_gathered:
+            gathered.append(index)
+        elif placement.is_shard() and (operand.parameter or operand.use is not None):
+            staying.append(index)
     return gathered, staying
+
+
+def computed_in(operands: Sequence[Operand]) -> tuple[torch.dtype | None, ...] | None:
+    """Return the dtypes that parameters are cast to (None: left as they are); None if none is.
+
+    The dtype is that of the activations, which were cast by the program; if there is none, as for an embedding, that of
+    the use.
+    """
+    activations = [operand for operand in operands if is_activation(operand)]
+    if not activations or all(operand.use is None or operand.use.dtype is None for operand in operands):
+        return None
+    common: torch.dtype | None = None
+    for operand in activations:
+        if operand.dtype.is_floating_point:
+            common = operand.dtype if common is None else torch.promote_types(common, operand.dtype)
+    casts: list[torch.dtype | None] = []
+    for operand in operands:
+        sent = None if operand.use is None or not operand.dtype.is_floating_point else operand.use.dtype
+        wanted = sent if sent is None else common or sent
+        casts.append(None if sent == wanted == operand.dtype else wanted)
+    return tuple(casts) if any(casts) else None
 
 
 def use_of_result(operands: Sequence[Operand]) -> ParameterUse | None:

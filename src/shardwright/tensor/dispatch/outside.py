@@ -46,8 +46,15 @@ class ResultMeta(NamedTuple):
     grad: bool
 
 
-def run_outside(layouts: Sequence[Layout], *, inplace: bool, view: bool, draws: bool) -> Local:
-    """Return the local call of a plan for a rank outside the mesh."""
+def run_outside(
+    layouts: Sequence[Layout],
+    *,
+    inplace: bool,
+    view: bool,
+    draws: bool,
+    casts: Sequence[torch.dtype | None] | None = None,
+) -> Local:
+    """Return the local call of a plan for a rank outside the mesh; `casts` are the dtypes its operands are cast to."""
     known: Any = None
 
     def local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -58,7 +65,7 @@ def run_outside(layouts: Sequence[Layout], *, inplace: bool, view: bool, draws: 
         if inplace:
             return _write(inputs)
         if known is None or torch._C._is_any_autocast_enabled():
-            known = _result_metas(func, args, kwargs)
+            known = _result_metas(func, args, kwargs, casts)
         metas, structure = known
         return pytree.tree_unflatten(_results(inputs, metas, view), structure)
 
@@ -78,16 +85,20 @@ def call_outside(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tag_results(result, layouts, ())
 
 
-def _result_metas(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+def _result_metas(
+    func: Any, args: Any, kwargs: dict[str, Any], casts: Sequence[torch.dtype | None] | None = None
+) -> tuple[list[Any], Any]:
     """Return the metadata of the results, by a call on tensors of the global shapes without values.
 
     These are meta tensors; under autocast, and if the device may change, fake tensors, which have a device.
     """
+    dtypes = iter(casts or ())
     cast = torch._C._is_any_autocast_enabled() or canonical_name(func)[0] in _TO_A_DEVICE
 
     def stand_in(tensor: Any) -> Tensor:
         device = tensor.device if cast else "meta"
-        made = torch.empty_strided(tensor._layout.shape, global_stride(tensor), dtype=tensor.dtype, device=device)
+        dtype = next(dtypes, None) or tensor.dtype
+        made = torch.empty_strided(tensor._layout.shape, global_stride(tensor), dtype=dtype, device=device)
         return made.requires_grad_(tensor.requires_grad)
 
     try:

@@ -5,6 +5,7 @@ The call also runs torch's argument checks, with the same outcome on all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +24,21 @@ class Outputs(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
 
 
-def outputs_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Outputs:
-    """Return the outputs' global shapes and dtypes, without autocast, which does not cast meta tensors."""
-    results = call_on_meta(func, *map_tensors(args, kwargs, meta_of))  # type: ignore[arg-type]  # only DTensors are mapped
+def outputs_of(
+    func: Any, args: Any, kwargs: dict[str, Any], casts: Sequence[torch.dtype | None] | None = None
+) -> Outputs:
+    """Return the outputs' global shapes and dtypes, without autocast, which does not cast meta tensors.
+
+    `casts` are the dtypes that the DTensors are cast to for the call (None: left as they are).
+    """
+    wanted = iter(casts or ())
+
+    def meta(tensor: Any) -> torch.Tensor:
+        dtype = next(wanted, None)
+        made = meta_of(tensor)
+        return made if dtype is None else made.to(dtype)
+
+    results = call_on_meta(func, *map_tensors(args, kwargs, meta))
     return Outputs(tuple(tuple(value.shape) for value in results), tuple(value.dtype for value in results))
 
 

@@ -24,9 +24,18 @@ from shardwright.tensor.base.custom_op import is_traced
 from shardwright.tensor.base.gradient_types import ENTERED, dual, without_entered
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.base.writes import MemoryVersion, memory_version
-from shardwright.tensor.redistribute.autograd import differs, redistribute_local
+from shardwright.tensor.gradients.gather_together import gathered_by_unit
+from shardwright.tensor.gradients.share import forget_shared, redistribute_shared
+from shardwright.tensor.redistribute.autograd import differs, redistribute_local, refuse_lost_graph
+from shardwright.tensor.redistribute.cast import cast_and_redistribute
 
-__all__ = ["defer_gradient_reduction", "forget_entered", "prepare_operand", "reduce_immediately"]
+__all__ = [
+    "defer_gradient_reduction",
+    "forget_entered",
+    "prepare_cast_operand",
+    "prepare_operand",
+    "reduce_immediately",
+]
 
 MAX_ENTERED = 8192
 
@@ -37,7 +46,7 @@ class _Shared(NamedTuple):
     owner: DTensorBase  # keeps its id, which is the key, from being reused
 
 
-_shared: dict[tuple[int, Layout], _Shared] = {}
+_shared: dict[tuple[int, Layout, torch.dtype | None], _Shared] = {}  # the dtype is that of the result, if it was cast
 _deferred: dict[int, list[_Deferral]] | None = None
 _reducing_now = False  # inside torch.autograd.grad, which returns its gradients immediately
 
@@ -48,22 +57,52 @@ class _Deferral(NamedTuple):
     gradient: list[Tensor]  # one tensor, replaced as gradients accumulate
 
 
-def prepare_operand(tensor: DTensorBase, source: Layout, target: Layout) -> Tensor:
-    """Redistribute an operand for its operator; the result is shared if it is a parameter that becomes Entered."""
+def prepare_operand(tensor: DTensorBase, source: Layout, target: Layout, shares: bool = False) -> Tensor:
+    """Redistribute an operand for its operator; the result is shared if it is a parameter that becomes Entered.
+
+    With `shares=True`, which asserts that the operator's results have other memory, activations are shared as well. A
+    parameter that belongs to a unit is gathered by it.
+    """
+    gathered = gathered_by_unit(tensor, source, target)
+    if gathered is not None:
+        return gathered
     if not (tensor.requires_grad and torch.is_grad_enabled() and tensor.is_leaf and ENTERED in target.placements):
-        return redistribute_local(tensor, source, target)
+        return (redistribute_shared if shares else redistribute_local)(tensor, source, target)
     if is_capturing():
         return capture_call(prepare_operand, tensor, source, target)  # type: ignore[no-any-return]  # it is this function's
+    return _enter(tensor, source, target, None)
+
+
+def prepare_cast_operand(tensor: DTensorBase, source: Layout, target: Layout, dtype: torch.dtype) -> Tensor:
+    """Cast a parameter, or a value computed from parameters alone, to the dtype of its use; redistribute it as `dtype`.
+
+    Its gradient is reduced in its own dtype.
+    """
+    if is_capturing():
+        return capture_call(prepare_cast_operand, tensor, source, target, dtype)  # type: ignore[no-any-return]  # likewise
+    prepared = gathered_by_unit(tensor, source, target)
+    if prepared is None:
+        sent: torch.dtype = tensor._use.dtype
+        if tensor.requires_grad and torch.is_grad_enabled() and tensor.is_leaf:
+            prepared = _enter(tensor, source, target, sent)
+        else:
+            prepared = cast_and_redistribute(tensor, source, target, sent, tensor.dtype)
+    return prepared.to(dtype)
+
+
+def _enter(tensor: DTensorBase, source: Layout, target: Layout, dtype: torch.dtype | None) -> Tensor:
+    """Redistribute a parameter, cast to `dtype` if given, and share the result between its uses."""
     if is_traced() and _saving_is_hooked():
         # Selective checkpointing expects the same operators in forward and in recomputation.
-        return EnterParameter.apply(tensor, source, target)  # type: ignore[no-untyped-call, no-any-return]  # as below
-    key = (id(tensor), target)
+        return EnterParameter.apply(tensor, source, target, dtype)  # type: ignore[no-untyped-call, no-any-return]  # as below
+    key = (id(tensor), target, dtype)
     known = _shared.get(key)
     version = tensor._version
     if known is not None and known.owner is tensor and known.version == version and "_untracked" not in tensor.__dict__:
         return known.result
-    result: Tensor = EnterParameter.apply(tensor, source, target)  # type: ignore[no-untyped-call]  # torch's is untyped
-    if "_untracked" in tensor.__dict__ or (differs(source, without_entered(target)) and _saving_is_hooked()):
+    result: Tensor = EnterParameter.apply(tensor, source, target, dtype)  # type: ignore[no-untyped-call]  # torch's is untyped
+    own_memory = dtype not in (None, tensor.dtype) or differs(source, without_entered(target))
+    if "_untracked" in tensor.__dict__ or (own_memory and _saving_is_hooked()):
         return result
     if len(_shared) >= MAX_ENTERED:
         _shared.clear()
@@ -78,6 +117,7 @@ def _saving_is_hooked() -> bool:
 def forget_entered() -> None:
     """Drop the shared results, because the step is over or a parameter was replaced."""
     _shared.clear()
+    forget_shared()
 
 
 @contextmanager
@@ -95,23 +135,26 @@ class EnterParameter(torch.autograd.Function):
     """Redistribute a parameter for an operator; backward reduces its gradient, now or when deferral ends."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensorBase, source: Layout, target: Layout) -> Tensor:
+    def forward(ctx: Any, parameter: DTensorBase, source: Layout, target: Layout, dtype: torch.dtype | None) -> Tensor:
         ctx.parameter, ctx.source, ctx.target, ctx.version = parameter, source, target, None
         with torch.no_grad():
-            moved = redistribute_local(parameter, source, target)
-        if differs(source, without_entered(target)):  # it has memory of its own
+            cast = parameter if dtype is None else parameter.to(dtype)
+            moved = redistribute_local(cast, source, target)
+        if cast is not parameter or differs(source, without_entered(target)):  # it has memory of its own
             ctx.version = memory_version(parameter)
         return moved.view_as(moved) if moved is parameter else moved
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         torch.autograd.Variable._execution_engine.queue_callback(forget_entered)
         if ctx.version is not None:
             _refuse_untracked_write(ctx.parameter, ctx.version)
+        gradient = gradient.to(ctx.parameter.dtype)
         if _deferred is not None and not (_reducing_now or torch.is_grad_enabled() or _has_hooks(ctx.parameter)):
             _defer(ctx.parameter, dual(ctx.target), gradient)
-            return None, None, None
-        return redistribute_local(gradient, dual(ctx.target), dual(ctx.source)), None, None
+            return None, None, None, None
+        refuse_lost_graph(gradient, dual(ctx.target), dual(ctx.source))
+        return redistribute_local(gradient, dual(ctx.target), dual(ctx.source)), None, None, None
 
 
 def _refuse_untracked_write(parameter: DTensorBase, before: MemoryVersion) -> None:

@@ -6,6 +6,7 @@ unpacking. So importing this package replaces these methods of torch:
 
 - `saved_tensors_hooks.__enter__`: packing gets a plain alias of a DTensor, and runs with interception on, so that a
   hook may compute with its own DTensors. Unpacking returns what was packed, which is plain.
+- `saved_tensors_hooks.__exit__`: redistributed activations that were shared while the hooks were active are dropped.
 - the methods of a checkpoint frame that save its inputs and unpack them for recomputation: in a nested checkpoint they
   go through the hooks of the outer one, which return plain tensors.
 """
@@ -23,6 +24,7 @@ from torch.utils import checkpoint
 
 from shardwright.tensor.base.tagging import DTensorBase, alias
 from shardwright.tensor.gradients.functions import layouts_of, with_layout
+from shardwright.tensor.gradients.share import enter_hooks, exit_hooks
 
 __all__ = ["install"]
 
@@ -30,17 +32,24 @@ __all__ = ["install"]
 def install() -> tuple[Any, ...]:
     """Replace the methods, and return the replacements."""
     saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]  # torch offers no other place
+    saved_tensors_hooks.__exit__ = _exit  # type: ignore[method-assign]  # likewise
     frame: Any = checkpoint._CheckpointFrame
     if hasattr(frame, "save_inputs"):  # before torch 2.13 an autograd Function saves them
         frame.save_inputs, frame.get_inputs = _with_layouts(frame.save_inputs, frame.get_inputs)
-    return _enter, _pack_plain
+    return _enter, _exit, _pack_plain
 
 
 def _enter(hooks: saved_tensors_hooks) -> None:
+    enter_hooks()
     pack: Any = hooks.pack_hook
     if not isinstance(pack, torch.fx.GraphModule):  # compilers inspect it
         pack = partial(_pack_plain, pack)
     torch._C._autograd._push_saved_tensors_default_hooks(pack, hooks.unpack_hook)
+
+
+def _exit(_: saved_tensors_hooks, *__: object) -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    exit_hooks()
 
 
 def _pack_plain(pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:

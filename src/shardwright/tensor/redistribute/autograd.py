@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from shardwright import comm
-from shardwright.errors import CommError, PartialGradientError
+from shardwright.errors import CommError, PartialGradientError, UnsupportedError
 from shardwright.layout import Layout, Partial
+from shardwright.listing import join_first
 from shardwright.tensor.base import divergence, trace
 from shardwright.tensor.base.capture import capture_call, is_capturing
 from shardwright.tensor.base.custom_op import call_operator, define_operator, is_traced
@@ -21,7 +22,7 @@ from shardwright.tensor.base.gradient_types import dual
 from shardwright.tensor.redistribute.execute import execute, local_shape
 from shardwright.tensor.redistribute.planner import plan
 
-__all__ = ["differs", "redistribute_local", "shares", "summed_up", "unaveraged"]
+__all__ = ["differs", "redistribute_local", "refuse_lost_graph", "shares", "summed_up", "unaveraged"]
 
 
 def differs(source: Layout, target: Layout) -> bool:
@@ -100,10 +101,30 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        refuse_lost_graph(gradient, dual(ctx.target), dual(ctx.source))
         moved = redistribute_local(gradient, dual(ctx.target), dual(ctx.source))
         if moved.shape != ctx.shape:  # on a rank outside the source's mesh, whose tensor may have had any shape
             moved = moved.new_zeros(ctx.shape)
         return moved, None, None
+
+
+def refuse_lost_graph(gradient: Tensor, source: Layout, target: Layout) -> None:
+    """With `create_graph=True`, raise UnsupportedError on all ranks if only some have a graph of this gradient.
+
+    torch's gradient of a write to a view has no graph where the shard is empty. Ranks without one would not take part
+    in the communication of the next backward pass.
+    """
+    ranks = tuple(sorted({*source.mesh.ranks, *target.mesh.ranks}))
+    if not torch.is_grad_enabled() or gradient.is_meta or is_traced() or len(ranks) == 1 or comm.rank() not in ranks:
+        return
+    flags = comm.gather_bytes(b"1" if gradient.requires_grad else b"", comm.subgroup(ranks), what="create_graph")
+    if any(flags) and not all(flags):
+        lost = [rank for rank, flag in zip(ranks, flags, strict=True) if not flag]
+        raise UnsupportedError(
+            f"create_graph=True: rank {join_first(lost, 8)} has no graph of a gradient {source}, and other ranks have "
+            "one, because a view was written to whose shard there is empty: replace the write by an out-of-place "
+            "operator (y = y * w instead of y *= w)"
+        )
 
 
 def _redistribute(local: Tensor, source: Layout, target: Layout) -> Tensor:

@@ -180,7 +180,7 @@ class _Run:
 
     def _difference(self, sharded: Any, plain: Any) -> str | None:
         """Return how one value differs; "" if it does not, None if it is partial, which one rank cannot compare."""
-        if sharded is None:
+        if sharded is None or plain is None:
             return ""
         if isinstance(sharded, DTensorBase):
             if sharded._layout.is_partial:
@@ -240,6 +240,8 @@ class _Run:
     def _read(self, name: str) -> str:
         """Return how a value differs when it is read as a user reads it; "" if it does not."""
         sharded, plain = self._both(name)
+        if plain is None:
+            return metadata_difference(sharded, plain) or ""
         if not isinstance(sharded, DTensorBase) or not isinstance(plain, Tensor):
             return metadata_difference(sharded, plain) or self._compare(sharded, plain) or ""
         try:

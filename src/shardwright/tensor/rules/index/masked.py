@@ -46,7 +46,8 @@ def index_by_mask(input: Any, mask: Any, axis: int) -> Any:
     )
     with no_torch_function():
         rows = values.flatten(0, count - 1).clone() if values.is_meta else values[chosen]
-    return tag_rows("x[mask]", rows, layouts[1]).movedim(0, axis)
+    tagged = tag_rows("x[mask]", rows, layouts[1])
+    return tagged.movedim(0, axis) if axis else tagged  # a new tensor, not a view
 
 
 @rule("masked_scatter")

@@ -82,7 +82,12 @@ def region_of(plain: Tensor, layout: Layout) -> Tensor:
 
 
 def metadata_difference(sharded: Any, plain: Any) -> str | None:
-    """Return how shape, dtype, requires_grad or is_leaf differ; None if they are equal."""
+    """Return how shape, dtype, requires_grad or is_leaf differ; None if they are equal.
+
+    Zeros are right where torch has no gradient, see docs/explanation/gradients.md.
+    """
+    if plain is None and isinstance(sharded, DTensorBase) and not local_part(sharded).any():
+        return None
     if sharded is None or plain is None or not isinstance(plain, Tensor) or not isinstance(sharded, Tensor):
         if type(sharded) is type(plain) or (isinstance(sharded, int | float) and isinstance(plain, int | float)):
             return None

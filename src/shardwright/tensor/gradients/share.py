@@ -1,0 +1,151 @@
+"""Redistribute an activation once for all operators that need it under one layout, as long as its value stays the same.
+
+The query, key and value projections of an attention all need their input gathered, or entered: one redistribution
+serves them, and in backward autograd adds their gradients before the single reduction.
+
+A result is kept by the tensor object it was made from, and reused only if the tensor was not written to since. It is
+dropped, whichever comes first,
+
+- with the tensor;
+- at the end of a backward pass;
+- when the saved-tensor hooks end that were active when it was made: activation checkpointing is meant to free it;
+- if it needs no gradient, so that nothing else keeps it: when a few others have been made after it.
+
+All ranks must take the same decision, or they would wait for each other. Each of these depends on what the program
+does, never on memory, or on when Python frees an object.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any, NamedTuple, TypeAlias
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from shardwright.layout import Layout
+from shardwright.tensor.base.capture import is_capturing
+from shardwright.tensor.base.custom_op import is_traced
+from shardwright.tensor.base.gradient_types import without_entered
+from shardwright.tensor.base.tagging import DTensorBase
+from shardwright.tensor.base.writes import MemoryVersion, memory_version, was_written
+from shardwright.tensor.redistribute.autograd import differs, redistribute_local
+
+__all__ = ["enter_hooks", "exit_hooks", "forget_shared", "redistribute_shared"]
+
+MAX_WITHOUT_GRADIENT = 4
+_PRUNED_AT = 1024
+
+_Key: TypeAlias = tuple[Layout, Layout, bool]  # source, target, whether a gradient is recorded
+
+
+class _Result(NamedTuple):
+    local: Tensor
+    version: int  # of the result itself: an operator may have written to it
+    made_from: int | MemoryVersion  # the version of the tensor; of its memory, if the result has memory of its own
+
+    def is_intact(self) -> bool:
+        """Return whether no operator has written to the result, or returned it as its own, which makes it a DTensor."""
+        return type(self.local) is Tensor and self.local._version == self.version
+
+
+class _Shared:
+    """The results made from one tensor, which has them as `_shared`; everything else refers to them weakly."""
+
+    __slots__ = ("__weakref__", "context", "results")
+
+    def __init__(self, context: Any) -> None:
+        self.context, self.results = context, dict[_Key, _Result]()
+
+
+class _Scopes(threading.local):
+    """The scopes of saved-tensor hooks in this thread, innermost last: what was shared in each."""
+
+    def __init__(self) -> None:
+        self.open: list[list[ref[_Shared]]] = []
+
+
+_scopes = _Scopes()
+_shared: list[ref[_Shared]] = []
+_without_gradient: deque[tuple[ref[_Shared], _Key]] = deque()
+
+
+def redistribute_shared(tensor: DTensorBase, source: Layout, target: Layout) -> Tensor:
+    """Return the local tensor under `target`, as `redistribute_local` does; others use it, too: do not write to it."""
+    records = tensor.requires_grad and torch.is_grad_enabled()
+    if not _is_sharable(tensor, source, records):
+        return redistribute_local(tensor, source, target)
+    context = _scopes.open[-1] if _scopes.open else None, is_capturing()
+    shared: _Shared | None = tensor.__dict__.get("_shared")
+    if shared is None or shared.context[0] is not context[0] or shared.context[1] != context[1]:
+        shared = _Shared(context)
+    key = source, target, records
+    known = shared.results.get(key)
+    if known is not None and known.is_intact() and _is_unwritten(tensor, known.made_from):
+        return known.local
+    local = redistribute_local(tensor, source, target)
+    if local is tensor:
+        return local
+    own_memory = differs(source, without_entered(target))
+    shared.results[key] = _Result(local, local._version, memory_version(tensor) if own_memory else tensor._version)
+    _keep(tensor, shared, key, records)
+    return local
+
+
+def _is_sharable(tensor: DTensorBase, source: Layout, records: bool) -> bool:
+    if tensor.is_inference() or (is_traced() and not is_capturing()):
+        return False  # it has no version counter; or a tracer would take an earlier result for a constant
+    if records:
+        return not tensor.is_leaf  # its result refers to it by the graph: they would keep each other
+    # Results of frozen parameters would stay for long, and those of a replicated tensor are slices of its own memory.
+    return not ("_is_param" in tensor.__dict__ or "_use" in tensor.__dict__ or source.is_replicated)
+
+
+def _is_unwritten(tensor: DTensorBase, before: int | MemoryVersion) -> bool:
+    return tensor._version == before if isinstance(before, int) else not was_written(tensor, before)
+
+
+def _keep(tensor: DTensorBase, shared: _Shared, key: _Key, records: bool) -> None:
+    """Attach the results to their tensor, and note what they have to be dropped with."""
+    reference = ref(shared)
+    if tensor.__dict__.get("_shared") is not shared:
+        tensor.__dict__["_shared"] = shared
+        if _scopes.open:
+            _scopes.open[-1].append(reference)
+        if len(_shared) % _PRUNED_AT == _PRUNED_AT - 1:
+            _shared[:] = [other for other in _shared if other() is not None]
+        _shared.append(reference)
+    if not records:
+        _without_gradient.append((reference, key))
+        if len(_without_gradient) > MAX_WITHOUT_GRADIENT:
+            oldest, at = _without_gradient.popleft()
+            holder = oldest()
+            if holder is not None:
+                holder.results.pop(at, None)
+
+
+def forget_shared() -> None:
+    """Drop all results, because a backward pass is over or a tensor got other memory."""
+    _drop(_shared)
+    _without_gradient.clear()
+
+
+def _drop(shared: list[ref[_Shared]]) -> None:
+    for reference in shared:
+        holder = reference()
+        if holder is not None:
+            holder.results.clear()
+    shared.clear()
+
+
+def enter_hooks() -> None:
+    """Begin a scope of saved-tensor hooks: results made in it are not used outside."""
+    _scopes.open.append([])
+
+
+def exit_hooks() -> None:
+    """End the innermost scope, and drop the results made in it."""
+    if _scopes.open:
+        _drop(_scopes.open.pop())
