@@ -57,7 +57,7 @@ def save(
     group, check_group = resolve_group(process_group)
     operation = SaveOperation(lambda: as_storage(path), group, extra)
 
-    def before() -> None:
+    def check() -> None:
         check_group()
         check_limits(memory, threads)
         check_codecs(codecs)
@@ -65,7 +65,7 @@ def save(
 
     with comm.unwrap_common_error(group):
         with gc_paused():
-            operation.begin(lambda: flatten(state, group, codecs), before, check_replicas=check_replicas)
+            operation.begin(lambda: flatten(state, group, codecs), check, check_replicas=check_replicas)
         operation.write(threads, lambda total: reporting("saving", total, progress, group), memory)
 
 
@@ -99,12 +99,12 @@ def async_save(
     before it exits. `progress` is called from the background thread. The other arguments are those of `save`.
     """
     group, check_group = resolve_group(process_group)
-    aside = group.aside("checkpoint")
-    if group.size > 1 and aside.channel is None:  # open the second channel while all ranks are known to be here
-        comm.agree(lambda: None, what="async_save", group=aside)
+    side_group = group.aside("checkpoint")
+    if group.size > 1 and side_group.channel is None:  # open the second channel while all ranks are known to be here
+        comm.agree(lambda: None, what="async_save", group=side_group)
     operation = SaveOperation(lambda: as_storage(path), group, extra)
 
-    def before() -> None:
+    def check() -> None:
         check_group()
         check_limits(memory, threads)
         check_codecs(codecs)
@@ -118,12 +118,12 @@ def async_save(
         return meters[0]
 
     def finish() -> None:
-        with comm.unwrap_common_error(aside):
-            operation.finish(aside)
+        with comm.unwrap_common_error(side_group):
+            operation.finish(side_group)
 
     with comm.unwrap_common_error(group):
         with gc_paused():
-            operation.begin(lambda: flatten(state, group, codecs), before, check_replicas=check_replicas)
+            operation.begin(lambda: flatten(state, group, codecs), check, check_replicas=check_replicas)
         operation.stage(threads, meter, memory)
     storage = as_storage(path)
     shown = storage.path if isinstance(storage, LocalStorage) else repr(storage)
@@ -145,7 +145,7 @@ def load(
     threads: int = 2,
     progress: ProgressCallback | None = None,
 ) -> Any:
-    """Fill a state with the checkpoint at a path, and return it. To read a checkpoint without a state, see `read`.
+    """Fill a state with the checkpoint at a path, and return it. To read a checkpoint without a state, use `read`.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,7 @@
-"""Factories of ShardedTensors: every rank creates only its own shards."""
+"""Factories of ShardedTensors: every rank allocates only its own shards.
+
+`size` is the global size, as ints or as one sequence; dtype and the like are torch's.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ __all__ = ["ChunkLocator", "Part"]
 
 
 class Part(NamedTuple):
-    """The part of a wanted region that a chunk in the file of `rank` holds: `region`, out of `chunk_region`."""
+    """The part of a requested region that a chunk in the file of `rank` holds: `region`, out of `chunk_region`."""
 
     rank: int
     chunk: int
@@ -30,13 +30,13 @@ class Part(NamedTuple):
     chunk_region: Region
 
 
-class _Spot(NamedTuple):
-    """A part of a wanted region, for all tensors of a kind: its ranks, the region they hold, and the chunks."""
+class _Location(NamedTuple):
+    """Where a part of a requested region is stored, for all tensors of a kind (those with the same sharding)."""
 
-    region: Region
-    ranks: tuple[int, ...]
-    held: Region
-    chunks: list[int] | None  # None if replicas split the writing
+    region: Region  # the part
+    ranks: tuple[int, ...]  # the ranks that held it when it was saved
+    chunk_region: Region  # what those ranks held
+    chunks: list[int] | None  # by tensor, the chunk in the file of the only rank; None if replicas split the writing
 
 
 @final
@@ -53,11 +53,11 @@ class ChunkLocator:
         self.table = table
         self._entries = writers  # the files that were written, if known, by rank
         self._files: dict[int, FilePlan] = {}
-        self._shares: dict[tuple[int, ...], ReplicaSplit] = {}
+        self._splits: dict[tuple[int, ...], ReplicaSplit] = {}
         self._kinds: list[int] = table.kinds.tolist()
-        self._spots: dict[tuple[int, Region], list[_Spot]] = {}
-        # By kind: most tensors are requested with the same region.
-        self._last: dict[int, tuple[Region, list[_Spot]]] = {}
+        self._locations: dict[tuple[int, Region], list[_Location]] = {}
+        # The last region that was located, by kind: most tensors are requested with the same one.
+        self._last: dict[int, tuple[Region, list[_Location]]] = {}
 
     def file(self, rank: int) -> FilePlan:
         """Return the plan of a rank's file."""
@@ -92,60 +92,61 @@ class ChunkLocator:
             raise FormatError(f"the manifest lists {missing} of rank {rank}, but tensors are stored in it")
         return 0
 
-    def parts(self, tensor: int, wanted: Region) -> list[Part]:
+    def parts(self, tensor: int, requested: Region) -> list[Part]:
         """Return the chunks that hold a region of a tensor, each with the part it holds."""
-        if wanted.is_empty:
+        if requested.is_empty:
             return []
         kind = self._kinds[tensor]
         last = self._last.get(kind)
-        if last is not None and last[0] is wanted:
-            spots = last[1]
+        if last is not None and last[0] is requested:
+            locations = last[1]
         else:
             sharding = self.table.shardings[kind]
             if isinstance(sharding, Pieces):
-                return self._pieces_parts(tensor, sharding, wanted)
-            spots = self._locate_kind(kind, sharding, wanted)
-            self._last[kind] = wanted, spots
+                return self._pieces_parts(tensor, sharding, requested)
+            locations = self._locate_kind(kind, sharding, requested)
+            self._last[kind] = requested, locations
         parts: list[Part] = []
-        for region, ranks, chunk_region, chunks in spots:
+        for region, ranks, chunk_region, chunks in locations:
             if chunks is not None:
                 parts.append(Part(ranks[0], chunks[tensor], region, chunk_region))
             else:
                 parts += self._split_parts(tensor, chunk_region, ranks, region)
         return parts
 
-    def _locate_kind(self, kind: int, sharding: Layout, wanted: Region) -> list[_Spot]:
-        spots = self._spots.get((kind, wanted))
-        if spots is None:
-            spots = self._spots[kind, wanted] = [
-                self._spot(sharding, holding, wanted) for holding in sharding.holders(wanted)
+    def _locate_kind(self, kind: int, sharding: Layout, requested: Region) -> list[_Location]:
+        locations = self._locations.get((kind, requested))
+        if locations is None:
+            locations = self._locations[kind, requested] = [
+                self._location(sharding, holding, requested) for holding in sharding.holders(requested)
             ]
-        return spots
+        return locations
 
-    def _spot(self, sharding: Layout, holding: Holding, wanted: Region) -> _Spot:
+    def _location(self, sharding: Layout, holding: Holding, requested: Region) -> _Location:
         region, ranks = holding
-        held = sharding.region(ranks[0])
+        chunk_region = sharding.region(ranks[0])
         chunks = self.file(ranks[0]).first_chunks if len(ranks) == 1 else None
         # Use one object for equal regions: they are compared by identity for every tensor.
-        return _Spot(wanted if region == wanted else region, ranks, wanted if held == wanted else held, chunks)
+        region, chunk_region = (requested if box == requested else box for box in (region, chunk_region))
+        return _Location(region, ranks, chunk_region, chunks)
 
-    def _split_parts(self, tensor: int, chunk_region: Region, ranks: tuple[int, ...], wanted: Region) -> list[Part]:
-        share = self._shares.get(ranks)
-        if share is None:
-            share = self._shares[ranks] = replica_split(self.table, ranks)
+    def _split_parts(self, tensor: int, chunk_region: Region, ranks: tuple[int, ...], requested: Region) -> list[Part]:
+        split = self._splits.get(ranks)
+        if split is None:
+            split = self._splits[ranks] = replica_split(self.table, ranks)
         parts = []
-        for rank, first, last in share.writers(int(np.searchsorted(share.tensors, tensor))):
+        for rank, first, last in split.writers(int(np.searchsorted(split.tensors, tensor))):
             boxes = boxes_of_range(chunk_region, first, last)
             for chunk, box in zip(self.file(rank).chunks_of(tensor), boxes, strict=True):
-                common = box.intersect(wanted)
+                common = box.intersect(requested)
                 if common is not None:
                     parts.append(Part(rank, chunk, common, box))
         return parts
 
-    def _pieces_parts(self, tensor: int, sharding: Pieces, wanted: Region) -> list[Part]:
+    def _pieces_parts(self, tensor: int, sharding: Pieces, requested: Region) -> list[Part]:
         parts = []
         for number, (region, rank) in enumerate(zip(sharding.regions, sharding.ranks, strict=True)):
-            common = region.intersect(wanted)
+            common = region.intersect(requested)
             if common is not None:
                 plan = self.file(rank)
                 index = sharding.of_rank(rank).index(number)

@@ -22,7 +22,7 @@ from shardwright.sharded.base.registry import implements
 from shardwright.sharded.base.tensor_base import ShardedTensorBase
 from shardwright.sharded.ops.announce import announce
 from shardwright.sharded.ops.embedding import table_of
-from shardwright.sharded.ops.route import Part, Route, Slot, deliver, merged, spread
+from shardwright.sharded.ops.route import Part, Route, Slot, deliver, merge_intervals, spread
 
 __all__: list[str] = []
 
@@ -125,7 +125,7 @@ class _Intervals(NamedTuple):
         for rank, start, end in zip(owners, table.offsets[full].tolist(), ends[full].tolist(), strict=True):
             for dim, side in enumerate(sides):
                 side[index[rank]].add((start[dim], end[dim]))
-        return cls(*([merged(intervals) for intervals in side] for side in sides))
+        return cls(*([merge_intervals(intervals) for intervals in side] for side in sides))
 
 
 def _route(

@@ -22,16 +22,16 @@ from shardwright.tensor.rules.elementwise.pointwise import CASTS, COPIES, LINEAR
 
 __all__ = ["pointwise"]
 
-_MORE = "add sub rsub mul div lerp addcmul addcdiv fill zero _threshold coalesce to_dense".split()
-_LIKE = "zeros_like ones_like full_like empty_like".split()
-_ONLY_OF_COMPLEX = {"view_as_real"}  # adds a dimension
+_OTHERS = "add sub rsub mul div lerp addcmul addcdiv fill zero _threshold coalesce to_dense".split()
+_FACTORIES = "zeros_like ones_like full_like empty_like".split()
+_COMPLEX_ONLY = {"view_as_real"}  # adds a dimension
 _CONVERSIONS = {"cpu", "cuda", "to", "type"}  # implemented below
 
 
 @implements_named(
-    *(set(NONLINEAR) | set(LINEAR_UNARY) | set(COPIES) | set(CASTS)) - _ONLY_OF_COMPLEX - _CONVERSIONS,
-    *_MORE,
-    *_LIKE,
+    *(set(NONLINEAR) | set(LINEAR_UNARY) | set(COPIES) | set(CASTS)) - _COMPLEX_ONLY - _CONVERSIONS,
+    *_OTHERS,
+    *_FACTORIES,
 )
 @implements(*getters("real", "imag"))
 def pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -47,7 +47,7 @@ def pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     first = check_operands(func, args, kwargs)
     results = on_shards(func, first, args, kwargs)
     if target is not None:
-        return written(target, results.sample)
+        return update_grad_flags(target, results.sample)
     if results.same:
         return first
     result_device = results.sample.device  # may differ, as for `zeros_like(x, device="meta")`
@@ -58,8 +58,8 @@ def pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     return result
 
 
-def written(target: ShardedTensorBase, sample: Tensor) -> ShardedTensorBase:
-    """Return the target of an in-place operation with updated requires_grad and is_leaf."""
+def update_grad_flags(target: ShardedTensorBase, sample: Tensor) -> ShardedTensorBase:
+    """Update requires_grad and is_leaf of the target of an in-place operation, and return it."""
     if sample.requires_grad != target.requires_grad:
         properties = replace(target._metadata.tensor_properties, requires_grad=sample.requires_grad)
         target._metadata = replace(target._metadata, tensor_properties=properties)
@@ -69,6 +69,7 @@ def written(target: ShardedTensorBase, sample: Tensor) -> ShardedTensorBase:
 
 @implements_named("where")
 def _where(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Apply `where(condition, x, y)` shard by shard; refuse `where(condition)`."""
     if len(args) + len(kwargs) < 3:
         raise unsupported(func, "the size of where(condition) depends on the values of all ranks")
     return pointwise(func, args, kwargs)
@@ -76,7 +77,7 @@ def _where(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 
 @implements(Tensor.__setitem__)
 def _write_where(func: Callable[..., Any], args: Sequence[Any], _: dict[str, Any]) -> None:
-    """`x[mask] = number`, the only indexed assignment that needs no other shards."""
+    """Assign `x[mask] = number`, the only indexed assignment that needs no other shards."""
     target, index, value = args
     if not isinstance(index, ShardedTensorBase) or index.dtype != torch.bool or isinstance(value, ShardedTensorBase):
         raise unsupported(func, "only `x[mask] = number`, with a mask of the same sharding, is supported")
@@ -85,7 +86,7 @@ def _write_where(func: Callable[..., Any], args: Sequence[Any], _: dict[str, Any
 
 @implements_named("copy")
 def _copy(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`copy_`; collective if the source has another sharding."""
+    """Copy into the target, as `copy_`; collective if the source has another sharding, which is resharded first."""
     target, source, *rest = (*args, *(kwargs[name] for name in ("src", "other") if name in kwargs))
     both_sharded = isinstance(target, ShardedTensorBase) and isinstance(source, ShardedTensorBase)
     if not both_sharded or target._has_same_shards(source) or target.shape != source.shape:
@@ -101,7 +102,7 @@ def _copy(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
 @implements(Tensor.cpu, Tensor.cuda, Tensor.to, Tensor.type_as)
 def _moved(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`Tensor.cpu(x)` and the like, which bypass the class; and `plain.to(x)`, which uses x's dtype and device."""
+    """Call the method of the class for `Tensor.cpu(x)` and the like; give `plain.to(x)` the dtype and device of x."""
     tensor, *rest = args
     plain = [empty_shard(value) if isinstance(value, ShardedTensorBase) else value for value in rest]
     if not isinstance(tensor, ShardedTensorBase):
@@ -111,7 +112,7 @@ def _moved(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 
 @implements(Tensor.type)
 def _type(_: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`x.type()` returns the type name, `x.type(dtype)` converts."""
+    """Return the type name for `x.type()`; convert for `x.type(dtype)`."""
     tensor, *rest = args
     rest += [value for name, value in kwargs.items() if name == "dtype"]
     if not rest:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwright import comm
 
-__all__ = ["Part", "Route", "Slot", "deliver", "merged", "spread"]
+__all__ = ["Part", "Route", "Slot", "deliver", "merge_intervals", "spread"]
 
 
 class Part(NamedTuple):
@@ -45,13 +45,13 @@ class Route:
     No part is empty. The parts for one peer are in the order of that peer's slots. Peers are indices in the group.
     `what` is used in error messages.
 
-    >>> both = Route(comm.world(), 2, 3, [Part(0, 0, 2, 0, 2), Part(0, 0, 2, 1, 3)], [Slot(2, [2]), Slot(2, [2])])
-    >>> stacks, _ = spread(both, torch.arange(6.0).view(2, 3))
+    >>> route = Route(comm.world(), 2, 3, [Part(0, 0, 2, 0, 2), Part(0, 0, 2, 1, 3)], [Slot(2, [2]), Slot(2, [2])])
+    >>> stacks, _ = spread(route, torch.arange(6.0).view(2, 3))
     >>> stacks
     [tensor([[0., 1.],
             [3., 4.]]), tensor([[1., 2.],
             [4., 5.]])]
-    >>> deliver(both, stacks, torch.empty(0))
+    >>> deliver(route, stacks, torch.empty(0))
     tensor([[0., 2., 2.],
             [3., 8., 5.]])
     """
@@ -69,7 +69,7 @@ class Route:
 
     @property
     def overlaps(self) -> bool:
-        """True unless the parts tile the matrix, so that summing them is more than copying."""
+        """True unless the parts tile the matrix: then they can be copied instead of summed."""
         area = sum((part.stop - part.start) * (part.last - part.first) for part in self.parts)
         return area != self.rows * self.columns
 
@@ -120,10 +120,10 @@ def deliver(
     return result
 
 
-def merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the union of these intervals as few disjoint ones, ascending, without empty ones.
+def merge_intervals(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the union of these intervals as the fewest disjoint ones, ascending, without empty ones.
 
-    >>> merged([(4, 6), (0, 2), (5, 9), (2, 3), (7, 7)])
+    >>> merge_intervals([(4, 6), (0, 2), (5, 9), (2, 3), (7, 7)])
     [(0, 3), (4, 9)]
     """
     result: list[tuple[int, int]] = []
@@ -189,6 +189,8 @@ def _received_in_place(targets: Sequence[Tensor], add: bool) -> bool:
 
 
 class _Spread(torch.autograd.Function):
+    """`spread`, with `deliver` as its backward."""
+
     @staticmethod
     def forward(ctx: Any, route: Route, anchor: Tensor, matrix: Tensor) -> tuple[Tensor, ...]:
         ctx.route, ctx.like = route, matrix.new_empty(0)
@@ -202,6 +204,8 @@ class _Spread(torch.autograd.Function):
 
 
 class _Deliver(torch.autograd.Function):
+    """`deliver`, with `spread` as its backward."""
+
     @staticmethod
     def forward(ctx: Any, route: Route, like: Tensor, _: Tensor, *stacks: Tensor) -> Tensor:
         ctx.route = route

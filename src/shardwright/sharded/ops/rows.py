@@ -20,7 +20,7 @@ from shardwright.errors import ArgumentTypeError, ShardError
 from shardwright.sharded.base.tensor_base import ShardedTensorBase
 from shardwright.sharded.ops.announce import announce
 from shardwright.sharded.ops.renorm import renormalise
-from shardwright.sharded.ops.route import Part, Route, Slot, deliver, merged
+from shardwright.sharded.ops.route import Part, Route, Slot, deliver, merge_intervals
 
 __all__ = ["Distinct", "Lookup", "distinct", "fetch_rows"]
 
@@ -163,7 +163,7 @@ def _requests(table: ShardedTensorBase, lookups: Distinct, frequencies: bool) ->
     rows = []
     for from_peer in parts:
         # If columns are sharded, one owner may have several pieces of a row; request the row once.
-        pieces = [columns[start:stop] for start, stop in merged((part.start, part.stop) for part in from_peer)]
+        pieces = [columns[start:stop] for start, stop in merge_intervals((part.start, part.stop) for part in from_peer)]
         rows.append(torch.cat(pieces) if pieces else columns[:0])
     return _Requests(rows, [part for from_peer in parts for part in from_peer])
 

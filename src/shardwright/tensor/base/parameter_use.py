@@ -32,11 +32,15 @@ def set_parameter_use(parameter: Tensor, use: ParameterUse) -> None:
     ParameterUse(gathered=frozenset({0}))
     """
     if not isinstance(parameter, DTensorBase):
-        raise ArgumentTypeError(f"set_parameter_use: expected a DTensor, got {type(parameter).__name__}")
+        raise ArgumentTypeError(
+            f"set_parameter_use: expected a DTensor, got {type(parameter).__name__}: distribute the parameter first"
+        )
     mesh = parameter._layout.mesh
     unknown = sorted(mesh_dim for mesh_dim in use.gathered if not 0 <= mesh_dim < mesh.ndim)
     if unknown:
-        raise TensorError(f"set_parameter_use: the mesh {mesh!r} has no dimension {unknown[0]}")
+        raise TensorError(
+            f"set_parameter_use: mesh dimensions must be 0 to {mesh.ndim - 1} for {mesh!r}, got {unknown[0]}"
+        )
     parameter._use = use
     if type(parameter) is DTensorBase.concrete:
         parameter.__class__ = DTensorBase.parameter_values

@@ -42,7 +42,10 @@ _set_requires_grad, _set_grad = (getattr(Tensor, name).__set__ for name in ("req
 
 
 def capture(call: Callable[[], Any], tensors: Sequence[Tensor]) -> tuple[Any, Program]:
-    """Return the result of `call`, and its program as a function of these tensors."""
+    """Run `call`; return its result, and the program it ran as a function of these tensors.
+
+    Raise CaptureError if the program does something that a replay could not repeat.
+    """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx  # slow to import
 
     results: list[Any] = []
@@ -51,7 +54,7 @@ def capture(call: Callable[[], Any], tensors: Sequence[Tensor]) -> tuple[Any, Pr
         mode = get_proxy_mode()
         assert mode is not None
         _record_lines(mode.tracer)
-        with _checking(mode.tracer):
+        with _capture_checks(mode.tracer):
             results.append(call())
         return [value for value in pytree.tree_leaves(results[0]) if isinstance(value, Tensor)]
 
@@ -68,13 +71,14 @@ def capture(call: Callable[[], Any], tensors: Sequence[Tensor]) -> tuple[Any, Pr
     finally:
         forget_entered()
     clean(module.graph, torch.is_grad_enabled())
-    _check(module)
+    _check_graph(module)
     module.recompile()
     return results[0], Program(module, results[0], tensors)
 
 
 @contextmanager
-def _checking(tracer: Any) -> Iterator[None]:
+def _capture_checks(tracer: Any) -> Iterator[None]:
+    """Raise, while the program runs, for everything in it that a replay could not repeat."""
     with ExitStack() as stack:
         stack.enter_context(capturing())
         stack.enter_context(comm.listen(_refuse_transfer))
@@ -164,15 +168,15 @@ def _record_lines(tracer: Any) -> None:
     tracer.create_node = create_node
 
 
-def _check(module: fx.GraphModule) -> None:
+def _check_graph(module: fx.GraphModule) -> None:
     """Raise if the recorded program cannot be replayed faithfully."""
     for node in module.graph.nodes:
         target, line = node.target, node.meta.get("line", "?")
         if isinstance(target, torch._ops.OpOverload):
             if torch.Tag.dynamic_output_shape in target.tags:
                 raise CaptureError(
-                    f"{line}: the size of the result of {target.overloadpacket.__name__} depends on values: a program "
-                    "has fixed sizes: move this line out of the compiled function"
+                    f"{line}: the size of the result of {target.overloadpacket.__name__} depends on values, but a "
+                    "captured program has fixed sizes: move this line out of the compiled function"
                 )
             if target.namespace == "c10d":
                 raise CaptureError(

@@ -37,12 +37,12 @@ def _is_random(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in target.tags
 
 
-def _set_grad_modes(graph: fx.Graph, outside: bool) -> None:
-    """Set the gradient mode wherever it differs from that of the previous recorded call."""
-    now = outside
+def _set_grad_modes(graph: fx.Graph, callers_mode: bool) -> None:
+    """Insert a call that sets the gradient mode wherever it differs from that of the previous recorded call."""
+    current = callers_mode
     for node in list(graph.nodes):
-        wanted = outside if node.op == "output" else node.meta.get("grad_mode", now)
-        if node.op in ("call_function", "output") and node.target is not getitem and wanted != now:
+        mode = callers_mode if node.op == "output" else node.meta.get("grad_mode", current)
+        if node.op in ("call_function", "output") and node.target is not getitem and mode != current:
             with graph.inserting_before(node):
-                graph.call_function(torch._C._set_grad_enabled, (wanted,))
-            now = wanted
+                graph.call_function(torch._C._set_grad_enabled, (mode,))
+            current = mode

@@ -80,7 +80,7 @@ def cos_sin_pi(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def square_root_(x: Tensor) -> Tensor:
-    """Take the square root in place, correctly rounded by IEEE 754; torch's own, from MKL on CPU, is not.
+    """Take the square root in place, correctly rounded as IEEE 754 requires; torch's, from MKL on CPU, is not.
 
     >>> square_root_(torch.tensor([4.0, 2.0]))
     tensor([2.0000, 1.4142])
@@ -99,8 +99,8 @@ def exp(x: Tensor) -> Tensor:
     """
     x = x.clamp_(-1400, 1400)
     power = (x * (1 / _LN2)).round_()
-    rest = (x - power * _LN2_HIGH).sub_(power * _LN2_LOW)
-    series = _polynomial(rest, [1 / math.factorial(k) for k in range(_EXP_TERMS)])
+    remainder = (x - power * _LN2_HIGH).sub_(power * _LN2_LOW)
+    series = _polynomial(remainder, [1 / math.factorial(k) for k in range(_EXP_TERMS)])
     # Two factors: 2^power alone may overflow where its product with the series does not.
     half = power.to(torch.int64) >> 1
     return series.mul_(_power_of_two(half)).mul_(_power_of_two(power.to(torch.int64) - half))

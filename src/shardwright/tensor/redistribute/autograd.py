@@ -22,11 +22,18 @@ from shardwright.tensor.base.gradient_types import dual
 from shardwright.tensor.redistribute.execute import execute, local_shape
 from shardwright.tensor.redistribute.planner import plan
 
-__all__ = ["differs", "redistribute_local", "refuse_lost_graph", "shares", "summed_up", "unaveraged"]
+__all__ = [
+    "average_factor",
+    "averages_as_sums",
+    "differentiable_sums",
+    "differs",
+    "redistribute_local",
+    "refuse_lost_graph",
+]
 
 
 def differs(source: Layout, target: Layout) -> bool:
-    """Return whether anything must be done; placements on size-1 mesh dimensions do not count."""
+    """Return whether the layouts need a redistribution; placements on size-1 mesh dimensions do not count."""
     if source is target:
         return False
     if source.mesh is not target.mesh:
@@ -52,17 +59,17 @@ def redistribute_local(local: Tensor, source: Layout, target: Layout) -> Tensor:
         return capture_call(redistribute_local, local, source, target)  # type: ignore[no-any-return]  # it is this function's
     if not (local.requires_grad and torch.is_grad_enabled()):
         return _redistribute(local, source, target)
-    scaled, summed = summed_up(local, source)
-    share, sums = shares(target)
+    scaled, summed = differentiable_sums(local, source)
+    factor, sums = average_factor(target)
     moved: Tensor = scaled
     if differs(summed, sums):
         moved = Redistribute.apply(scaled, summed, sums)  # type: ignore[no-untyped-call]  # torch's apply is untyped
-    return moved if share == 1.0 else moved / share
+    return moved if factor == 1.0 else moved / factor
 
 
-def summed_up(local: Tensor, source: Layout) -> tuple[Tensor, Layout]:
-    """Return the local tensor and its layout with averages as sums; raise for other reductions, without gradients."""
-    scaled, summed = unaveraged(local, source)
+def differentiable_sums(local: Tensor, source: Layout) -> tuple[Tensor, Layout]:
+    """Return the local tensor and its layout with averages as sums; raise if a reduction has no gradient."""
+    scaled, summed = averages_as_sums(local, source)
     for placement in summed.placements:
         if isinstance(placement, Partial) and placement.op != "sum":
             raise PartialGradientError(
@@ -72,23 +79,23 @@ def summed_up(local: Tensor, source: Layout) -> tuple[Tensor, Layout]:
     return scaled, summed
 
 
-def unaveraged(local: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
+def averages_as_sums(local: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
     """Return the local tensor and its layout with averages rewritten as sums, which are differentiable."""
-    share, sums = shares(layout)
-    return (local if share == 1.0 else local * share), sums
+    factor, sums = average_factor(layout)
+    return (local if factor == 1.0 else local * factor), sums
 
 
-def shares(layout: Layout) -> tuple[float, Layout]:
-    """Return the factor that turns partial values of an average into those of a sum, and the layout of that sum."""
-    share = 1.0
+def average_factor(layout: Layout) -> tuple[float, Layout]:
+    """Return the factor by which partial values of `avg` become partial values of `sum`, and the layout of that sum."""
+    factor = 1.0
     placements = list(layout.placements)
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Partial) and placement.op == "avg":
-            share /= layout.mesh.shape[mesh_dim]
+            factor /= layout.mesh.shape[mesh_dim]
             placements[mesh_dim] = Partial("sum")
     if tuple(placements) == layout.placements:
         return 1.0, layout
-    return share, layout.replace(placements=placements, order=layout.order)
+    return factor, layout.replace(placements=placements, order=layout.order)
 
 
 class Redistribute(torch.autograd.Function):
@@ -128,10 +135,12 @@ def refuse_lost_graph(gradient: Tensor, source: Layout, target: Layout) -> None:
 
 
 def _redistribute(local: Tensor, source: Layout, target: Layout) -> Tensor:
+    """Redistribute without recording a gradient; under a tracer of torch, as one operator."""
     return call_operator(local, source, target) if is_traced() else _redistribute_now(local, source, target)
 
 
 def _redistribute_now(local: Tensor, source: Layout, target: Layout) -> Tensor:
+    """Plan the redistribution, record it in the open trace, and execute it; on meta tensors, only give the shape."""
     steps = plan(source, target, local.element_size())
     if trace.current() is not None:
         received = steps.received_bytes(comm.rank())
@@ -145,8 +154,8 @@ def _redistribute_now(local: Tensor, source: Layout, target: Layout) -> Tensor:
             moved = execute(steps, local)
         except CommError as error:
             raise divergence.post_mortem(source, target, error) from None
-    # Never the input itself: autograd takes a returned input for "unchanged", and tagging it would change the caller's.
-    # `.data` otherwise: a view of the receive buffer could not be written to in place.
+    # Never return the input itself: autograd treats a returned input as unchanged, and tagging it would change the
+    # caller's tensor. Otherwise return `.data`: a view of the receive buffer could not be written to in place.
     return moved.view_as(moved) if moved is local else moved.data
 
 

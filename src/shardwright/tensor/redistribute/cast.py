@@ -15,7 +15,7 @@ from shardwright.layout import Layout, Placement
 from shardwright.tensor.base.capture import capture_call, is_capturing
 from shardwright.tensor.base.gradient_types import REPLICATE, dual
 from shardwright.tensor.base.rounding import keeps_every_value
-from shardwright.tensor.redistribute.autograd import differs, redistribute_local, shares, summed_up
+from shardwright.tensor.redistribute.autograd import average_factor, differentiable_sums, differs, redistribute_local
 
 __all__ = ["cast_and_redistribute", "cast_before_sending", "check_dtypes"]
 
@@ -45,10 +45,10 @@ def cast_and_redistribute(
     if not (local.requires_grad and torch.is_grad_enabled() and _has_gradients(forward)):
         with torch.no_grad():
             return _cast_and_redistribute(local, source, target, forward)
-    scaled, summed = summed_up(local, source)
-    share, sums = shares(target)
+    scaled, summed = differentiable_sums(local, source)
+    factor, sums = average_factor(target)
     moved: Tensor = _CastAndRedistribute.apply(scaled, summed, sums, forward, backward)  # type: ignore[no-untyped-call]  # torch's
-    return moved if share == 1.0 else moved / share
+    return moved if factor == 1.0 else moved / factor
 
 
 def cast_before_sending(source: Layout, before: torch.dtype, after: torch.dtype) -> bool:

@@ -101,17 +101,17 @@ def start(plan: Plan, local: Tensor, groups: Groups = _WORLD) -> PendingRedistri
     steps = [step for step in plan.steps if context.rank in step.before.mesh or context.rank in step.after.mesh]
     if not steps:
         return PendingRedistribution(lambda: local)
-    given = now = local.detach().resolve_conj().resolve_neg()
+    initial = current = local.detach().resolve_conj().resolve_neg()
     last = max((number for number, step in enumerate(steps) if step.communicates), default=-1)
     for step in steps[:last]:
-        now = _start(step, now, context, owned=not _shares(now, local))()
-    collective = _start(steps[last], now, context, owned=not _shares(now, local)) if last >= 0 else None
+        current = _start(step, current, context, owned=not _shares(current, local))()
+    collective = _start(steps[last], current, context, owned=not _shares(current, local)) if last >= 0 else None
 
     def finish() -> Tensor:
-        result = given if collective is None else collective()
+        result = initial if collective is None else collective()
         for step in steps[last + 1 :]:
             result = _start(step, result, context, owned=not _shares(result, local))()
-        if result is given:
+        if result is initial:
             return local
         return result.clone(memory_format=torch.contiguous_format) if _shares(result, local) else result.contiguous()
 
@@ -189,18 +189,19 @@ def _scale(local: Tensor, factor: float, *, in_place: bool) -> Tensor:
 
 
 def _to_partial(step: ToPartial, local: Tensor, rank: int) -> Tensor:
+    """Return partial values that reduce to the tensor: the identity element wherever another rank has the value."""
     if rank not in step.after.mesh:
         return local
     if not isinstance(step.before.placements[step.mesh_dim], Shard | Ragged):
         if step.op in IDEMPOTENT or step.after.mesh.coordinate(rank)[step.mesh_dim] == 0:
             return local
         return torch.full_like(local, identity_element(local.dtype, step.op), memory_format=torch.contiguous_format)
-    whole, part = step.after.region(rank), step.before.region(rank)
-    out = local.new_empty(whole.size).fill_(identity_element(local.dtype, step.op))
+    target_region, part = step.after.region(rank), step.before.region(rank)
+    out = local.new_empty(target_region.size).fill_(identity_element(local.dtype, step.op))
     if step.op == "avg":
         local = _scale(local, step.after.mesh.shape[step.mesh_dim], in_place=False)
     if not part.is_empty:
-        bits(out)[part.slices(whole)] = bits(local)
+        bits(out)[part.slices(target_region)] = bits(local)
     return out
 
 

@@ -1,6 +1,6 @@
 """`python -m shardwright.testing.proof`: prove the rules of all operators of torch's database, or of some.
 
-    python -m shardwright.testing.proof                       all operators; print a line for each fault
+    python -m shardwright.testing.proof                       all operators; print wrong strategies and a summary
     python -m shardwright.testing.proof --op cumsum --op sort these operators, with all results
     python -m shardwright.testing.proof --page FILE           write the page of the documentation
 
@@ -50,8 +50,9 @@ def main(arguments: list[str]) -> int:
     fallbacks = sum(proof.falls_back for proof in proofs)
     console.print(
         f"{len(proofs)} operators: {sum(proof.proved for proof in proofs):,} strategies proved, {wrong_count} wrong; "
-        f"{missing} have strategies that are possible and missing, {fallbacks} always fall back; "
-        f"{sum(p.left_out for p in proofs):,} combinations left out; {time.monotonic() - began:.0f} s",
+        f"{missing} lack a strategy that would be correct, {fallbacks} always fall back to full tensors; "
+        f"{sum(p.left_out for p in proofs):,} combinations of placements were not tried; "
+        f"{time.monotonic() - began:.0f} s",
         highlight=False,
     )
     if options.page is not None:
@@ -60,6 +61,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _print_proof(console: Console, proof: EntryProof, everything: bool) -> None:
+    """Print the wrong strategies of an operator and, with `everything`, all results of its proof."""
     for text in proof.wrong:
         console.print(f"WRONG {text}", highlight=False, markup=False)
     if not everything:
@@ -71,7 +73,7 @@ def _print_proof(console: Console, proof: EntryProof, everything: bool) -> None:
         markup=False,
     )
     for text in proof.missing:
-        console.print(f"  possible and missing: {text}", highlight=False, markup=False)
+        console.print(f"  correct, but no rule offers it: {text}", highlight=False, markup=False)
     for text in proof.refused:
         console.print(f"  not proved, because torch refuses it: {text}", highlight=False, markup=False)
     if proof.unproved:

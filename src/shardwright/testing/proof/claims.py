@@ -29,18 +29,23 @@ class Claim(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """All claims of a rule for some input placements, and the claim that takes the inputs as they are, if any."""
+    """The claims of a rule for some input placements; `direct` takes the inputs without redistribution, if any does."""
 
     claims: tuple[Claim, ...]
-    taken: Claim | None
+    direct: Claim | None
 
 
 def ask(
-    rule: Rule, sample: Sample, reference: Reference, placements: Sequence[Placement], ranks: int, known: set[Strategy]
+    rule: Rule,
+    sample: Sample,
+    reference: Reference,
+    placements: Sequence[Placement],
+    ranks: int,
+    claimed: set[Strategy],
 ) -> Answer:
     """Return the rule's claims for these input placements; raise `Mismatch` if its answer is invalid.
 
-    Strategies in `known`, to which new ones are added, are not claimed again, unless one takes the inputs as they are.
+    Strategies in `claimed` are left out, unless one takes the inputs without redistribution; new ones are added to it.
     """
     mesh = Mesh((ranks,))
     operands = [
@@ -65,11 +70,11 @@ def ask(
         rounded = rounded_operands(operands, dtypes)
         claims = tuple(
             claim
-            for claim in _claims(answer, operands, sample, reference, known)
+            for claim in _claims(answer, operands, sample, reference, claimed)
             if not any(claim.ins[index].is_partial for index in rounded)
         )
         layouts = tuple(operand.layout for operand in operands)
-        return Answer(claims, _taken(answer, operands, sample, reference, layouts))
+        return Answer(claims, _direct_claim(answer, operands, sample, reference, layouts))
     except ShardwrightError as error:
         raise Mismatch(f"the rule's layouts are invalid: {error}") from error
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
@@ -81,13 +86,13 @@ def _claims(
     operands: list[Operand],
     sample: Sample,
     reference: Reference,
-    known: set[Strategy],
+    claimed: set[Strategy],
 ) -> Iterator[Claim]:
     if isinstance(answer, MeshStrategy):
         claims = [_claim(answer, answer.ins, answer.outs, operands)]
     else:
-        new = [strategy for strategy in dict.fromkeys(answer.at(0)) if strategy not in known]
-        known.update(new)
+        new = [strategy for strategy in dict.fromkeys(answer.at(0)) if strategy not in claimed]
+        claimed.update(new)
         claims = [_claim(answer, *_choose(answer, [strategy], operands, reference), operands) for strategy in new]
     # In place, the target must keep its layout: the dispatcher refuses anything else.
     yield from (claim for claim in claims if not sample.inplace or without_entered(claim.ins[0]) is claim.outs[0])
@@ -123,13 +128,14 @@ def _claim(
     return Claim(tuple(needed), tuple(outs), answer.run, answer.fresh)
 
 
-def _taken(
+def _direct_claim(
     answer: Strategies | MeshStrategy,
     operands: list[Operand],
     sample: Sample,
     reference: Reference,
     layouts: tuple[Layout, ...],
 ) -> Claim | None:
+    """Return the claim that dispatch would choose for these layouts, if it redistributes no input."""
     if isinstance(answer, MeshStrategy):
         claim = _claim(answer, answer.ins, answer.outs, operands)
     else:

@@ -48,7 +48,7 @@ def page(proofs: Iterable[EntryProof]) -> str:
 
 
 def row(proof: EntryProof) -> str:
-    """Return the row of one operator.
+    """Return the row of one operator in the table of the page, as Markdown.
 
     >>> row(EntryProof("triu_indices", unproved="it takes no tensor"))
     '| `triu_indices` | it takes no tensor | | | | | |'
@@ -60,6 +60,7 @@ def row(proof: EntryProof) -> str:
 
 
 def _local(proof: EntryProof) -> str:
+    """Return the number of placements that need no communication, and the shortest of them as examples."""
     if not proof.executions["local"]:
         return "—"
     by_length = sorted(proof.local, key=lambda text: (len(text), text))

@@ -100,17 +100,17 @@ class _Trial:
         except Mismatch as fault:
             self._invalid.append(Verdict(placements, (), any(reference.asks), str(fault)))
             return
-        if answer.taken is None:
+        if answer.direct is None:
             self.declined[placements] = None
         for claim in answer.claims:
-            self._judge(reference, claim, taken=False)
-        if answer.taken is not None:
-            self._judge(reference, answer.taken, taken=True)
+            self._judge(reference, claim, direct=False)
+        if answer.direct is not None:
+            self._judge(reference, answer.direct, direct=True)
 
-    def _judge(self, reference: Reference, claim: Claim, taken: bool) -> None:
+    def _judge(self, reference: Reference, claim: Claim, direct: bool) -> None:
         key = (claim.ins, claim.outs, any(reference.asks))
         # Only a custom local call can depend on the placements with which the rule was called.
-        again = taken and claim.run is not None
+        again = direct and claim.run is not None
         if (key, again) in self._judged or self._faults.get(key) is not None or _has_no_gradient(reference, claim):
             return
         self._judged.add((key, again))

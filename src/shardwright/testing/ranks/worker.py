@@ -59,19 +59,20 @@ def serve(descriptor: int) -> None:
         with open(setup.stacks, "w") as stacks:
             faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
             store = comm.reach_store(setup.port)
-            joined = ""
+            world = ""  # the world that this process has joined
             while True:
                 task: Task = loads(connection.recv_bytes())
-                reply = _answer(task, store, joined)
-                joined = task.world
+                reply = _run_task(task, store, world)
+                world = task.world
                 connection.send_bytes(reply)
     except (EOFError, ConnectionError):
         return  # the pool was closed
 
 
-def _answer(task: Task, store: TCPStore, joined: str) -> bytes:
+def _run_task(task: Task, store: TCPStore, world: str) -> bytes:
+    """Run a task after joining its world, unless this process is in it; return the pickled outcome."""
     try:
-        if task.world != joined:
+        if task.world != world:
             comm.leave()
             comm.join(task.rank, task.size, store, task.world)
         sys.path[:] = task.path
@@ -94,7 +95,7 @@ def _pickled(value: Any, rank: int) -> bytes:
 
 
 def _pickled_error(error: BaseException) -> bytes:
-    # The exception is pickled apart from its text: many cannot be pickled, others cannot be unpickled.
+    # The exception is pickled separately from its text: many cannot be pickled, others cannot be unpickled.
     raised = Raised(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
     try:
         exception = dumps(error)

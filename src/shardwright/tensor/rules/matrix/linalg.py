@@ -34,7 +34,8 @@ __all__: list[str] = []
 
 Terms = Sequence[Sequence[int]]
 
-# Each output is a term; "#" is one integer per matrix, independent of sharded columns; "-" is empty.
+# Operators of one matrix, by the matrix dimensions of the input and of each output. In place of an output, "#" is one
+# integer per matrix, which does not depend on sharded columns, and "-" an empty tensor.
 ONE_MATRIX = {
     "MM->MM": """cholesky linalg_cholesky cholesky_inverse linalg_inv inverse linalg_matrix_power matrix_power
     linalg_matrix_exp matrix_exp""",
@@ -51,7 +52,7 @@ ONE_MATRIX = {
     "MN->MK,K,KN": "svd linalg_svd",
     "MN->K": "linalg_svdvals",
 }
-# Right-hand sides are independent columns, and the operator is linear in them.
+# Solvers, with the index of the right-hand side: its columns are independent, and the operator is linear in them.
 SOLVES = {
     "cholesky_solve": ("Mk,MM->Mk", 0),
     "lu_solve": ("Mk,MM,M->Mk", 0),
@@ -59,14 +60,15 @@ SOLVES = {
 }
 
 
-def _core(term: str) -> list[Label]:
+def _matrix_labels(term: str) -> list[Label]:
+    """Return the label of each matrix dimension; None, never sharded, for upper-case letters."""
     return [None if letter.isupper() else letter for letter in term if letter != "#"]
 
 
 def batched(spec: str, operands: Sequence[Operand], terms: Terms | None = None) -> Strategies | None:
     """Return the strategies of an operator on batches of matrices; None if the operands are not matrices."""
     left, _, right = spec.partition("->")
-    cores = [_core(term) for term in left.split(",")]
+    cores = [_matrix_labels(term) for term in left.split(",")]
     if len(cores) != len(operands) or any(o.ndim < len(core) for o, core in zip(operands, cores, strict=True)):
         return None
     batches = [operand.shape[: operand.ndim - len(core)] for operand, core in zip(operands, cores, strict=True)]
@@ -74,16 +76,16 @@ def batched(spec: str, operands: Sequence[Operand], terms: Terms | None = None) 
     ins: list[Labels] = []
     for batch, core in zip(batches, cores, strict=True):
         first = len(shape) - len(batch)
-        own = [first + d if size == shape[first + d] else None for d, size in enumerate(batch)]
-        ins.append([*own, *core])
-    outs = [[] if term == "-" else [*range(len(shape)), *_core(term)] for term in right.split(",")]
+        batch_labels = [first + d if size == shape[first + d] else None for d, size in enumerate(batch)]
+        ins.append([*batch_labels, *core])
+    outs = [[] if term == "-" else [*range(len(shape)), *_matrix_labels(term)] for term in right.split(",")]
     at = index_strategies(operands, ins, outs, terms=terms, reduction="sum" if terms or "-" in right else None)
     replicated = {index for index, term in enumerate(right.split(",")) if term in ("#", "-")}
     return Strategies(_replicate_outputs(at, replicated) if replicated else at)
 
 
 def _replicate_outputs(at: Callable[[int], list[Strategy]], replicated: set[int]) -> Callable[[int], list[Strategy]]:
-    """Make outputs that do not depend on what a strategy shards or sums replicated."""
+    """Replicate these outputs where a strategy makes them partial: they do not depend on what it shards or sums."""
 
     def with_replicated(mesh_dim: int) -> list[Strategy]:
         return [
@@ -98,7 +100,7 @@ def _replicate_outputs(at: Callable[[int], list[Strategy]], replicated: set[int]
 
 
 def with_meta_shapes(dtypes: Sequence[torch.dtype | None]) -> Callable[[LocalContext], Local]:
-    """Return the same call for an operator without a meta kernel: on meta tensors it only gives shapes."""
+    """Return a local call for operators without a meta kernel: on meta tensors, it returns empty outputs."""
 
     def run(context: LocalContext) -> Local:
         shapes = [layout.local_shape(context.rank) for layout in context.outs]
@@ -115,11 +117,13 @@ def with_meta_shapes(dtypes: Sequence[torch.dtype | None]) -> Callable[[LocalCon
 
 
 def _by_keyword(kwargs: dict[str, Any]) -> bool:
-    """True if several tensors were passed by keyword: they are in the caller's order."""
+    """True if several tensors were passed by keyword: their order is the caller's, not that of the signature."""
     return len(operands_in(*kwargs.values())) > 1
 
 
-def _table(spec: str, terms: Terms | None = None) -> Callable[..., Strategies | None]:
+def _rule_for(spec: str, terms: Terms | None = None) -> Callable[..., Strategies | None]:
+    """Return the rule of an operator whose matrix dimensions are `spec`."""
+
     def find_strategies(*args: Any, **kwargs: Any) -> Strategies | None:
         return None if _by_keyword(kwargs) else batched(spec, operands_in(*args, *kwargs.values()), terms)
 
@@ -127,14 +131,17 @@ def _table(spec: str, terms: Terms | None = None) -> Callable[..., Strategies | 
 
 
 for _spec, _names in ONE_MATRIX.items():
-    rule(*_names.split())(_table(_spec))
+    rule(*_names.split())(_rule_for(_spec))
 for _name, (_spec, _linear) in SOLVES.items():
-    rule(_name)(_table(_spec, [[_linear]]))
-rule("triangular_solve")(_table("MN,MM->MN,MM"))
+    rule(_name)(_rule_for(_spec, [[_linear]]))
+rule("triangular_solve")(_rule_for("MN,MM->MN,MM"))
 
 
 def _connect_empty(context: LocalContext) -> Local | None:
-    """Some operators have no gradient for empty inputs in torch, and other ranks would wait for it: add a zero one."""
+    """Return a local call that adds a zero gradient to empty results.
+
+    Torch gives them none for these operators, and the other ranks would wait for this one in backward.
+    """
     if all(context.outs[0].local_shape(context.rank)):
         return None
 
@@ -159,6 +166,7 @@ def _householder(input: Operand, tau: Operand) -> Strategies | None:
 
 
 def _with_gradient(strategies: Strategies | None) -> Strategies | None:
+    """Return these strategies with a gradient for empty shards, see `_connect_empty`."""
     return None if strategies is None else replace(strategies, run=_connect_empty)
 
 
@@ -217,7 +225,7 @@ def _right_hand_side(matrix: Operand, other: Operand, left: bool) -> str:
 
 
 def _keep_columns(strategies: Strategies | None, matrix: Operand, other: Operand) -> Strategies | None:
-    """Keep columns from being taken for vectors: a shard of them may have the shape of one vector per matrix."""
+    """Keep torch from taking columns for vectors: a shard of columns may have the shape of one vector per matrix."""
     if strategies is None or matrix.ndim - 1 != other.ndim or _is_vector(matrix, other):
         return strategies
 
@@ -280,7 +288,7 @@ def _lstsq_with_driver(A: Any, B: Any, rcond: Any = None, *, driver: str | None 
 
 @rule("linalg_lstsq")
 def _lstsq(A: Operand, B: Operand, rcond: Any = None, *, driver: str | None = None) -> Strategies | None:  # noqa: N803  # torch's names
-    """Outputs depend on the driver, and for some drivers on the rank of all matrices: those fall back."""
+    """Return strategies for the outputs of this driver; None if they depend on the rank of all matrices."""
     del rcond
     if A.ndim < 2 or driver is None or (A.shape[-2] > A.shape[-1] and driver in ("gelsd", "gelss")):
         return None
@@ -316,14 +324,14 @@ def _pinv(*args: Any, **kwargs: Any) -> Strategies | None:
 
 
 def _with_tolerances(out: str, *args: Any, **kwargs: Any) -> Strategies | None:
-    """Tolerances may be tensors, one value per matrix."""
+    """Return the strategies of an operator whose tolerances may be tensors, one value per matrix."""
     operands = operands_in(*args, *kwargs.values())
     return batched(f"MN{',' * (len(operands) - 1)}->{out}", operands)
 
 
 @rule("linalg_vander", "vander")
 def _vander(x: Operand, N: int | None = None, increasing: bool = False) -> Strategies:  # noqa: N803  # torch's name
-    """As many powers as the global vector has elements, unless given."""
+    """Compute as many powers as the global vector has elements, unless `N` is given."""
     del increasing
     labels = list(range(x.ndim))
     powers = x.shape[-1] if N is None and x.ndim else N
@@ -344,7 +352,7 @@ def _tensorinv(A: Any, ind: int = 2) -> Any:  # noqa: N803  # torch's name
 
 @composite("linalg_tensorsolve")
 def _tensorsolve(A: Any, B: Any, dims: Any = None) -> Any:  # noqa: N803  # torch's names
-    """One linear system of a matrix and a vector."""
+    """Solve it as one linear system of a matrix and a vector."""
     matrix = A if dims is None else A.movedim(tuple(dims), tuple(range(A.ndim - len(dims), A.ndim)))
     shape = tuple(matrix.shape[B.ndim :])
     if prod(shape) != prod(B.shape):

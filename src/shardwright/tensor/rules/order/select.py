@@ -39,7 +39,7 @@ def sharded_by_rows(layout: Layout, dim: int = 0) -> Layout:
 
 
 def tag_rows(name: str, rows: Tensor, layout: Layout) -> Any:
-    """Tag the rows found on each rank, of a tensor sharded by rows, as one tensor."""
+    """Return one DTensor of the rows that each rank selected from a tensor sharded by rows. Ranks gather counts."""
     shards = shards_of(layout, 0)
     assert shards is not None
     counts = shards.counts(name, rows.shape[0], rows.device)
@@ -83,19 +83,22 @@ def _masked_select(input: Any, mask: Any) -> Any:
     shape = torch.broadcast_shapes(input.shape, mask.shape)  # type: ignore[no-untyped-call]  # untyped in torch
     if mask.dtype != torch.bool or not shape:
         return NotImplemented
-    both = [input.expand(shape), mask.expand(shape)]
-    leading = next((tensor for tensor in both if flat_shards_of(tensor._layout) is not None), None)
+    tensors = [input.expand(shape), mask.expand(shape)]
+    leading = next((tensor for tensor in tensors if flat_shards_of(tensor._layout) is not None), None)
     if leading is None:
         return NotImplemented
     layout = sharded_by_rows(leading._layout)
-    values, chosen = (redistributed("masked_select", tensor, layout) for tensor in both)
+    values, local_mask = (redistributed("masked_select", tensor, layout) for tensor in tensors)
     with no_torch_function():
-        rows = values.reshape(-1).clone() if values.is_meta else values.masked_select(chosen)
+        rows = values.reshape(-1).clone() if values.is_meta else values.masked_select(local_mask)
     return tag_rows("masked_select", rows, layout)
 
 
 def _unique(name: str, keeps_order: bool) -> Callable[..., Any]:
-    """`unique`: every rank removes its duplicates, then those of the gathered rest."""
+    """Return the composite of `unique` or `unique_consecutive`.
+
+    Every rank removes the duplicates of its shard, gathers the remaining rows of all ranks, and deduplicates those.
+    """
 
     def find(rows: Tensor, along: dict[str, int]) -> tuple[Tensor, Tensor, Tensor]:
         if rows.is_meta:  # upper bound, as if all were different
@@ -125,28 +128,30 @@ def _unique(name: str, keeps_order: bool) -> Callable[..., Any]:
         input = redistributed(name, input, layout)
         with no_torch_function():
             along = {} if dim is None else {"dim": shards.dim}
-            own, to_own, own_counts = find(input.detach(), along)
-            rows, sizes = shards.gather_uneven(name, own)
+            local_rows, to_local, local_counts = find(input.detach(), along)
+            rows, sizes = shards.gather_uneven(name, local_rows)
             unique_rows, to_unique, _ = find(rows, along)
-            everywhere = [REPLICATE] * layout.mesh.ndim
-            results = [tag(unique_rows, Layout(layout.mesh, everywhere, unique_rows.shape))]
+            replicated = [REPLICATE] * layout.mesh.ndim
+            results = [tag(unique_rows, Layout(layout.mesh, replicated, unique_rows.shape))]
             if inverse:
-                index = to_unique[sum(sizes[: shards.mine]) :][to_own] if own.numel() else to_own
-                spread = layout if dim is None else _row_layout(layout, shards.dim)
-                results.append(tag(index, spread))
+                index = to_unique[sum(sizes[: shards.mine]) :][to_local] if local_rows.numel() else to_local
+                index_layout = layout if dim is None else _row_layout(layout, shards.dim)
+                results.append(tag(index, index_layout))
             if counted:
-                all_counts, _ = shards.flat().gather_uneven(name, own_counts)
+                all_counts, _ = shards.flat().gather_uneven(name, local_counts)
                 total = torch.zeros(unique_rows.shape[shards.dim], dtype=all_counts.dtype, device=all_counts.device)
                 total = total.index_add(0, to_unique, all_counts)
-                results.append(tag(total, Layout(layout.mesh, everywhere, total.shape)))
+                results.append(tag(total, Layout(layout.mesh, replicated, total.shape)))
         return tuple(results) if len(results) > 1 else results[0]
 
     def compose(input: Any, *args: Any, **kwargs: Any) -> Any:
         names = ("return_inverse", "return_counts", "dim")
-        given = dict(zip(names if keeps_order else ("sorted", *names), args, strict=False)) | kwargs
+        arguments = dict(zip(names if keeps_order else ("sorted", *names), args, strict=False)) | kwargs
         if input._layout.is_partial:
             input = completed(name, input)
-        return unique(input, given.get("dim"), given.get("return_inverse", False), given.get("return_counts", False))
+        return unique(
+            input, arguments.get("dim"), arguments.get("return_inverse", False), arguments.get("return_counts", False)
+        )
 
     return compose
 
@@ -179,9 +184,9 @@ def _take(input: Operand, index: Operand) -> Strategies:
             source, index = list(args) + list(kwargs.values())
             check_range("take", index, count, allow_negative=True)
             inside, local_index = local_flat_index(index % count, region, input.shape)
-            # A zero for the elements of other ranks.
-            own = torch.cat([source.reshape(-1), source.new_zeros(1)])
-            return own.take(torch.where(inside, local_index, own.numel() - 1))
+            # The last element is the zero for elements of other ranks.
+            padded = torch.cat([source.reshape(-1), source.new_zeros(1)])
+            return padded.take(torch.where(inside, local_index, padded.numel() - 1))
 
         return local
 
@@ -192,7 +197,7 @@ def _take(input: Operand, index: Operand) -> Strategies:
 
 @rule("put")
 def _put(input: Operand, index: Operand, source: Operand, accumulate: bool = False) -> Strategies:
-    """Write the elements of this rank's shard."""
+    """Write at flat indices; a rank writes only the elements it holds."""
     target = list(range(input.ndim))
     count = torch.Size(input.shape).numel()
     same_shape = index.shape == source.shape
@@ -205,8 +210,8 @@ def _put(input: Operand, index: Operand, source: Operand, accumulate: bool = Fal
         region = context.ins[0].region(context.rank)
 
         def local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-            given: list[Any] = [*args, *kwargs.values()]
-            into, index, values = given[:3]
+            arguments: list[Any] = [*args, *kwargs.values()]
+            into, index, values = arguments[:3]
             check_range("put", index, count, allow_negative=True)
             inside, local_index = local_flat_index((index % count).reshape(-1), region, input.shape)
             if index.is_meta:

@@ -35,7 +35,7 @@ __all__: list[str] = []
 @final
 @dataclass(frozen=True, slots=True)
 class _Enlarged:
-    """Every input becomes `times` outputs, which depend on `neighbours` inputs on either side."""
+    """Reach of an enlarged dimension: an input gives `times` outputs, which use `neighbours` inputs on either side."""
 
     size: int
     times: int
@@ -47,11 +47,11 @@ class _Enlarged:
         return self.size * self.times
 
     def needed(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the inputs of these outputs, and their neighbours."""
+        """Return the range of inputs, neighbours included, that the outputs `start:stop` depend on."""
         return start // self.times - self.neighbours, (stop - 1) // self.times + 1 + self.neighbours
 
     def first_output(self, index: int) -> int:
-        """Assign outputs to the rank of their input."""
+        """Return the first output of this input: outputs are on the rank of their input."""
         return index * self.times
 
 
@@ -72,6 +72,7 @@ _REPLICATED = [name for name in _ANTIALIASED if hasattr(torch._C._nn, name)]
 def _resized(
     name: str, spatial: int, neighbours: int, corners: bool, halo: bool, input: Operand, *args: Any, **named: Any
 ) -> Strategies:
+    """Return the strategies of a resizing operator; with `halo`, also along enlarged spatial dimensions."""
     labels: Labels = [0, 1, *[None] * spatial]
     linear = input.dtype.is_floating_point or not neighbours  # integer results are rounded
     at = index_strategies([input], [labels], [labels], terms=[[0]] if linear else None, reduction=None)
@@ -93,10 +94,10 @@ def _resize_arguments(
     **scales: Any,
 ) -> tuple[Any, tuple[float | None, ...], bool]:
     """Return output sizes (or None), scales and align_corners, for every calling convention."""
-    given = list(rest)
-    if corners and given:
-        align_corners = given.pop(0)
-    positional = [*given, *scales.values()]
+    remaining = list(rest)
+    if corners and remaining:
+        align_corners = remaining.pop(0)
+    positional = [*remaining, *scales.values()]
     if len(positional) == 1 and isinstance(positional[0], list | tuple):
         scale_factors = positional[0]
     elif positional and scale_factors is None:
@@ -106,7 +107,7 @@ def _resize_arguments(
 
 
 def _enlarged(input: Operand, sizes: Any, scales: tuple[float | None, ...], neighbours: int) -> dict[int, Reach]:
-    """Return the dimensions that grow by an integer factor."""
+    """Return the reach of each dimension that grows by an integer factor."""
     reaches: dict[int, Reach] = {}
     if None in scales if sizes is None else len(sizes) != len(scales):
         return reaches  # torch raises the error
@@ -132,10 +133,10 @@ def _local(name: str, reaches: dict[int, Reach], options: Any, scales: Any, cont
         if is_empty:
             result: Tensor = empty_results(context, x)
             return result
-        wanted = list(context.outs[0].shape[2:])
+        output_size = list(context.outs[0].shape[2:])
         for dim in windows:
-            wanted[dim - 2] = x.shape[dim] * (context.outs[0].shape[dim] // source.shape[dim])
-        result = resize(x, wanted, *options, *scales)
+            output_size[dim - 2] = x.shape[dim] * (context.outs[0].shape[dim] // source.shape[dim])
+        result = resize(x, output_size, *options, *scales)
         for dim, window in windows.items():
             times = context.outs[0].shape[dim] // source.shape[dim]
             result = result.narrow(dim, window.out[0] - window.window[0] * times, window.out[1] - window.out[0])
@@ -167,6 +168,7 @@ def _grid_sampler(input: Operand, grid: Operand, *_: Any, **__: Any) -> Strategi
 
 @rule("affine_grid_generator")
 def _affine_grid(theta: Operand, size: Any, align_corners: bool) -> Strategies:
+    """Compute the grids of this rank's images: `theta` may be sharded along the batch."""
     strategies = index_strategies(
         [theta], [[0, None, None]], [[0, *[None] * (len(size) - 1)]], terms=[[0]], reduction=None
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwright.testing.programs.draft.draft import Draft, NoChoice
 
-__all__ = ["about_gradients", "backward", "checkpointed", "quiet", "user_function"]
+__all__ = ["backward", "checkpointed", "gradient_settings", "user_function", "without_grad"]
 
 
 def backward(d: Draft) -> object:
@@ -37,7 +37,7 @@ def backward(d: Draft) -> object:
     return d.try_step(f"{weighted}.backward({retain})", keep_refused=keep)
 
 
-def about_gradients(d: Draft) -> object:
+def gradient_settings(d: Draft) -> object:
     x = d.floating()
     value = d.value(x)
     leaf = value.is_leaf and value.requires_grad
@@ -86,7 +86,7 @@ def checkpointed(d: Draft) -> object:
     return d.assign(f"checkpoint(lambda x: F.linear(x, {weight}).sigmoid(), {x}, use_reentrant={mode})", exact=False)
 
 
-def quiet(d: Draft) -> object:
+def without_grad(d: Draft) -> object:
     """Compute without gradients, or in inference mode."""
     x = d.floating()
     mode = d.choice(("no_grad", "no_grad", "inference_mode"))

@@ -6,7 +6,7 @@ import torch
 
 from shardwright.testing.programs.draft.draft import NUMBERS, Draft, NoChoice
 
-__all__ = ["forget", "module", "optimizer", "read_number"]
+__all__ = ["delete_tensor", "module", "optimizer", "read_number"]
 
 
 def module(d: Draft) -> object:
@@ -83,7 +83,7 @@ def _stepped(d: Draft, name: str) -> object:
     return d.try_step(f"{name}.step()")
 
 
-def forget(d: Draft) -> object:
+def delete_tensor(d: Draft) -> object:
     if len(d.tensors()) < 5:
         raise NoChoice
     name = d.choice(d.tensors())

@@ -6,7 +6,7 @@ import torch
 
 from shardwright.testing.programs.draft.draft import NUMBERS, Draft, NoChoice
 
-__all__ = ["average", "embedding", "joined", "product_of_matrices", "reduction", "sorted_values"]
+__all__ = ["average", "concatenate", "embedding", "product_of_matrices", "reduction", "sorted_values"]
 
 
 def reduction(d: Draft) -> object:
@@ -90,7 +90,7 @@ def sorted_values(d: Draft) -> object:
     return d.assign(f"{x}.argsort({dim}, stable=True)", exact=True)
 
 
-def joined(d: Draft) -> object:
+def concatenate(d: Draft) -> object:
     x = d.pick(dims=(0, 3))
     value = d.value(x)
     candidates = [n for n in d.tensors() if d.value(n).shape == value.shape and d.value(n).dtype == value.dtype]

@@ -7,17 +7,17 @@ import torch
 from shardwright.testing.programs.draft.draft import NUMBERS, Draft, NoChoice, broadcasts
 
 __all__ = [
+    "binary",
     "cast",
     "comparison",
-    "copied",
+    "copy_or_detach",
     "logical",
     "new_leaf",
     "new_like",
+    "nonlinear",
     "norm_layer",
     "pointwise",
     "redistributed",
-    "smooth",
-    "two_operands",
 ]
 
 
@@ -52,7 +52,7 @@ def pointwise(d: Draft) -> object:
     return d.assign(text, exact=d.is_exact(x))
 
 
-def two_operands(d: Draft) -> object:
+def binary(d: Draft) -> object:
     x = d.pick(dtypes=NUMBERS)
     shape, dtype = d.value(x).shape, d.value(x).dtype
     try:
@@ -76,7 +76,7 @@ def two_operands(d: Draft) -> object:
     return d.assign(text, exact=exact)
 
 
-def smooth(d: Draft) -> object:
+def nonlinear(d: Draft) -> object:
     x = d.floating()
     value = d.value(x)
     dim = d.dim(value) if value.ndim else 0
@@ -131,7 +131,7 @@ def cast(d: Draft) -> object:
     return d.assign(text, exact=exact and (value.dtype is not torch.bfloat16))
 
 
-def copied(d: Draft, of: str | None = None) -> list[str]:
+def copy_or_detach(d: Draft, of: str | None = None) -> list[str]:
     x = of or d.pick()
     text = d.choice(
         (

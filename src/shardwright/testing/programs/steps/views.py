@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardwright.testing.programs.draft.draft import Draft, NoChoice
 
-__all__ = ["split_up", "strided", "view"]
+__all__ = ["split", "strided", "view"]
 
 
 def view(d: Draft, of: str | None = None) -> list[str]:
@@ -69,7 +69,7 @@ def strided(d: Draft) -> object:
     )
 
 
-def split_up(d: Draft, of: str | None = None) -> list[str]:
+def split(d: Draft, of: str | None = None) -> list[str]:
     x = of or d.pick(dims=(1, 4), full=True)
     value = d.value(x)
     dim = d.dim(value)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shardwright.testing.programs.draft.draft import NUMBERS, Draft, NoChoice, broadcasts
 from shardwright.testing.programs.steps.indexing import index_text, indexed
-from shardwright.testing.programs.steps.values import copied
-from shardwright.testing.programs.steps.views import split_up, view
+from shardwright.testing.programs.steps.values import copy_or_detach
+from shardwright.testing.programs.steps.views import split, view
 
 __all__ = ["reshape_in_place", "write", "write_at", "write_masked", "write_out", "write_tensor", "write_to_view"]
 
@@ -23,8 +23,8 @@ def write_to_view(d: Draft) -> object:
     """Take a view of a view, or what may be a copy of it, and write to one of them: the others show it, or do not."""
     names = [_target(d, lambda t: t.ndim > 0 and (not t.is_leaf or not t.requires_grad))]
     for _ in range(d.number(1, 3)):
-        kind = d.choice((view, view, indexed, copied, split_up))
-        if d.value(names[-1]).ndim or kind is copied:
+        kind = d.choice((view, view, indexed, copy_or_detach, split))
+        if d.value(names[-1]).ndim or kind is copy_or_detach:
             views = kind(d, names[-1])
             names += views[-1:]
     return write(d, d.choice(names))
