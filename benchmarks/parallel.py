@@ -237,7 +237,7 @@ def peak_bytes(loss: Callable[[int], Any]) -> int:
     """Return the most bytes of tensors that a forward and backward pass has at once, beside those before it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         loss(0).backward()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]  # set by the end of the profile
     live = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()

@@ -36,6 +36,7 @@ MAY_USE: dict[str, tuple[str, ...]] = {
         "comm",
         "errors",
         "layout",
+        "listing",
         "tensor.base",
     ),
     "tensor.gradients": (
