@@ -1,8 +1,10 @@
 """Train a tiny Llama with FSDP2: a script written for PyTorch, not for shardwright.
 
-`torchrun --nproc-per-node 2 fsdp2_script.py` runs it. The tests run it as it is, and with its import of FSDP2 changed to
-`shardwright`; nothing else differs.
+`torchrun --nproc-per-node 2 fsdp2_script.py` runs it. The tests run it as it is, and with its import of FSDP2 changed
+to `shardwright`; nothing else differs.
 """
+
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,7 @@ def build(mesh, policy, reshard, checkpointing, tied):
     fully_shard(model, **kwargs)
     assert isinstance(model, FSDPModule)
     layers = list(model.model.layers)
-    for layer, following in zip(layers, layers[1:], strict=False):
+    for layer, following in pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
     model.to_empty(device="cpu")
     for module in model.modules():
@@ -94,4 +96,4 @@ def main():
 
 
 if __name__ == "__main__":
-    print(main())
+    print(main())  # noqa: T201  # it is a script

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import tempfile
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -569,6 +571,19 @@ def test_a_factor_divides_sums_of_gradients():
     model.set_gradient_divide_factor(1.0)
     model(torch.ones(1, 4)).sum().backward()
     assert torch.equal(model.weight.grad.full_tensor(), torch.full((2, 4), float(world())))
+
+
+@on_ranks()
+def test_a_model_and_the_graph_of_a_forward_are_freed():
+    model = shard(make())
+    references = [weakref.ref(each) for each in (model, model.blocks[0], *model.parameters())]
+    loss = loss_of(model, batch(comm.rank(), 0))
+    loss.backward()
+    loss = torch.tanh(loss_of(model, batch(comm.rank(), 1)))
+    del model, loss
+    gc.collect()
+    gc.collect()  # what C++ held is garbage only now
+    assert [reference() is None for reference in references] == [True] * len(references)
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------

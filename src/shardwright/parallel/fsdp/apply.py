@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, MeshError, TensorError, UnsupportedError
 from shardwright.layout import Mesh, Placement, Replicate, Shard
 from shardwright.parallel.fsdp.binding import Binding, OwnerHooks, Slot
 from shardwright.parallel.fsdp.module import FSDPModule, binding_of, sharded_class
-from shardwright.parallel.units import MixedPrecisionPolicy, Schedule, Unit, split_along
+from shardwright.parallel.units import MixedPrecisionPolicy, Unit, unit_of
 from shardwright.tensor import DTensor, distribute_tensor
 
 __all__ = ["fully_shard"]
 
 M = TypeVar("M", bound=nn.Module | list[nn.Module])
 
-# The DTensor that replaced a parameter, and its unit: another module may hold the same parameter, tied.
+# Of a parameter that was replaced by a DTensor: the binding that has it, as a weak reference, and its index there.
+# Another module may hold the same parameter, tied.
 _replaced: Any = WeakTensorKeyDictionary()
-_owners: Any = WeakIdKeyDictionary()  # the hooks of modules that own parameters
+_HOOKS = "_shardwright_owner_hooks"  # an attribute of modules that own parameters
 
 
 def fully_shard(
@@ -78,8 +80,8 @@ def fully_shard(
     unit = _make_unit(found, placements, device_mesh, bound, precision, after_forward, device)
     binding = Binding(unit, found.slots, modules, precision, after_forward)
     binding.register_shards()
-    for original, parameter in zip(found.parameters, unit.parameters, strict=True):
-        _replaced[original] = parameter, binding
+    for index, original in enumerate(found.parameters):
+        _replaced[original] = ref(binding), index
     for slot, other in found.tied:
         other.slots.append(slot)
         other.register_shards()
@@ -209,10 +211,9 @@ def _find(modules: Sequence[nn.Module], ignored: set[int]) -> _Found:
                 if parameter is None or id(parameter) in ignored or (id(submodule), key) in taken:
                     continue
                 known = _replaced.get(parameter)
-                if known is not None:
-                    replacement, binding = known
-                    index = next(i for i, each in enumerate(binding.unit.parameters) if each is replacement)
-                    found.tied.append((Slot(submodule, key, index), binding))
+                other = None if known is None else known[0]()
+                if other is not None:
+                    found.tied.append((Slot(submodule, key, known[1]), other))
                     continue
                 if id(parameter) not in indices:
                     indices[id(parameter)] = len(found.parameters)
@@ -267,20 +268,15 @@ def _make_unit(
         known = {"_is_param", *parameter.__dict__}
         parameter.__dict__.update({key: value for key, value in original.__dict__.items() if key not in known})
         parameters.append(parameter)
-    sharded = mesh.ndim - 1
-    group = comm.group_along(mesh, sharded)
-    return Unit(
-        parameters,
-        [split_along(parameter.sharding, sharded) for parameter in parameters],
-        group,
-        replicas=comm.group_along(mesh, 0) if sharded else None,
-        precision=precision,
-        mean=True,
-        reshard_after_forward=after_forward is not False,
-        schedule=Schedule(),
-        number=comm.world().ledger.number_tensor(mesh),
-        names=found.names,
-    )
+    options: dict[str, Any] = {
+        "precision": precision,
+        "mean": True,
+        "reshard_after_forward": after_forward is not False,
+        "names": found.names,
+    }
+    if not parameters:  # a module without parameters of its own still begins and ends steps
+        return Unit([], [], comm.group_along(mesh, mesh.ndim - 1), **options)
+    return unit_of(parameters, mesh.ndim - 1, replicated=0 if mesh.ndim > 1 else None, **options)
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
@@ -299,9 +295,9 @@ def _hook_owners(binding: Binding, modules: Sequence[nn.Module], found: _Found) 
 
 
 def _hooks_of(module: nn.Module, binding: Binding) -> None:
-    hooks: OwnerHooks | None = _owners.get(module)
+    hooks: OwnerHooks | None = module.__dict__.get(_HOOKS)
     if hooks is None:
-        hooks = _owners[module] = OwnerHooks([])
+        hooks = module.__dict__[_HOOKS] = OwnerHooks([])
         hooks.register(module)
     if not any(each is binding for each in hooks.bindings):
         hooks.bindings.append(binding)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwright.errors import InPlaceError, TensorError
-from shardwright.parallel.units import MixedPrecisionPolicy, Unit, pack_gathered_parameters
+from shardwright.parallel.units import MixedPrecisionPolicy, PackGatheredParameters, Unit
 from shardwright.parallel.units.saved import packs_gathered_parameters
 from shardwright.parallel.units.schedule import in_backward
 from shardwright.tensor import DTensor
@@ -85,7 +85,7 @@ class Binding:
             self._enter()
             written = None
             try:
-                with pack_gathered_parameters():
+                with PackGatheredParameters():
                     yield
             finally:
                 self.unit.in_use -= 1
@@ -216,7 +216,7 @@ class OwnerHooks:
             if not binding.unit.in_use:
                 _enter(binding.gathered(module), entered)
         if not packs_gathered_parameters():
-            _enter(pack_gathered_parameters(), entered)
+            _enter(PackGatheredParameters(), entered)
 
     def after(self, *_: Any) -> None:
         """Release the units that `before` has gathered."""

@@ -7,17 +7,17 @@ saved tensors go to the hooks that were active before: those of activation check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, final
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
 from shardwright.errors import InPlaceError
 
-__all__ = ["SavedUnit", "forget_buffers", "pack_gathered_parameters", "packs_gathered_parameters", "remember_buffers"]
+__all__ = ["PackGatheredParameters", "SavedUnit", "forget_buffers", "packs_gathered_parameters", "remember_buffers"]
 
 _autograd = torch._C._autograd
 
@@ -59,7 +59,8 @@ class _Passed(NamedTuple):
     packed: Any
 
 
-_buffers: dict[int, tuple[SavedUnit, int, torch.dtype]] = {}  # by the address of the memory
+# By the address of the memory. A unit that is no longer used must not be kept alive by its buffers.
+_buffers: dict[int, tuple[ReferenceType[SavedUnit], int, torch.dtype]] = {}
 
 
 def remember_buffers(unit: SavedUnit, values: list[Tensor]) -> list[int]:
@@ -68,7 +69,7 @@ def remember_buffers(unit: SavedUnit, values: list[Tensor]) -> list[int]:
     for index, value in enumerate(values):
         if value.numel() and value.device.type != "meta":
             address = value.data_ptr()
-            _buffers[address] = unit, index, value.dtype
+            _buffers[address] = ref(unit), index, value.dtype
             addresses.append(address)
     return addresses
 
@@ -89,12 +90,15 @@ class _Hooks:
         if type(tensor) is Tensor and tensor.device.type != "meta" and _buffers:
             offset = int(tensor.storage_offset())
             found = _buffers.get(tensor.data_ptr() - offset * tensor.element_size())
-            if found is not None and found[2] is tensor.dtype:
-                unit, index, _ = found
+            unit = None if found is None else found[0]()
+            if found is not None and unit is not None and found[2] is tensor.dtype:
+                index = found[1]
                 return _View(unit, index, unit.mark(index), tensor.size(), tensor.stride(), offset)
         if self.outside is not None:
             return _Passed(self.outside[0](tensor))
-        return _Kept(tensor, 0 if tensor.is_inference() else tensor._version)
+        # An operator that saves its result gives the result itself, whose history would keep it alive.
+        kept = tensor.detach() if tensor.requires_grad else tensor
+        return _Kept(kept, 0 if kept.is_inference() else kept._version)
 
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _View):
@@ -112,28 +116,32 @@ class _Hooks:
         return kept.tensor
 
 
-@contextmanager
-def pack_gathered_parameters() -> Iterator[None]:
-    """Keep gathered parameters that autograd saves inside the context as references to their units.
+@final
+class PackGatheredParameters:
+    """The context in which gathered parameters that autograd saves are kept as references to their units.
 
-    >>> with pack_gathered_parameters():
-    ...     pass
+    >>> with PackGatheredParameters():
+    ...     packs_gathered_parameters()
+    True
     """
-    if packs_gathered_parameters():
-        yield
-        return
-    hooks = _Hooks(_autograd._top_saved_tensors_default_hooks(True))
-    _autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
-    try:
-        yield
-    finally:
-        _autograd._pop_saved_tensors_default_hooks()
+
+    __slots__ = ("_pushed",)
+
+    def __enter__(self) -> None:
+        self._pushed = not packs_gathered_parameters()
+        if self._pushed:
+            hooks = _Hooks(_autograd._top_saved_tensors_default_hooks(True))
+            _autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+
+    def __exit__(self, *_: object) -> None:
+        if self._pushed:
+            _autograd._pop_saved_tensors_default_hooks()
 
 
 def packs_gathered_parameters() -> bool:
-    """Return whether nothing is saved, or `pack_gathered_parameters` is the innermost of the saved-tensor hooks.
+    """Return whether nothing is saved, or `PackGatheredParameters` is the innermost of the saved-tensor hooks.
 
-    >>> with pack_gathered_parameters():
+    >>> with PackGatheredParameters():
     ...     packs_gathered_parameters()
     True
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any, final
 
@@ -14,7 +15,7 @@ from shardwright.errors import InPlaceError, TensorError
 from shardwright.parallel.units.functions import GatherParameters, share
 from shardwright.parallel.units.precision import MixedPrecisionPolicy
 from shardwright.parallel.units.reduction import Reduction, divisor, needs_gradient_now
-from shardwright.parallel.units.saved import forget_buffers, remember_buffers
+from shardwright.parallel.units.saved import PackGatheredParameters, forget_buffers, remember_buffers
 from shardwright.parallel.units.schedule import Schedule, Scheduled
 from shardwright.parallel.units.split import Split
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function
@@ -51,6 +52,7 @@ class Unit:
         group: comm.Group,
         *,
         replicas: comm.Group | None = None,
+        mesh_dims: frozenset[int] = frozenset((0,)),
         precision: MixedPrecisionPolicy | None = None,
         mean: bool = False,
         reshard_after_forward: bool = True,
@@ -62,6 +64,7 @@ class Unit:
         self.parameters: list[DTensorBase] = list(parameters)
         self.splits = tuple(splits)
         self.group, self.replicas = group, replicas
+        self._mesh_dims = mesh_dims
         self.precision = precision or MixedPrecisionPolicy()
         self.mean = mean
         self.divide_by: float | None = None  # what gradients are divided by, if not by the number of ranks
@@ -93,6 +96,15 @@ class Unit:
         made._pending = made._values = made._tensors = None
         made._marks, made._addresses, made._accumulated = [], [], {}
         return made
+
+    @property
+    def mesh_dims(self) -> frozenset[int]:
+        """The mesh dimensions of the parameters over which it gathers them, or sums their gradients."""
+        return self._mesh_dims
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Return a context in which autograd saves gathered parameters as references to their units."""
+        return PackGatheredParameters()
 
     # --- gathering --------------------------------------------------------------------------------------------------
 
