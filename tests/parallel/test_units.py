@@ -16,8 +16,10 @@ from shardwright.tensor.base.parameter_use import ParameterUse, set_parameter_us
 from shardwright.testing import run_ranks
 from tests.parallel.models import batch, loss_of, make, train_on_one_rank
 
+SHARDED = (sw.Shard(0),)
 
-def with_units(model, mesh, placements=(sw.Shard(0),), **options):
+
+def with_units(model, mesh, placements=SHARDED, **options):
     """Make every parameter a DTensor, and a unit of each block and of the rest."""
     tied = {}
     for module in model.modules():
@@ -31,9 +33,8 @@ def with_units(model, mesh, placements=(sw.Shard(0),), **options):
     rest = [parameter for parameter in model.parameters() if id(parameter) not in of_blocks]
     sharded = len(placements) - 1
     root = unit_of(rest, sharded, schedule=schedule, **options)
-    units = [root]
-    for block in model.blocks:
-        units.append(unit_of(list(block.parameters()), sharded, schedule=schedule, parent=root, **options))
+    options |= {"schedule": schedule, "parent": root}
+    units = [root, *(unit_of(list(block.parameters()), sharded, **options) for block in model.blocks)]
     for unit in units:
         for index, parameter in enumerate(unit.parameters):
             parameter.__dict__["_unit"] = unit, index
@@ -55,13 +56,14 @@ def test_operators_gather_through_units_and_reduce_once_per_unit(tied):
         units = with_units(model, mesh)
         reference = train_on_one_rank(make(tied=tied), comm.world().size, steps=3)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        counted, gathered, start = [], [], comm.start_all_gather_many
-        comm.start_all_gather_many = lambda *args: gathered.append(1) or start(*args)
+        counted, seen = [], []
+        starts = comm.start_all_gather_many, comm.start_reduce_scatter_many
+        comm.start_all_gather_many = lambda *args: seen.append("gather") or starts[0](*args)
+        comm.start_reduce_scatter_many = lambda *args, **kw: seen.append("reduce") or starts[1](*args, **kw)
         for number in range(3):
-            gathered.clear()
-            with comm.count() as traffic:
-                loss = step(model, mesh, [sw.Shard(0)], number)
-                loss.backward()
+            seen.clear()
+            loss = step(model, mesh, [sw.Shard(0)], number)
+            loss.backward()
             for name, parameter in model.named_parameters():
                 torch.testing.assert_close(
                     parameter.grad.full_tensor(), reference[number][2][name], rtol=0, atol=1e-9, msg=name
@@ -71,8 +73,8 @@ def test_operators_gather_through_units_and_reduce_once_per_unit(tied):
             optimizer.step()
             optimizer.zero_grad()
             assert not any(unit.is_gathered for unit in units)
-            counted.append((len(gathered), traffic.calls["reduce_scatter"]))
-        comm.start_all_gather_many = start
+            counted.append((seen.count("gather"), seen.count("reduce")))
+        comm.start_all_gather_many, comm.start_reduce_scatter_many = starts
         return counted
 
     for counted in run_ranks(2, body):
@@ -108,9 +110,10 @@ def test_a_split_over_the_inner_of_two_mesh_dimensions_and_one_that_is_not_conse
 
 
 def test_parameters_of_a_unit_are_on_one_mesh():
+    one, other = sw.Mesh((1,)), sw.Mesh((1, 1))
     weights = [
-        sw.ones(2, mesh=sw.Mesh(shape), placements=[sw.Shard(0), *[sw.Replicate()] * (len(shape) - 1)])
-        for shape in ((1,), (1, 1))
+        sw.ones(2, mesh=one, placements=[sw.Shard(0)]),
+        sw.ones(2, mesh=other, placements=[sw.Shard(0), sw.Replicate()]),
     ]
     with pytest.raises(MeshMismatchError, match="all on one mesh, got"):
         unit_of(weights, 0)
