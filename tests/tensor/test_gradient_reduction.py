@@ -138,6 +138,16 @@ def test_parameter_written_through_data_before_backward_is_refused_in_backward()
 
 
 @on_ranks(2, timeout=30)
+def test_a_swapped_parameter_is_gathered_again() -> None:
+    p, q = (nn.Parameter(spread(torch.full((4, 4), value), Shard(0))) for value in (1.0, 2.0))
+    x = spread(torch.ones(4, 4), Shard(0))
+    assert (x @ p).sum().item() == 64  # a forward pass without a backward one
+    torch.utils.swap_tensors(p, q)
+    assert (x @ p).sum().item() == 128
+    assert (x @ q).sum().item() == 64
+
+
+@on_ranks(2, timeout=30)
 def test_autograd_grad_keeps_no_gathered_parameter() -> None:
     p = nn.Parameter(spread(torch.ones(4, 4), Shard(0)))
     x = spread(torch.ones(4, 4), Shard(0)).requires_grad_()

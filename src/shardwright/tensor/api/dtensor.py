@@ -27,7 +27,7 @@ from shardwright.tensor.dispatch.cache import torch_function
 from shardwright.tensor.dispatch.dispatcher import PASS_FUNCTIONS, intercept
 from shardwright.tensor.dispatch.execute import call_known
 from shardwright.tensor.gradients import engine
-from shardwright.tensor.gradients.enter import forget_entered
+from shardwright.tensor.gradients.enter import forget_entered, forget_parameters
 
 __all__ = ["DTensor"]
 
@@ -417,7 +417,7 @@ class DTensor(DTensorBase):
     @property
     def data(self) -> DTensor:
         self._untracked = True  # writes to it do not raise this tensor's version counter
-        forget_entered()
+        forget_parameters()
         data: DTensor = tag(data_of(self), self._layout)
         copy_strides(data, self)
         copy_use(data, self)

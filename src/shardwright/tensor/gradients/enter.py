@@ -32,6 +32,7 @@ from shardwright.tensor.redistribute.cast import cast_and_redistribute
 __all__ = [
     "defer_gradient_reduction",
     "forget_entered",
+    "forget_parameters",
     "prepare_cast_operand",
     "prepare_operand",
     "reduce_immediately",
@@ -42,7 +43,7 @@ MAX_ENTERED = 8192
 
 class _Shared(NamedTuple):
     result: Tensor
-    version: int
+    version: tuple[int, int]  # that of autograd, and the address of the C++ object, which `swap_tensors` replaces
     owner: DTensorBase  # keeps its id, which is the key, from being reused
 
 
@@ -97,7 +98,7 @@ def _enter(tensor: DTensorBase, source: Layout, target: Layout, dtype: torch.dty
         return EnterParameter.apply(tensor, source, target, dtype)  # type: ignore[no-untyped-call, no-any-return]  # as below
     key = (id(tensor), target, dtype)
     known = _shared.get(key)
-    version = tensor._version
+    version = tensor._version, tensor._cdata
     if known is not None and known.owner is tensor and known.version == version and "_untracked" not in tensor.__dict__:
         return known.result
     result: Tensor = EnterParameter.apply(tensor, source, target, dtype)  # type: ignore[no-untyped-call]  # torch's is untyped
@@ -115,9 +116,14 @@ def _saving_is_hooked() -> bool:
 
 
 def forget_entered() -> None:
-    """Drop the shared results, because the step is over or a parameter was replaced."""
+    """Drop the shared results, because the step is over or a tensor got other memory."""
     _shared.clear()
     forget_shared()
+
+
+def forget_parameters() -> None:
+    """Drop the shared results of parameters, whose versions do not count writes through `.data`."""
+    _shared.clear()
 
 
 @contextmanager
