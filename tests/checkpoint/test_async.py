@@ -201,7 +201,7 @@ def test_the_next_save_waits_until_staging_buffers_are_free(tmp_path: Path) -> N
     checkpoint.release_buffers()
     gate = Gate()
     state = {"w": torch.ones(MIB)}
-    made = staging.buffers.made
+    allocations = staging.buffers.allocations
     first = checkpoint.async_save(state, LocalStorage(tmp_path / "1", gate))
     started: list[checkpoint.AsyncSave] = []
     second = threading.Thread(target=lambda: started.append(checkpoint.async_save(state, tmp_path / "2")))
@@ -215,7 +215,7 @@ def test_the_next_save_waits_until_staging_buffers_are_free(tmp_path: Path) -> N
     second.join(30)
     started[0].wait()
     first.wait()
-    assert staging.buffers.made == made + 1
+    assert staging.buffers.allocations == allocations + 1
     assert staging.buffers.kept == 4 * MIB
 
 
@@ -223,14 +223,14 @@ def test_a_second_save_allocates_its_own_buffers_if_memory_allows(tmp_path: Path
     checkpoint.release_buffers()
     gate = Gate()
     state = {"w": torch.ones(MIB)}
-    made = staging.buffers.made
+    allocations = staging.buffers.allocations
     first = checkpoint.async_save(state, LocalStorage(tmp_path / "1", gate))
     second = checkpoint.async_save(state, tmp_path / "2", memory=8 * MIB)
     assert not first.done()
     gate.opened.set()
     second.wait()
     assert first.done()  # they are written in order
-    assert staging.buffers.made == made + 2
+    assert staging.buffers.allocations == allocations + 2
     checkpoint.release_buffers()
     assert staging.buffers.kept == 0
 

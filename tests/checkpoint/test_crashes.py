@@ -309,7 +309,9 @@ def unlink_before_the_folder_is_flushed(events: list[Event]) -> list[Event]:
 
 def write_after_flush(events: list[Event]) -> list[Event]:
     """The header, which comes last, after the flush of its file."""
-    place = next(n for n, event in enumerate(events) if isinstance(event[0], Flush) and isinstance(event[0].what, int))
+    place = next(
+        n for n, event in enumerate(events) if isinstance(event[0], Flush) and isinstance(event[0].target, int)
+    )
     assert isinstance(events[place - 1][0], Write)
     return [*events[: place - 1], events[place], events[place - 1], *events[place + 1 :]]
 
@@ -344,7 +346,7 @@ def test_omitting_any_flush_of_a_first_save_is_detected(first_save, ram):
 def test_omitting_any_flush_of_a_replacement_is_detected(replacement, ram):
     start, events = replacement
     places = flushes(events)
-    assert [events[place][0].what for place in places if isinstance(events[place][0].what, str)] == [
+    assert [events[place][0].target for place in places if isinstance(events[place][0].target, str)] == [
         "runs",
         PLACE,
         PLACE,

@@ -68,11 +68,11 @@ def test_kernels_launched_before_async_save_are_included(tmp_path: Path) -> None
 
 def test_staging_buffers_are_pinned_sized_to_the_state_and_reused(tmp_path: Path) -> None:
     checkpoint.release_buffers()
-    made = staging.buffers.made
+    allocations = staging.buffers.allocations
     state = {"w": torch.rand(5 * MIB, device="cuda")}
     for attempt in range(3):
         checkpoint.async_save(state, tmp_path / str(attempt)).wait()
-    assert staging.buffers.made == made + 1
+    assert staging.buffers.allocations == allocations + 1
     assert staging.buffers.kept == 20 * MIB
     buffer = staging.buffers.take(MIB, MIB, pinned=True)
     assert buffer.tensor.is_pinned()

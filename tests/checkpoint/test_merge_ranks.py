@@ -67,14 +67,14 @@ def rebuilt(merged: Merged) -> Any:
     return build(merged.tree, tensor, {}, rank=0)
 
 
-def said(state: Any, ranks: tuple[int, ...] = (0,)) -> StateDescription:
+def described(state: Any, ranks: tuple[int, ...] = (0,)) -> StateDescription:
     return describe(flatten(state, comm.world()), ranks)
 
 
 def merged(states: Mapping[tuple[int, ...], Any], ranks: tuple[int, ...] | None = None) -> Merged:
-    """States as these ranks say them, merged."""
+    """Merge the states of these ranks."""
     everyone = ranks or tuple(sorted(rank for some in states for rank in some))
-    return merge([(some, said(state)) for some, state in states.items()], everyone)
+    return merge([(some, described(state)) for some, state in states.items()], everyone)
 
 
 @given(STATES)
@@ -113,7 +113,7 @@ def _shuffled(state: Any, draw: Callable[..., Any]) -> Any:
 @given(parted())
 def test_parts_of_a_state_merge_to_the_state(made: tuple[Any, list[Any]]) -> None:
     state, parts = made
-    result = merge([((rank,), said(part)) for rank, part in enumerate(parts)], (0, 1, 2))
+    result = merge([((rank,), described(part)) for rank, part in enumerate(parts)], (0, 1, 2))
     assert shown(rebuilt(result)) == shown(state)
     assert len(set(result.table.names)) == len(result.table.names)
     # Every rank finds its own tensors: the row it is given has their dtype, shape, and it among the holders.
@@ -128,8 +128,8 @@ def test_parts_of_a_state_merge_to_the_state(made: tuple[Any, list[Any]]) -> Non
 @given(parted(), st.permutations(range(3)))
 def test_merging_does_not_depend_on_the_order_of_ranks(made: tuple[Any, list[Any]], order: list[int]) -> None:
     _, parts = made
-    one = merge([((rank,), said(parts[rank])) for rank in range(3)], (0, 1, 2))
-    other = merge([((rank,), said(parts[rank])) for rank in order], (0, 1, 2))
+    one = merge([((rank,), described(parts[rank])) for rank in range(3)], (0, 1, 2))
+    other = merge([((rank,), described(parts[rank])) for rank in order], (0, 1, 2))
     assert shown(rebuilt(one)) == shown(rebuilt(other))
     assert sorted(one.table.dtypes) == sorted(other.table.dtypes)
 
@@ -184,30 +184,32 @@ def tied(*names: str) -> dict[str, torch.Tensor]:
     return dict.fromkeys(names, one)
 
 
-def apart(*names: str) -> dict[str, torch.Tensor]:
+def separate(*names: str) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(3) for name in names}
 
 
 def test_names_are_merged_into_one_tensor_if_they_are_tied_on_all_holders() -> None:
     assert len(merged({(0, 1): tied("a", "b")}).table) == 1
     assert len(merged({(0,): tied("a", "b") | {"x": 1}, (1,): tied("b", "a")}).table) == 1
-    assert len(merged({(0,): tied("a", "b"), (1,): apart("a", "b")}).table) == 2
+    assert len(merged({(0,): tied("a", "b"), (1,): separate("a", "b")}).table) == 2
     # Of three, two are tied everywhere.
-    assert len(merged({(0,): tied("a", "b", "c"), (1,): tied("a", "b") | apart("c")}).table) == 2
+    assert len(merged({(0,): tied("a", "b", "c"), (1,): tied("a", "b") | separate("c")}).table) == 2
     # One that another rank has alone is another tensor: not all of its holders hold both.
-    assert len(merged({(0,): tied("a", "b"), (1,): apart("a")}).table) == 2
+    assert len(merged({(0,): tied("a", "b"), (1,): separate("a")}).table) == 2
 
 
-def silent(what: StateDescription) -> StateDescription:
+def without_shards(description: StateDescription) -> StateDescription:
     """The same from a rank that holds nothing of its tensors."""
-    return what._replace(unsure=list(range(len(what.same))))
+    return description._replace(unsure=list(range(len(description.aliases))))
 
 
 def test_ranks_without_a_shard_do_not_decide_about_ties() -> None:
-    result = merge([((0,), said(tied("a", "b"))), ((1,), silent(said(apart("a", "b"))))], (0, 1))
+    result = merge([((0,), described(tied("a", "b"))), ((1,), without_shards(described(separate("a", "b"))))], (0, 1))
     assert len(result.table) == 1
     assert result.numbers == [[0, 0], [0, 0]]
-    result = merge([((0,), silent(said(apart("a", "b")))), ((1,), said(apart("a", "b")))], (0, 1))
+    result = merge(
+        [((0,), without_shards(described(separate("a", "b")))), ((1,), described(separate("a", "b")))], (0, 1)
+    )
     assert len(result.table) == 2
 
 
@@ -222,7 +224,9 @@ def test_per_rank_tensors_are_named_by_rank() -> None:
     states = [{"r": [PerRank({"n": rank, "t": torch.zeros(rank)})], "x": 1} for rank in range(3)]
     states[1]["only"] = PerRank(tied("a", "b"))  # what one rank alone has
     result = merge(
-        [((0, 2), said(states[0])), ((1,), said(states[1]))], (0, 1, 2), {n: own(s) for n, s in enumerate(states)}
+        [((0, 2), described(states[0])), ((1,), described(states[1]))],
+        (0, 1, 2),
+        {n: own(s) for n, s in enumerate(states)},
     )
     assert result.table.names == ("r.0.t.rank0", "r.0.t.rank1", "only.a.rank1", "r.0.t.rank2")
     assert result.own_numbers == {0: [[0]], 1: [[1], [2, 2]], 2: [[3]]}
@@ -281,7 +285,7 @@ def test_ranks_without_shards_describe_tensors_like_the_others() -> None:
         return describe(flatten({"a": short, "tied": short, "table": table, "also": table}, group), group.ranks)
 
     one, *others = run_ranks(3, work)
-    assert one.same == [0, 0, 2, 2]
+    assert one.aliases == [0, 0, 2, 2]
     assert others == [one, one]
 
 

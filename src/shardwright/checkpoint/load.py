@@ -132,7 +132,7 @@ class LoadOperation:
             self._current.manifest.tensors,
             self._request,
             faults=self._faults,
-            created=self._completer.made,
+            created=self._completer.new_values,
         )
         match = self._match
         self._read = CollectiveRead(files, match.tensors, self._request, self._current.hosts)

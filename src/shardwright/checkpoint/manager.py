@@ -372,14 +372,14 @@ class CheckpointManager:
             yield
 
     def _load_with_fallback(
-        self, state: Any, step: int, left: Mapping[int, str], options: Mapping[str, Any], fallback: Fallback
+        self, state: Any, step: int, versions: Mapping[int, str], options: Mapping[str, Any], fallback: Fallback
     ) -> None:
         """Load a step; if it is corrupted, none of it may remain in the state when an older one is loaded next.
 
         If names that are not stored are an error (`on_missing`), any older step overwrites all of it.
         """
         if options["on_missing"] != "raise":
-            older = [other for other in left if other < step]
+            older = [other for other in versions if other < step]
             if self._on_first_rank("restore: names", lambda: fallback.must_verify(step, older), bool):
                 self._verify(step)
         try:

@@ -100,7 +100,7 @@ def assemble(descriptions: Sequence[LocalDescription]) -> ShardedTensorMetadata:
     faults = [description.fault for description in descriptions if description.fault is not None]
     if faults:
         raise ShardError(join_first(faults, 8, "; "))
-    _same("the global size", [(description.rank, description.size) for description in descriptions])
+    _check_same("the global size", [(description.rank, description.size) for description in descriptions])
     with_shards = [description for description in descriptions if description.properties is not None]
     if not with_shards:
         raise ShardError(f"no rank holds a shard of a tensor of size {descriptions[0].size}: its dtype is unknown")
@@ -108,7 +108,7 @@ def assemble(descriptions: Sequence[LocalDescription]) -> ShardedTensorMetadata:
     sure = [description for description in with_shards if not description.either] or with_shards[:1]
     for name in ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"):
         deciding = sure if name == "memory_format" else with_shards
-        _same(
+        _check_same(
             name,
             [
                 (description.rank, description.properties[name])
@@ -138,7 +138,7 @@ def _distinct(descriptions: Sequence[LocalDescription]) -> list[ShardMetadata]:
     return shards
 
 
-def _same(what: str, values: Sequence[tuple[int, Any]]) -> None:
+def _check_same(what: str, values: Sequence[tuple[int, Any]]) -> None:
     first, value = values[0]
     for rank, other in values[1:]:
         if other != value:

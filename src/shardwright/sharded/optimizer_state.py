@@ -64,8 +64,8 @@ def import_state(
             raise ShardError("load_state_dict of a ShardedOptimizer: " + "; ".join(faults))
         # All ranks must load the same keys and agree on which of them are resharded.
         keys = {
-            name: [(key, _action(value, named[name])) for key, value in sorted(each.items())]
-            for name, each in sorted(state_dict["state"].items())
+            name: [(key, _action(value, named[name])) for key, value in sorted(entries.items())]
+            for name, entries in sorted(state_dict["state"].items())
         }
         return None, f"state of {len(keys)} parameters ({hashlib.blake2b(repr(keys).encode()).hexdigest()[:16]})"
 

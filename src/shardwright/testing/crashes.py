@@ -71,7 +71,7 @@ class Remove:
 class Flush:
     """A flush of a file, by its number, or of a directory, by its path."""
 
-    what: int | str
+    target: int | str
 
 
 Event: TypeAlias = tuple[Write | Link | Remove | Flush, ...]
@@ -215,11 +215,11 @@ class CrashModel:
                     self._parent(change.path).pending.append(change)
                 case Remove():
                     self._parent(change.path).pending.append(change)
-                case Flush(what=int(number)):
+                case Flush(target=int(number)):
                     file = self._files[number]
                     assert isinstance(file, _File)  # as it was recorded
                     file.data, file.pending = _written(file.data, [(write, "all") for write in file.pending]), []
-                case Flush(what=str(path)):
+                case Flush(target=str(path)):
                     folder = self._files[self._folders[path]]
                     assert isinstance(folder, _Folder)  # as it was recorded
                     folder.names, folder.pending = _changed(folder.names, folder.pending), []

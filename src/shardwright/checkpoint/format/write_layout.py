@@ -63,9 +63,9 @@ class FilePlan:
     @cached_property
     def first_chunks(self) -> list[int]:
         """The first chunk of every tensor of the table: -1 if the tensor is not in the file."""
-        found = np.full(len(self.table), -1, np.int64)
-        found[self.tensors[::-1]] = np.arange(len(self.tensors))[::-1]
-        chunks: list[int] = found.tolist()
+        first = np.full(len(self.table), -1, np.int64)
+        first[self.tensors[::-1]] = np.arange(len(self.tensors))[::-1]
+        chunks: list[int] = first.tolist()
         return chunks
 
     @cached_property

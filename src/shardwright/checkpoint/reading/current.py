@@ -34,10 +34,10 @@ class Current(NamedTuple):
 
 
 class _View(NamedTuple):
-    """What a rank sees: the save, the storage, its directory, and the rank's host."""
+    """The checkpoint that a rank sees: the save, the storage, its directory; and the rank's host."""
 
     save_id: str
-    where: str
+    storage: str
     folder: str
     host: str
 
@@ -124,7 +124,8 @@ def _same_on_ranks(locate: Callable[[], Storage], group: comm.Group) -> Current:
             break  # different directories, and none of them is being replaced
         time.sleep(min(_MAX_PAUSE, 0.001 * 2 ** min(attempt, 10)))
     listed = [
-        f"rank {rank} reads save {view.save_id} of {view.where}" for rank, view in zip(group.ranks, views, strict=True)
+        f"rank {rank} reads save {view.save_id} of {view.storage}"
+        for rank, view in zip(group.ranks, views, strict=True)
     ]
     raise CheckpointError(
         f"ranks read different checkpoints, but load needs one: {join_first(listed, _MAX_LISTED, '; ')}. Give all "

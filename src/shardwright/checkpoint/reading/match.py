@@ -212,7 +212,7 @@ class _Index:
         return indices
 
     @cached_property
-    def _taken(self) -> set[int]:
+    def _matched_by_path(self) -> set[int]:
         """The entries that a node matches by key path."""
         return {at for node, *_ in self._nodes if (at := self._with_keys(node.keys)) is not None}
 
@@ -222,7 +222,7 @@ class _Index:
         if index is not None:
             return index
         named = self._by_name.get(node.name)
-        return None if named == -1 or named in self._taken else named
+        return None if named == -1 or named in self._matched_by_path else named
 
     def _with_keys(self, keys: Keys) -> int | None:
         index = self._by_keys.get(keys)

@@ -80,14 +80,14 @@ class StateCompleter:
     """Completes an object's state dict, as `flatten` found it, with entries that exist only in the checkpoint.
 
     These are the state of an optimizer that has not stepped, and what any other object except a module lacks. Only
-    names that `only` selects are created. `made` has the tensors that were created without contents: they must be
+    names that `only` selects are created. `new_values` has the tensors that were created without contents: they must be
     filled. `created` has the indices of stored entries that were created for objects other than optimizers.
     """
 
     def __init__(
         self, stored: Sequence[StoredEntry], table: TensorTable, only: str | Sequence[str] | None = None
     ) -> None:
-        self._table, self.made = table, _Created()
+        self._table, self.new_values = table, _Created()
         self.created: set[int] = set()
         self._indices = {id(entry): index for index, entry in enumerate(stored)}
         patterns = patterns_of(only)
@@ -117,9 +117,9 @@ class StateCompleter:
             if key not in optimizer_state:
                 new.setdefault(key, []).append(relative)
         for key, entries in new.items():
-            made = value_of(build_tree(entries), partial(self._make_like, parameters[key]))
-            if made is not ABSENT:
-                optimizer_state[key] = made
+            value_for_key = value_of(build_tree(entries), partial(self._make_like, parameters[key]))
+            if value_for_key is not ABSENT:
+                optimizer_state[key] = value_for_key
         return {**state, "state": optimizer_state}
 
     def _make_plain(self, entry: StoredEntry, depth: int) -> Any:
@@ -131,7 +131,7 @@ class StateCompleter:
         if not isinstance(content, StoredTensor):
             return plain(content.value)
         tensor = torch.empty(self._table.shape(content.number), dtype=self._dtype(content))
-        return self.made.keep(tensor.numpy() if content.is_array else tensor)
+        return self.new_values.keep(tensor.numpy() if content.is_array else tensor)
 
     def _dtype(self, stored: StoredTensor) -> torch.dtype:
         return DTYPES[self._table.dtypes[stored.number]]
@@ -143,9 +143,11 @@ class StateCompleter:
         if not isinstance(content, StoredTensor):
             return plain(content.value)
         if content.is_array:
-            return self.made.keep(torch.empty(self._table.shape(content.number), dtype=self._dtype(content)).numpy())
+            return self.new_values.keep(
+                torch.empty(self._table.shape(content.number), dtype=self._dtype(content)).numpy()
+            )
         is_step = depth == 1 and entry.path[-1:] == ("step",)
-        return self.made.keep(_empty_for(parameter, is_step, content.number, self._table))
+        return self.new_values.keep(_empty_for(parameter, is_step, content.number, self._table))
 
 
 @final

@@ -131,21 +131,21 @@ def _add_missing(present: Any, tree: StoredTree, make: Make) -> Any:
         value = _add_missing(present.value, tree, lambda entry, depth: make(entry._replace(of_rank=False), depth))
         return present if value is present.value else PerRank(value)
     if present is ABSENT or (present is None and not _is_value(tree)):
-        made = value_of(tree, make)
-        return present if made is ABSENT else made
+        created = value_of(tree, make)
+        return present if created is ABSENT else created
     if tree.leaf is not None:
         is_emptied = isinstance(present, list) and _is_empty(tree.leaf.entry)
         if is_emptied and present:
-            made = value_of(tree, make)
-            return present if made is ABSENT else made
+            created = value_of(tree, make)
+            return present if created is ABSENT else created
         return present
     if isinstance(present, Mapping) and tree.kind == "d":
         return _add_to_mapping(present, tree, make)
     if isinstance(present, list | tuple) and tree.kind == ("t" if isinstance(present, tuple) else "l"):
         return _add_to_sequence(present, tree, make)
     if isinstance(present, Mapping | list | tuple) and not present:
-        made = value_of(tree, make)
-        return present if made is ABSENT else made
+        created = value_of(tree, make)
+        return present if created is ABSENT else created
     return present
 
 

@@ -236,18 +236,18 @@ class _Walk:
                     "only those would be stored; pass np.asarray(...) of it, and store the rest separately"
                 )
             return self._leaf(value, value, name, keys, is_array=True)
-        ours = to_ours(value)
-        if self._of_one_rank and isinstance(ours, DTensor | ShardedTensor):
+        converted = to_ours(value)
+        if self._of_one_rank and isinstance(converted, DTensor | ShardedTensor):
             raise StateError(f"{name}: a {type(value).__name__} in a PerRank; it belongs to several ranks, not to one")
-        if isinstance(ours, ShardedTensor):
-            self._flat.sharded[len(self._flat.leaves)] = ours
-            self._flat.is_nested |= is_nested(ours)
-        return self._leaf(ours, value, name, keys)
+        if isinstance(converted, ShardedTensor):
+            self._flat.sharded[len(self._flat.leaves)] = converted
+            self._flat.is_nested |= is_nested(converted)
+        return self._leaf(converted, value, name, keys)
 
-    def _leaf(self, ours: Any, value: Any, name: str, keys: Keys, is_array: bool = False) -> TensorNode:
+    def _leaf(self, converted: Any, value: Any, name: str, keys: Keys, is_array: bool = False) -> TensorNode:
         leaves = self._flat.leaves
         node = TensorNode(len(leaves), is_array, value, name, keys)
-        leaves.append(leaf_of(ours, name or "the state", self._group, self._known))
+        leaves.append(leaf_of(converted, name or "the state", self._group, self._known))
         self._flat.names.append(name)
         return node
 

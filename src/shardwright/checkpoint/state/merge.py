@@ -28,8 +28,8 @@ class StateDescription(NamedTuple):
     """A rank's description of its state: the tree, and the name, dtype, itemsize, sharding and memory of each leaf.
 
     A sharding is encoded as in a manifest, or as `[None, shape]` for a plain tensor, which every rank that has it holds
-    in full. `same` has, for each leaf, the index of the first leaf with the same memory (possibly itself). `unsure` has
-    the leaves of which the rank holds nothing: it cannot tell whether they share memory.
+    in full. `aliases` has, for each leaf, the index of the first leaf with the same memory (possibly itself). `unsure`
+    has the leaves of which the rank holds nothing: it cannot tell whether they share memory.
     """
 
     tree: Any
@@ -37,7 +37,7 @@ class StateDescription(NamedTuple):
     dtypes: list[str]
     itemsizes: list[int]
     shardings: list[Any]
-    same: list[int]
+    aliases: list[int]
     unsure: list[int] = []  # noqa: RUF012  never changed
 
 
@@ -132,7 +132,7 @@ class _Merge:
         self._parts, self._ranks = parts, ranks
         self._slots: list[_Slot] = []
         self._rows: list[tuple[str, str, int, Sharding]] = []
-        self._taken: dict[str, int] = {"__metadata__": 1}  # the only reserved name in a safetensors file
+        self._name_counts: dict[str, int] = {"__metadata__": 1}  # the only reserved name in a safetensors file
         self._by_object: dict[tuple[int, tuple[int, ...]], tuple[Sharding, list[int]]] = {}
         self._by_text: dict[str, tuple[Sharding, list[int]]] = {}
         self._differ: list[str] = []
@@ -167,7 +167,7 @@ class _Merge:
                 description.dtypes,
                 description.itemsizes,
                 description.shardings,
-                description.same,
+                description.aliases,
                 strict=True,
             )
         ):
@@ -253,7 +253,7 @@ class _Merge:
         for slot in self._slots:
             dtype, itemsize, sharding = self._agreed_tensor(slot)
             classes = {
-                part: self._parts[part][1].same[leaf]
+                part: self._parts[part][1].aliases[leaf]
                 for part, leaf in slot.leaves.items()
                 if leaf not in self._unsure[part]
             }
@@ -316,10 +316,10 @@ class _Merge:
         return sharding, sorted(set(members) - holders)
 
     def _unique(self, name: str) -> str:
-        while (count := self._taken.get(name, 0)) > 0:
-            self._taken[name] = count + 1
+        while (count := self._name_counts.get(name, 0)) > 0:
+            self._name_counts[name] = count + 1
             name = f"{name}~{count + 1}"
-        self._taken[name] = 1
+        self._name_counts[name] = 1
         return name
 
     def _own_trees(
@@ -331,7 +331,7 @@ class _Merge:
             numbers[rank] = []
             for keys, description in own.get(rank, ()):
                 rows: list[int] = []
-                for number, first in enumerate(description.same):
+                for number, first in enumerate(description.aliases):
                     if first < number:
                         rows.append(rows[first])
                         continue

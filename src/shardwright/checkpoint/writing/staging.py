@@ -77,9 +77,9 @@ class Buffers:
 
     def __init__(self) -> None:
         self._free: list[Buffer] = []
-        self._taken: dict[int, int] = {}  # the sizes requested of the buffers in use, by id
+        self._in_use: dict[int, int] = {}  # the sizes requested of the buffers in use, by id
         self._changed = threading.Condition()
-        self.made = 0
+        self.allocations = 0
 
     def take(self, nbytes: int, limit: int, *, pinned: bool = False) -> Buffer:
         """Borrow a buffer of at least `nbytes`, blocking until the total in use stays within `limit`.
@@ -87,7 +87,7 @@ class Buffers:
         A single buffer is always available.
         """
         with self._changed:
-            while self._taken and sum(self._taken.values()) + nbytes > limit:
+            while self._in_use and sum(self._in_use.values()) + nbytes > limit:
                 self._changed.wait()
             fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes and buffer.for_gpu >= pinned]
             if fitting:
@@ -96,14 +96,14 @@ class Buffers:
             else:
                 self._free_all()  # before another is allocated, so that buffers that are too small do not add up
                 buffer = Buffer(nbytes, pinned=pinned)
-                self.made += 1
-            self._taken[id(buffer)] = nbytes
+                self.allocations += 1
+            self._in_use[id(buffer)] = nbytes
             return buffer
 
     def give(self, buffer: Buffer) -> None:
         """Return a buffer to the pool."""
         with self._changed:
-            del self._taken[id(buffer)]
+            del self._in_use[id(buffer)]
             self._free.append(buffer)
             self._changed.notify_all()
 

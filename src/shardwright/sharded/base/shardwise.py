@@ -38,7 +38,7 @@ class ShardResults(NamedTuple):
 
     values: list[Any]
     sample: Any
-    same: bool
+    unchanged: bool
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:

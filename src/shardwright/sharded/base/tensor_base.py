@@ -275,8 +275,8 @@ class ShardedTensorBase(Tensor):
 
     def _has_same_shards(self, other: ShardedTensorBase) -> bool:
         """True if both have the same boxes on the same ranks, in the same order."""
-        mine, theirs = self._metadata.shards_metadata, other._metadata.shards_metadata
-        return mine is theirs or (self.shape == other.shape and mine == theirs)
+        own_shards, other_shards = self._metadata.shards_metadata, other._metadata.shards_metadata
+        return own_shards is other_shards or (self.shape == other.shape and own_shards == other_shards)
 
     def __copy__(self) -> Self:
         """Return another object with the same shards, autograd history and group."""

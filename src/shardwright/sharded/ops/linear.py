@@ -132,7 +132,12 @@ def _route(
     group: comm.Group, intervals: Sequence[Sequence[tuple[int, int]]], rows: int, extent: int, counts: Sequence[int]
 ) -> Route:
     """Return the route between the ranks' batches, `extent` wide, and the owners of these intervals."""
-    parts = [Part(peer, 0, rows, *interval) for peer, held in enumerate(intervals) for interval in held if rows]
+    parts = [
+        Part(peer, 0, rows, *interval)
+        for peer, peer_intervals in enumerate(intervals)
+        for interval in peer_intervals
+        if rows
+    ]
     slots = [Slot(last - first, counts) for first, last in intervals[group.rank]]
     return Route(group, rows, extent, parts, slots, _WHAT)
 

@@ -48,7 +48,7 @@ def pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     results = on_shards(func, first, args, kwargs)
     if target is not None:
         return update_grad_flags(target, results.sample)
-    if results.same:
+    if results.unchanged:
         return first
     result_device = results.sample.device  # may differ, as for `zeros_like(x, device="meta")`
     device = None if result_device.type == first.device.type else result_device

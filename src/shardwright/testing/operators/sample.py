@@ -28,8 +28,8 @@ class Sample:
         """The tensors among the arguments, in order."""
         return list(tensors_in((*self.args, *self.kwargs.values())))
 
-    def asks(self) -> tuple[bool, ...]:
-        """For each tensor, whether a gradient is needed: those that require grad, or all that can if none does."""
+    def needs_gradient(self) -> tuple[bool, ...]:
+        """Return which gradients to compare: of the tensors that require grad, or of all that can if none does."""
         tensors = self.tensors
         if any(tensor.requires_grad for tensor in tensors):
             return tuple(tensor.requires_grad for tensor in tensors)
@@ -66,16 +66,17 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 class Reference:
     """The operator's results on unsharded tensors, seeds for backward (None: no gradient), and its gradients."""
 
-    asks: tuple[bool, ...]
+    needs_gradient: tuple[bool, ...]
     outs: list[Tensor]
     seeds: list[Tensor | None]
     gradients: list[Tensor | None]
 
 
-def refer(sample: Sample, asks: tuple[bool, ...], randn: Callable[[Tensor], Tensor]) -> Reference | None:
+def refer(sample: Sample, needs_gradient: tuple[bool, ...], randn: Callable[[Tensor], Tensor]) -> Reference | None:
     """Run the call on unsharded tensors; None if gradients are requested and torch has none."""
     leaves = [
-        tensor.detach().clone().requires_grad_(requires) for tensor, requires in zip(sample.tensors, asks, strict=True)
+        tensor.detach().clone().requires_grad_(requires)
+        for tensor, requires in zip(sample.tensors, needs_gradient, strict=True)
     ]
     outs = sample.call([leaf.clone() for leaf in leaves])  # leaves that require grad cannot be modified in place
     seeds = [randn(out) if out.requires_grad else None for out in outs]
@@ -85,9 +86,9 @@ def refer(sample: Sample, asks: tuple[bool, ...], randn: Callable[[Tensor], Tens
         if any(text in str(error) for text in ("not implemented", "does not support", "ill-defined", "no autograd")):
             return None
         raise
-    if any(asks) and not any(seed is not None for seed in seeds):
+    if any(needs_gradient) and not any(seed is not None for seed in seeds):
         return None
-    return Reference(asks, [out.detach() for out in outs], seeds, reference_gradients)
+    return Reference(needs_gradient, [out.detach() for out in outs], seeds, reference_gradients)
 
 
 def gradients(outs: Sequence[Tensor], seeds: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor | None]:

@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     began = time.monotonic()
 
-    def tell(judgement: Judgement) -> None:
+    def on_judgement(judgement: Judgement) -> None:
         if judgement.failed or (options.accepted and judgement.verdict is Verdict.ACCEPTED):
             console.print(f"{'=' * 100}\n{judgement}\n")
 
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
         workers=options.workers,
         minimising=options.minimising,
         most=options.most,
-        tell=tell,
+        on_judgement=on_judgement,
     )
     if options.refusals:
         for text, times in fuzzing.refusals.most_common(60):

@@ -229,17 +229,17 @@ class _Run:
                 return f"{name} {next((text for text in problems if text and not text.startswith(_REFUSED)), '')}"
             if len({bool(text) for text in problems}) > 1:
                 return f"{name} cannot be read on some ranks: {problems}"
-            if not problems[0] and differences.get(name) and metadata_difference(*self._both(name)):
+            if not problems[0] and differences.get(name) and metadata_difference(*self._pair(name)):
                 return f"{name} {differences[name]}"
         return ""
 
-    def _both(self, name: str) -> tuple[Any, Any]:
+    def _pair(self, name: str) -> tuple[Any, Any]:
         sharded, plain = self.live
         return sharded.get(name), plain.get(name)
 
     def _read(self, name: str) -> str:
         """Return how a value differs when it is read as a user reads it; "" if it does not."""
-        sharded, plain = self._both(name)
+        sharded, plain = self._pair(name)
         if plain is None:
             return metadata_difference(sharded, plain) or ""
         if not isinstance(sharded, DTensorBase) or not isinstance(plain, Tensor):

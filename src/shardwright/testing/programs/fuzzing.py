@@ -60,12 +60,12 @@ def fuzz(
     most: int = 20,
     timeout: float = TIMEOUT,
     setup: Setup | None = None,
-    tell: Callable[[Judgement], None] = lambda _: None,
+    on_judgement: Callable[[Judgement], None] = lambda _: None,
 ) -> Fuzzing:
     """Judge the programs of the seeds from `seed` on and return the results.
 
     It ends after `count` programs or after `seconds`. Each worker has its own pool of ranks. The first `most`
-    failures are minimised, for at most `minimising` seconds each. `tell` is called with every judgement.
+    failures are minimised, for at most `minimising` seconds each. `on_judgement` is called with every judgement.
 
     >>> print(fuzz(2, ranks=(1,)))
     2 programs: ...
@@ -105,7 +105,7 @@ def fuzz(
         if minimised:
             small = minimise(judgement, functools.partial(run, timeout=min(timeout, 10.0)), seconds=minimising)
             result.failures[index] = judgement = small
-        tell(judgement)
+        on_judgement(judgement)
 
     threads = [threading.Thread(target=work) for _ in range(workers - 1)]
     for thread in threads:

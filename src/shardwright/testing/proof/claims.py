@@ -16,7 +16,7 @@ from shardwright.tensor.dispatch.choose import Impossible, choose
 from shardwright.testing.operators.sample import Reference, Sample
 from shardwright.testing.proof.splitting import Mismatch
 
-__all__ = ["Answer", "Claim", "ask"]
+__all__ = ["Answer", "Claim", "claims_of"]
 
 
 class Claim(NamedTuple):
@@ -35,7 +35,7 @@ class Answer(NamedTuple):
     direct: Claim | None
 
 
-def ask(
+def claims_of(
     rule: Rule,
     sample: Sample,
     reference: Reference,
@@ -50,7 +50,7 @@ def ask(
     mesh = Mesh((ranks,))
     operands = [
         Operand(Layout(mesh, [placement], tensor.shape), tensor.dtype, requires)
-        for placement, tensor, requires in zip(placements, sample.tensors, reference.asks, strict=True)
+        for placement, tensor, requires in zip(placements, sample.tensors, reference.needs_gradient, strict=True)
     ]
     args, kwargs = sample.with_each(operands)
     try:

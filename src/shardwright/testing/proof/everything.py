@@ -18,11 +18,11 @@ from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.base.trace import trace
 from shardwright.testing.operators.database import Entry, OpSample, entry, samples_of
 from shardwright.testing.operators.sample import Sample
-from shardwright.testing.proof.apart import apart
 from shardwright.testing.proof.parts import PartCall, parts_of, pattern_of
 from shardwright.testing.proof.placements import combinations_of, placements_of
 from shardwright.testing.proof.possible import candidates_of, possible
 from shardwright.testing.proof.proving import prove
+from shardwright.testing.proof.worker_processes import run_in_workers
 
 __all__ = ["EntryProof", "Prover", "prove_all"]
 
@@ -171,12 +171,12 @@ def prove_all(names: Iterable[str], *, workers: int = 2, timeout: float = 120.0)
     without the search.
     """
     failed: list[str] = []
-    for name, result in apart(_prove_and_search, names, workers=workers, timeout=timeout):
+    for name, result in run_in_workers(_prove_and_search, names, workers=workers, timeout=timeout):
         if isinstance(result, EntryProof):
             yield result
         else:
             failed.append(name)
-    for name, result in apart(_prove_alone, failed, workers=workers, timeout=timeout):
+    for name, result in run_in_workers(_prove_alone, failed, workers=workers, timeout=timeout):
         if isinstance(result, EntryProof):
             yield result
         else:

@@ -25,7 +25,10 @@ def judge(sample: Sample, reference: Reference, claim: Claim, values: bool) -> N
     ranks = claim.ins[0].mesh.size
     parts = [split(t.detach(), layout, generator) for t, layout in zip(sample.tensors, claim.ins, strict=True)]
     leaves = [
-        [part[rank].clone().requires_grad_(requires) for part, requires in zip(parts, reference.asks, strict=True)]
+        [
+            part[rank].clone().requires_grad_(requires)
+            for part, requires in zip(parts, reference.needs_gradient, strict=True)
+        ]
         for rank in range(ranks)
     ]
     outs = [_run(sample, claim, leaves[rank], rank) for rank in range(ranks)]
@@ -38,7 +41,7 @@ def judge(sample: Sample, reference: Reference, claim: Claim, values: bool) -> N
         check_shapes(output_values, claim.outs[number], name)
         if output_values[0].dtype != expected.dtype:
             raise Mismatch(f"{name}: {output_values[0].dtype} instead of {expected.dtype}")
-    if any(reference.asks) and values:
+    if any(reference.needs_gradient) and values:
         _judge_gradients(reference, claim, leaves, outs)
 
 

@@ -13,7 +13,7 @@ from shardwright.layout import Layout, Placement
 from shardwright.tensor.base.registry import Rule, canonical_name, operator
 from shardwright.tensor.base.strategy import Strategy
 from shardwright.testing.operators.sample import Reference, Sample, refer
-from shardwright.testing.proof.claims import Claim, ask
+from shardwright.testing.proof.claims import Claim, claims_of
 from shardwright.testing.proof.judge import DIFFERENTIABLE, judge
 from shardwright.testing.proof.placements import combinations_of, placements_of
 from shardwright.testing.proof.result import Proof, Verdict
@@ -66,20 +66,20 @@ def prove(func: Any, *args: Any, ranks: int = 3, rule: Rule | None = None, value
         return torch.randn(like.shape, dtype=like.dtype, generator=generator)
 
     references = [_refer(name, sample, (False,) * len(tensors), randn)]
-    if any(sample.asks()):
-        references.append(_refer(name, sample, sample.asks(), randn))
+    if any(sample.needs_gradient()):
+        references.append(_refer(name, sample, sample.needs_gradient(), randn))
     trial = _Trial(tried, sample, ranks, values)
     for reference in references:
         if reference is not None:
-            known: set[Strategy] = set()
+            claimed: set[Strategy] = set()
             for placements in combinations:
-                trial.ask(reference, placements, known)
+                trial.try_placements(reference, placements, claimed)
     return Proof(name, ranks, tuple(trial.verdicts()), tuple(trial.declined), left_out, references[-1] is not None)
 
 
-def _refer(name: str, sample: Sample, asks: tuple[bool, ...], randn: Any) -> Reference | None:
+def _refer(name: str, sample: Sample, needs_gradient: tuple[bool, ...], randn: Any) -> Reference | None:
     try:
-        return refer(sample, asks, randn)
+        return refer(sample, needs_gradient, randn)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise TensorError(f"{name}: torch refuses this call on full tensors: {error}") from error
 
@@ -94,11 +94,11 @@ class _Trial:
         self._judged: set[tuple[Key, bool]] = set()
         self._invalid: list[Verdict] = []
 
-    def ask(self, reference: Reference, placements: tuple[Placement, ...], known: set[Strategy]) -> None:
+    def try_placements(self, reference: Reference, placements: tuple[Placement, ...], claimed: set[Strategy]) -> None:
         try:
-            answer = ask(self.rule, self.sample, reference, placements, self.ranks, known)
+            answer = claims_of(self.rule, self.sample, reference, placements, self.ranks, claimed)
         except Mismatch as fault:
-            self._invalid.append(Verdict(placements, (), any(reference.asks), str(fault)))
+            self._invalid.append(Verdict(placements, (), any(reference.needs_gradient), str(fault)))
             return
         if answer.direct is None:
             self.declined[placements] = None
@@ -108,7 +108,7 @@ class _Trial:
             self._judge(reference, answer.direct, direct=True)
 
     def _judge(self, reference: Reference, claim: Claim, direct: bool) -> None:
-        key = (claim.ins, claim.outs, any(reference.asks))
+        key = (claim.ins, claim.outs, any(reference.needs_gradient))
         # Only a custom local call can depend on the placements with which the rule was called.
         again = direct and claim.run is not None
         if (key, again) in self._judged or self._faults.get(key) is not None or _has_no_gradient(reference, claim):
@@ -130,4 +130,4 @@ class _Trial:
 def _has_no_gradient(reference: Reference, claim: Claim) -> bool:
     """Return True if a gradient is required of an input that cannot have one: partial maxima are reduced before."""
     partial = [p for layout in claim.ins for p in layout.placements if p.is_partial()]
-    return any(reference.asks) and any(not any(p.is_partial(op) for op in DIFFERENTIABLE) for p in partial)
+    return any(reference.needs_gradient) and any(not any(p.is_partial(op) for op in DIFFERENTIABLE) for p in partial)

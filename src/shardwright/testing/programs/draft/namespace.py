@@ -120,7 +120,7 @@ def plain_namespace() -> dict[str, Any]:
         requires_grad: bool = False,
     ) -> Tensor:
         del placements, order
-        return _whole(values, shape, dtype).requires_grad_(requires_grad)
+        return _full_tensor(values, shape, dtype).requires_grad_(requires_grad)
 
     def redistribute(x: Tensor, placements: Sequence[Placement]) -> Tensor:
         del placements
@@ -146,7 +146,7 @@ def sharded_namespace(mesh: tuple[int, ...]) -> dict[str, Any]:
         order: Sequence[int] | None = None,
         requires_grad: bool = False,
     ) -> Tensor:
-        full = _whole(values, shape, dtype)
+        full = _full_tensor(values, shape, dtype)
         layout = Layout(grid, placements, shape, order)
         if layout.is_partial:
             local = _partial_value(full[layout.region(comm.rank()).slices()], layout, comm.rank())
@@ -162,7 +162,7 @@ def sharded_namespace(mesh: tuple[int, ...]) -> dict[str, Any]:
     return _common() | {"leaf": leaf, "redistribute": redistribute}
 
 
-def _whole(values: Sequence[float], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _full_tensor(values: Sequence[float], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=dtype).reshape(tuple(shape)).clone()  # a view would not be a leaf
 
 

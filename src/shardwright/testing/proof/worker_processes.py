@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Ended", "apart"]
+__all__ = ["Ended", "run_in_workers"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -35,12 +35,12 @@ class _Worker(Generic[T]):
     since: float = 0.0
 
 
-def apart(
+def run_in_workers(
     work: Callable[[T], R], items: Iterable[T], *, workers: int = 2, timeout: float = 120.0
 ) -> Iterator[tuple[T, R | Ended]]:
     """Yield each item with the result of `work`, in order of completion; `work` must be a module-level function.
 
-    >>> sorted(apart(abs, [-1, -2], workers=1))
+    >>> sorted(run_in_workers(abs, [-1, -2], workers=1))
     [(-2, 2), (-1, 1)]
     """
     waiting = list(items)[::-1]
