@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py"))
+ARGUMENTS = {} if FULL else {"06_transformers.py": ["llama", "gpt2"]}  # of its six models
 
 
 def run(name: str, ranks: int | None) -> str:
@@ -19,11 +20,11 @@ def run(name: str, ranks: int | None) -> str:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     done = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "examples" / name)],
+        [sys.executable, *launcher, str(ROOT / "examples" / name), *ARGUMENTS.get(name, ())],
         env=environment | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600 if FULL else 150,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -43,7 +44,7 @@ def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 3
 
 
-@pytest.mark.timeout(320)
+@pytest.mark.timeout(1300 if FULL else 320)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_gives_the_same_losses_on_four_ranks_as_on_one(name: str) -> None:
     alone = losses(run(name, None))

@@ -147,6 +147,27 @@ def test_torch_manual_seed_is_used_and_agreed_on_once() -> None:
     assert torch.equal(first[0], sw.rand(6, mesh=mesh).to_local())
 
 
+def test_init_functions_that_a_library_has_replaced_initialize_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers replaces the functions of torch.nn.init by its own, which call the original ones."""
+    mesh = sw.init_device_mesh("cpu", (1,))
+    expected = {}
+    for replaced in (False, True):
+        for name in ("normal_", "constant_", "kaiming_uniform_", "zeros_"):
+            original = getattr(nn.init, name)
+            arguments = (3.0,) if name == "constant_" else ()
+
+            def replacement(tensor: Tensor, *args: float, original: Any = original) -> Tensor:
+                return original(tensor, *args)
+
+            replacement.__name__ = name
+            with monkeypatch.context() as patched:
+                if replaced:
+                    patched.setattr(nn.init, name, replacement)
+                sw.manual_seed(0)
+                value = getattr(nn.init, name)(sw.ones(4, 6, mesh=mesh), *arguments).to_local()
+            assert torch.equal(expected.setdefault(name, value), value), name
+
+
 def test_random_factories_reject_partial_layouts() -> None:
     mesh = sw.init_device_mesh("cpu", (1,))
     for make in (sw.rand, sw.randn):

@@ -44,8 +44,8 @@ def parallelize(
     - `tp`: tensor parallel. Parameters are sharded as the plan says, and stay so; activations are redistributed.
 
     Pass batches through `shard_batch(batch, mesh)`; plain inputs are refused, because each rank may hold others. Plain
-    tensors that the model's code makes itself (`torch.arange`, masks) count as replicated, in its forward and in
-    `generate`.
+    tensors that the model's code makes itself (`torch.arange`, masks) count as replicated, in its forward, in
+    `generate` and in `init_weights`.
 
     `plan` is a `Plan` or a mapping of patterns to styles; `"auto"` reads the plan that a model of `transformers`
     states, or finds one, see `auto_plan`. With `tp` it must decide every parameter. Everything wrong is found before
@@ -87,8 +87,9 @@ def parallelize(
         modules[name].__dict__["forward"] = _Checkpointed(modules[name])
     replicate_plain_tensors([modules[name] for name in dict.fromkeys(["", *blocks, *checkpointed])])
     check_inputs(model, roles.mesh)
-    if callable(getattr(type(model), "generate", None)):
-        model.__dict__["generate"] = ReplicatingMethod(model, "generate")
+    for name in ("generate", "init_weights"):
+        if callable(getattr(type(model), name, None)):
+            model.__dict__[name] = ReplicatingMethod(model, name)
     return model
 
 

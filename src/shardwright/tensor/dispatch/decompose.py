@@ -20,15 +20,26 @@ from torch import Tensor, nn
 
 from shardwright.tensor.base.tagging import DTensorBase
 
-__all__ = ["made_by_torch", "python_body", "writes_to_intermediates"]
+__all__ = ["made_by_torch", "original_function", "python_body", "writes_to_intermediates"]
 
 _MARK = "__shardwright_body__"  # in the globals of a body whose check is disabled
 # Modules of functions that depend on their arguments alone and do not call `__torch_function__` themselves.
 _OPEN = frozenset(("torch.masked._ops", "torch.nn.utils.rnn"))
 
 
+# Functions of torch.nn.init: they look up their own name, which libraries such as transformers replace for a while.
+_INIT = {name: func for name, func in vars(nn.init).items() if name.endswith("_") and isinstance(func, FunctionType)}
+
+
 def _no(*_: Any) -> bool:
     return False
+
+
+def original_function(func: Any) -> Any:
+    """Return the function of torch.nn.init that was called, if `func` has replaced it in its module; else `func`."""
+    if type(func) is FunctionType and func.__name__ in _INIT and func.__module__ != "torch.nn.init":
+        return _INIT[func.__name__]
+    return func
 
 
 @lru_cache(maxsize=1024)

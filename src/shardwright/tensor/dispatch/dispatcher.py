@@ -19,7 +19,7 @@ from shardwright.tensor.base.registry import Op, canonical_name, operator
 from shardwright.tensor.base.tagging import DTensorBase, disabled, tag_replicated
 from shardwright.tensor.dispatch.arguments import admit_plain_tensors, map_tensors, tensors_in
 from shardwright.tensor.dispatch.autocast import call_with_autocast
-from shardwright.tensor.dispatch.decompose import python_body, writes_to_intermediates
+from shardwright.tensor.dispatch.decompose import original_function, python_body, writes_to_intermediates
 from shardwright.tensor.dispatch.execute import call_by_rule
 from shardwright.tensor.dispatch.fallback import call_replicated
 from shardwright.tensor.dispatch.foreach import LISTS, call_on_lists
@@ -85,6 +85,7 @@ PASS_FUNCTIONS = frozenset(
 
 def intercept(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call a torch function some of whose arguments are DTensors, and return its result."""
+    func = original_function(func)
     name, inplace = canonical_name(func)
     if name == "__get__" or name == "__set__":
         return _attribute(func, args)
