@@ -59,7 +59,7 @@ class _Passed(NamedTuple):
     packed: Any
 
 
-# By the address of the memory. A unit that is no longer used must not be kept alive by its buffers.
+# By the address of the memory. A unit that is not used any more must not be kept alive by its buffers.
 _buffers: dict[int, tuple[ReferenceType[SavedUnit], int, torch.dtype]] = {}
 
 
