@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -12,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import shardwright as sw
 from shardwright import comm
@@ -281,6 +284,31 @@ def test_saved_tensors_on_the_cpu_and_nested_hooks_give_the_same_gradients() -> 
     loss = loss + project(x, ours)
     loss.backward()
     (3 * project(plain, theirs)).backward()
+    close(leaf.grad, plain_leaf.grad)
+
+
+@on_ranks(2)
+def test_a_dispatch_mode_on_one_rank_alone_changes_no_decision() -> None:
+    x, leaf, plain, plain_leaf = activation(Shard(1))
+    ours, theirs = weights()
+    with FlopCounterMode(display=False) if comm.rank() == 0 else nullcontext():
+        project(x, ours).backward()
+    project(plain, theirs).backward()
+    close(leaf.grad, plain_leaf.grad)
+
+
+@on_ranks(2)
+def test_selective_checkpointing_repeats_the_same_operators() -> None:
+    x, leaf, plain, plain_leaf = activation(Shard(1))
+    ours, theirs = weights()
+
+    def keep_products(_: Any, op: Any, *__: Any, **___: Any) -> Any:
+        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, keep_products)
+    loss = checkpoint(lambda v, *ws: project(v.sin(), ws), x, *ours, use_reentrant=False, context_fn=contexts)
+    loss.backward()
+    project(plain.sin(), theirs).backward()
     close(leaf.grad, plain_leaf.grad)
 
 

@@ -11,7 +11,7 @@ from torch.library import Library
 
 from shardwright.layout import Layout
 
-__all__ = ["call_operator", "define_operator", "is_traced"]
+__all__ = ["call_operator", "define_operator", "is_recorded", "is_traced"]
 
 Kernel: TypeAlias = Callable[[Tensor, Layout, Layout], Tensor]
 
@@ -23,6 +23,12 @@ _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 def is_traced() -> bool:
     """Return whether torch's operators are being traced, by make_fx or another dispatch mode."""
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+
+
+def is_recorded() -> bool:
+    """Return whether torch's operators are being recorded as a graph, by make_fx."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return mode is not None or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
 
 
 def define_operator(redistribute: Kernel) -> Library:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shardwright.layout import Layout
 from shardwright.tensor.base.capture import is_capturing
-from shardwright.tensor.base.custom_op import is_traced
+from shardwright.tensor.base.custom_op import is_recorded
 from shardwright.tensor.base.gradient_types import without_entered
 from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.base.writes import MemoryVersion, memory_version, was_written
@@ -95,8 +95,8 @@ def redistribute_shared(tensor: DTensorBase, source: Layout, target: Layout) -> 
 
 
 def _is_sharable(tensor: DTensorBase, source: Layout, records: bool) -> bool:
-    if tensor.is_inference() or (is_traced() and not is_capturing()):
-        return False  # it has no version counter; or a tracer would take an earlier result for a constant
+    if tensor.is_inference() or (is_recorded() and not is_capturing()):
+        return False  # it has no version counter; or an earlier result would be a constant of the graph
     if records:
         return not tensor.is_leaf  # its result refers to it by the graph: they would keep each other
     # Results of frozen parameters would stay for long, and those of a replicated tensor are slices of its own memory.
