@@ -251,6 +251,7 @@ MAY_USE: dict[str, tuple[str, ...]] = {
         "layout",
         "parallel.units",
         "tensor",
+        "tensor.api",
     ),
     "parallel.plan": (
         "comm",

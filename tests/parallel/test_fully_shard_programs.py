@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import tempfile
+import warnings
 import weakref
 from contextlib import nullcontext
 
@@ -571,6 +573,31 @@ def test_a_factor_divides_sums_of_gradients():
     model.set_gradient_divide_factor(1.0)
     model(torch.ones(1, 4)).sum().backward()
     assert torch.equal(model.weight.grad.full_tensor(), torch.full((2, 4), float(world())))
+
+
+@pytest.mark.skipif(os.environ.get("SHARDWRIGHT_BUDGET") != "full", reason="compiling is slow")
+@on_ranks()
+def test_compiled_blocks_and_models_compute_the_same_and_are_compiled_once():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    warnings.simplefilter("ignore")  # of the compiler, which looks for .grad of every tensor
+    plain, model = make(), make()
+    for block in model.blocks:
+        block.compile(backend=backend)
+    shard(model)
+    for compiled in (model, torch.compile(model, backend=backend)):
+        for step in range(2):
+            loss_of(compiled, batch(comm.rank(), step)).backward()
+            for rank in range(world()):
+                (loss_of(plain, batch(rank, step)) / world()).backward()
+            same_gradients(model, plain)
+            model.zero_grad()
+            plain.zero_grad()
+        assert 0 < len(graphs) < 8  # not one for each block and step
 
 
 @on_ranks()

@@ -31,7 +31,8 @@ from shardwright.errors import CollectiveArgumentError
 
 __all__ = ["all_gather_many", "reduce_scatter_many", "start_all_gather_many", "start_reduce_scatter_many"]
 
-_MAX_PACKED = 1 << 15  # bytes of the largest piece of a tensor whose pieces are packed with others
+# Bytes of the largest piece of a tensor whose pieces are packed with others: below it a message costs more than a copy.
+_MAX_PACKED = 1 << 20
 
 Sizes = tuple[tuple[int, ...], ...]  # of each tensor: the extent of every rank's piece along the first dimension
 

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, MeshError, TensorError, UnsupportedError
 from shardwright.layout import Mesh, Placement, Replicate, Shard
+from shardwright.parallel.fsdp import eager
 from shardwright.parallel.fsdp.binding import Binding, OwnerHooks, Slot
 from shardwright.parallel.fsdp.module import FSDPModule, binding_of, sharded_class
 from shardwright.parallel.units import MixedPrecisionPolicy, Unit, unit_of
@@ -301,3 +302,6 @@ def _hooks_of(module: nn.Module, binding: Binding) -> None:
         hooks.register(module)
     if not any(each is binding for each in hooks.bindings):
         hooks.bindings.append(binding)
+
+
+eager.install()

@@ -19,6 +19,8 @@ from shardwright.tensor import DTensor
 
 __all__ = ["Binding", "OwnerHooks", "Slot"]
 
+_NUMBER = -1  # of our forward hooks in a module; torch counts its own from 0
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -202,9 +204,12 @@ class OwnerHooks:
         self._entered: list[list[AbstractContextManager[None]]] = []
 
     def register(self, module: nn.Module) -> None:
-        """Register the hooks."""
-        module.register_forward_pre_hook(self.before, prepend=True)
-        module.register_forward_hook(self.after, always_call=True)
+        """Register the hooks, under the same number in all modules: compiled code is made once for equal modules."""
+        before: Any = module._forward_pre_hooks
+        before[_NUMBER] = self.before
+        before.move_to_end(_NUMBER, last=False)
+        module._forward_hooks[_NUMBER] = self.after
+        module._forward_hooks_always_called[_NUMBER] = True
 
     def before(self, module: nn.Module, _: Any) -> None:
         """Gather the units that are not in use."""
