@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -292,6 +295,112 @@ def test_evaluation_without_gradients_gives_the_logits_of_one_rank() -> None:
         torch.testing.assert_close(found, expected)
 
     run_ranks(4, work)
+
+
+# --- units ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """Count the collectives of units."""
+    seen: list[str] = []
+    starts = comm.start_all_gather_many, comm.start_reduce_scatter_many
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        seen.append("gather")
+        return starts[0](*args, **kwargs)
+
+    def reduce(*args: Any, **kwargs: Any) -> Any:
+        seen.append("reduce")
+        return starts[1](*args, **kwargs)
+
+    with mock.patch.multiple(comm, start_all_gather_many=gather, start_reduce_scatter_many=reduce):
+        yield seen
+
+
+@pytest.mark.parametrize(
+    ("options", "forward", "backward"),
+    [
+        ({}, 4, 2),  # 3 blocks and the rest: the last block and the rest stay gathered until backward
+        ({"reshard_after_forward": False}, 4, 0),
+        ({"units": "layers.*.mlp"}, 4, 2),
+        ({"units": []}, 1, 0),
+        ({"checkpoint": True}, 4, 2),
+    ],
+)
+def test_parameters_are_gathered_and_gradients_reduced_once_per_unit(
+    options: dict[str, Any], forward: int, backward: int
+) -> None:
+    def work() -> None:
+        mesh = mesh_of(dp=2)
+        model = sw.parallelize(Transformer(layers=3), mesh, **options)
+        batch = sw.shard_batch(BATCH, mesh)
+        for _ in range(3):
+            with counted() as seen:
+                model(**batch).backward()
+            assert seen.count("gather") == forward + backward
+            assert seen.count("reduce") == forward
+            running = next(h.__self__ for h in model._forward_pre_hooks.values() if hasattr(h, "__self__"))
+            assert not any(unit.is_gathered for unit in running._units)
+        with torch.no_grad(), counted() as seen:
+            model(**batch)
+        assert seen == ["gather"] * forward
+        assert any(unit.is_gathered for unit in running._units) is (not options.get("reshard_after_forward", True))
+
+    run_ranks(2, work)
+
+
+def test_units_are_made_again_for_parameters_that_were_replaced() -> None:
+    def work() -> None:
+        mesh = mesh_of(dp=2)
+        model = sw.parallelize(Transformer(), mesh)
+        batch = sw.shard_batch(BATCH, mesh)
+        first = model(**batch)
+        state = {name: value.clone() * 2 for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        for change in (lambda: None, model.double, lambda: model.layers[0].mlp.requires_grad_(False)):
+            change()
+            with counted() as seen:
+                loss = model(**batch)
+            assert seen[:3] == ["gather"] * 3
+            assert not torch.equal(first.double().full_tensor(), loss.double().full_tensor())
+            model.zero_grad()
+            loss.backward()
+            for name, parameter in model.named_parameters():
+                assert (parameter.grad is not None) is parameter.requires_grad, name
+
+    run_ranks(2, work)
+
+
+def test_mixed_precision_gathers_in_low_precision_and_keeps_parameters_and_gradients_in_full() -> None:
+    policy = sw.MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float64)
+
+    def work(sizes: dict[str, int]) -> None:
+        mesh = mesh_of(**sizes)
+        torch.manual_seed(0)
+        plain = Transformer()
+        model = sw.parallelize(copy.deepcopy(plain), mesh, precision=policy)
+        batch = sw.shard_batch(BATCH, mesh)
+        loss, expected = model(**batch), plain(**BATCH)
+        loss.backward()
+        expected.backward()
+        assert loss.dtype == torch.float64
+        assert loss.full_tensor().item() == pytest.approx(expected.item(), rel=0.02)
+        for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert mine.dtype == mine.grad.dtype == torch.float32, name
+            gradient = mine.grad.full_tensor()
+            assert (gradient - other.grad).norm() < 0.1 * other.grad.norm() + 1e-3, name
+
+    for sizes in ({"dp": 2}, {"dp": 2, "tp": 2}):
+        run_ranks(2 if "tp" not in sizes else 4, work, sizes)
+
+
+def test_units_that_overlap_or_match_nothing_are_refused() -> None:
+    mesh = mesh_of(dp=1)
+    with pytest.raises(PlanError, match=r"the units 'layers\.0' and 'layers\.0\.mlp' overlap"):
+        sw.parallelize(Transformer(), mesh, units=["layers.*", "**.mlp"])
+    with pytest.raises(PlanError, match="units pattern 'blocks' matches no module"):
+        sw.parallelize(Transformer(), mesh, units="blocks")
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

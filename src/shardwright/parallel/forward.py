@@ -1,9 +1,8 @@
-"""Run the forward of a parallel model: plain tensors that its code makes count as replicated.
+"""In the forward of a parallel model, plain tensors that its code makes count as replicated.
 
 Models make plain tensors (`torch.arange`, masks) from arguments that are the same on all ranks. Inside the forward of a
 parallel model, and of each of its blocks, which activation checkpointing calls again in backward, they count as
-replicated; `sw.verify_ranks` checks that they are. What is passed in must be DTensors: a plain batch could be a
-different one on each rank.
+replicated; `sw.verify_ranks` checks that they are.
 """
 
 from __future__ import annotations
@@ -14,14 +13,11 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from shardwright.errors import MeshMismatchError, MixedTensorsError, TensorError
-from shardwright.layout import Mesh
-from shardwright.tensor import DTensor, implicit_replication
-from shardwright.tensor.base.policy import replicates_implicitly
+from shardwright.tensor import implicit_replication
 
-__all__ = ["ReplicatingMethod", "check_inputs", "replicate_plain_tensors"]
+__all__ = ["ReplicatingMethod", "replicate_plain_tensors"]
 
 
 class _Entered(threading.local):
@@ -53,35 +49,6 @@ def _leave(module: nn.Module, *_: Any) -> None:
         context.__exit__(None, None, None)
         if inner is module:
             break
-
-
-def check_inputs(model: nn.Module, mesh: Mesh) -> None:
-    """Make the model refuse plain inputs, inputs on another mesh, and a forward while parameters have no memory."""
-    model.register_forward_pre_hook(functools.partial(_check, mesh), prepend=True, with_kwargs=True)
-
-
-def _check(mesh: Mesh, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    inputs = [(f"argument {index}", value) for index, value in enumerate(args)] + [
-        (f"argument {name!r}", value) for name, value in kwargs.items()
-    ]
-    for name, value in inputs:
-        if isinstance(value, DTensor) and value.sharding.mesh is not mesh:
-            raise MeshMismatchError(
-                f"{type(model).__name__}: {name} is on {value.sharding.mesh!r}, but the model on {mesh!r}: use "
-                "sw.shard_batch(batch, mesh) with the mesh of the model"
-            )
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim and not replicates_implicitly():
-            raise MixedTensorsError(
-                f"{type(model).__name__}: {name} is a plain tensor of shape {tuple(value.shape)}, which may be another "
-                "one on each rank: pass the batch through sw.shard_batch(batch, mesh), or use `with "
-                "sw.implicit_replication():` if every rank holds the same values"
-            )
-    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if empty and not any(isinstance(value, Tensor) and value.is_meta for _, value in inputs):
-        raise TensorError(
-            f"{type(model).__name__}: parameter {empty[0]} is on the meta device, without values: call "
-            "model.to_empty(device=...) and initialize the model, or load a checkpoint, before its first use"
-        )
 
 
 class ReplicatingMethod:

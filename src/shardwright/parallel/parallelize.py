@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -11,14 +11,16 @@ from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from shardwright.errors import ArgumentTypeError, PlanError
 from shardwright.parallel.distribute import agree_on_plan, distribute_parameter
-from shardwright.parallel.forward import ReplicatingMethod, check_inputs, replicate_plain_tensors
+from shardwright.parallel.forward import ReplicatingMethod, replicate_plain_tensors
 from shardwright.parallel.module_io import install
 from shardwright.parallel.plan.auto import auto_plan
 from shardwright.parallel.plan.mesh_roles import mesh_roles
-from shardwright.parallel.plan.patterns import Pattern
 from shardwright.parallel.plan.plan import Plan
 from shardwright.parallel.plan.resolve import Resolved, resolve
+from shardwright.parallel.plan.select import selected_modules, unit_groups
 from shardwright.parallel.plan.structure import repeated_blocks
+from shardwright.parallel.running import RunningModel
+from shardwright.parallel.units import MixedPrecisionPolicy
 from shardwright.tensor import distribute_module, implicit_replication
 from shardwright.tensor.base.parameter_use import ParameterUse, set_parameter_use
 
@@ -30,6 +32,9 @@ def parallelize(
     mesh: Any,
     plan: str | Mapping[str, object] = "auto",
     *,
+    units: bool | str | list[str] | None = None,
+    precision: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
     checkpoint: bool | str | list[str] | None = None,
 ) -> nn.Module:
     """Distribute a model over a mesh, in place, and return it; from here it is trained like a plain model.
@@ -51,6 +56,12 @@ def parallelize(
     states, or finds one, see `auto_plan`. With `tp` it must decide every parameter. Everything wrong is found before
     anything is changed, and raised as one `PlanError` on all ranks.
 
+    Parameters that are sharded over `dp` are gathered in units: one for each repeated block, and one for the rest. A
+    unit is gathered by one collective where the first of its parameters is used, released when another unit is,
+    gathered again in backward, and its gradients are reduced by one collective. `units` are patterns of other modules
+    to make units of, or `False` to gather each parameter by itself. `reshard_after_forward=False` keeps units until
+    backward. `precision` says in which dtypes parameters are gathered and gradients reduced.
+
     `checkpoint=True` recomputes the activations of every repeated block in backward; a pattern or a list of them
     selects modules.
 
@@ -70,30 +81,41 @@ def parallelize(
         raise ArgumentTypeError(f"parallelize: expected a module, got {type(model).__name__}")
     roles = mesh_roles(mesh, "parallelize")
 
-    def decide() -> tuple[Resolved, list[str]]:
+    def decide() -> _ModelPlan:
         if isinstance(plan, str) and plan != "auto":
             raise PlanError(f"parallelize: plan must be 'auto' or a mapping of patterns to styles, got {plan!r}")
         chosen = auto_plan(model, mesh) if isinstance(plan, str) else Plan(plan)
-        return resolve(model, chosen, roles, what="parallelize"), _selected(model, checkpoint, "checkpoint")
+        resolved = resolve(model, chosen, roles, what="parallelize")
+        groups = unit_groups(model, resolved, units)
+        return _ModelPlan(resolved, groups, selected_modules(model, checkpoint, "checkpoint"), precision)
 
-    resolved, checkpointed = agree_on_plan(decide, roles.mesh, "parallelize")
-    _distribute(model, mesh, resolved)
+    decided = agree_on_plan(decide, roles.mesh, "parallelize")
+    _distribute(model, mesh, decided.resolved, None if precision is None else precision.param_dtype)
     modules = dict(model.named_modules())
     if roles.tensor is not None:
-        for name, style in resolved.modules:
+        for name, style in decided.resolved.modules:
             install(modules[name], style, roles.mesh, roles.tensor, local=False)
-    blocks = repeated_blocks(model)
-    for name in checkpointed:
+    for name in decided.checkpointed:
         modules[name].__dict__["forward"] = _Checkpointed(modules[name])
-    replicate_plain_tensors([modules[name] for name in dict.fromkeys(["", *blocks, *checkpointed])])
-    check_inputs(model, roles.mesh)
+    blocks = repeated_blocks(model)
+    replicate_plain_tensors([modules[name] for name in dict.fromkeys(["", *blocks, *decided.checkpointed])])
+    RunningModel(roles, decided.groups, precision, reshard_after_forward).install(model)
     for name in ("generate", "init_weights"):
         if callable(getattr(type(model), name, None)):
             model.__dict__[name] = ReplicatingMethod(model, name)
     return model
 
 
-def _distribute(model: nn.Module, mesh: Any, resolved: Resolved) -> None:
+class _ModelPlan(NamedTuple):
+    """What `parallelize` does, the same on all ranks."""
+
+    resolved: Resolved
+    groups: tuple[tuple[str, ...], ...]  # the names of the parameters of each unit, that of the model first
+    checkpointed: list[str]
+    precision: MixedPrecisionPolicy | None
+
+
+def _distribute(model: nn.Module, mesh: Any, resolved: Resolved, dtype: torch.dtype | None) -> None:
     """Make parameters and buffers DTensors; ignored parameters stay plain."""
     by_name = {parameter.names[0]: parameter for parameter in resolved.parameters}
     ignored = _take_out(model, [name for each in resolved.parameters if each.layout is None for name in each.names])
@@ -111,7 +133,7 @@ def _distribute(model: nn.Module, mesh: Any, resolved: Resolved) -> None:
             table[key] = parameter
     for each in resolved.parameters:
         if each.layout is not None:
-            set_parameter_use(model.get_parameter(each.names[0]), ParameterUse(each.gathered))
+            set_parameter_use(model.get_parameter(each.names[0]), ParameterUse(each.gathered, dtype))
 
 
 def _take_out(model: nn.Module, names: list[str]) -> list[tuple[dict[str, Any], str, Any]]:
@@ -123,24 +145,6 @@ def _take_out(model: nn.Module, names: list[str]) -> list[tuple[dict[str, Any], 
         taken.append((table, key, table[key]))
         table[key] = None
     return taken
-
-
-def _selected(model: nn.Module, selection: bool | str | list[str] | None, what: str) -> list[str]:
-    """Return the modules that patterns select; all repeated blocks for True."""
-    if selection is None or selection is False:
-        return []
-    blocks = repeated_blocks(model)
-    if selection is True:
-        if not blocks:
-            raise PlanError(f"parallelize: {what}=True, but the model has no repeated blocks: pass patterns instead")
-        return blocks
-    found: list[str] = []
-    for text in [selection] if isinstance(selection, str) else selection:
-        matched = [name for name, _ in model.named_modules() if name and Pattern(text).matches(name)]
-        if not matched:
-            raise PlanError(f"parallelize: {what} pattern {text!r} matches no module")
-        found += matched
-    return list(dict.fromkeys(found))
 
 
 class _Checkpointed:
