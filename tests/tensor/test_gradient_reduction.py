@@ -137,6 +137,24 @@ def test_parameter_written_through_data_before_backward_is_refused_in_backward()
         close(w.grad, plain.grad)
 
 
+@pytest.mark.parametrize("placement", [Shard(0), R])
+def test_reading_data_on_one_rank_alone_changes_no_decision(placement: sw.Placement) -> None:
+    @on_ranks(2, timeout=30)
+    def work() -> None:
+        p, x = nn.Parameter(spread(torch.ones(4, 4), placement)), spread(torch.ones(4, 4), Shard(0))
+        for _ in range(2):
+            first = x @ p
+            if comm.rank() == 0:
+                p.data.shape, p.data.to_local().sum()  # a log of rank 0
+            with comm.count() as traffic:
+                second = x @ p
+            assert not traffic.calls
+            (first + second).sum().backward()
+        assert p.grad.sum().item() == 256
+
+    work()
+
+
 @on_ranks(2, timeout=30)
 def test_a_swapped_parameter_is_gathered_again() -> None:
     p, q = (nn.Parameter(spread(torch.full((4, 4), value), Shard(0))) for value in (1.0, 2.0))

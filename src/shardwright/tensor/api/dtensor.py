@@ -27,14 +27,14 @@ from shardwright.tensor.dispatch.cache import torch_function
 from shardwright.tensor.dispatch.dispatcher import PASS_FUNCTIONS, intercept
 from shardwright.tensor.dispatch.execute import call_known
 from shardwright.tensor.gradients import engine
-from shardwright.tensor.gradients.enter import forget_entered, forget_parameters
+from shardwright.tensor.gradients.enter import forget_entered
 
 __all__ = ["DTensor"]
 
 _OF_ONE_OBJECT = frozenset(
     (
         *("_layout", "_copied_by", "_base_index", "_base_version", "_lookup_result", "_strides", "_number"),
-        *("_untracked", "_shared", "_use", "_unit"),
+        *("_shared", "_use", "_unit"),
     )
 )  # not copied; the use is copied by `copy_use`
 _enabled = torch._C._is_torch_function_enabled
@@ -416,8 +416,6 @@ class DTensor(DTensorBase):
 
     @property
     def data(self) -> DTensor:
-        self._untracked = True  # writes to it do not raise this tensor's version counter
-        forget_parameters()
         data: DTensor = tag(data_of(self), self._layout)
         copy_strides(data, self)
         copy_use(data, self)

@@ -46,7 +46,6 @@ class DTensorBase(Tensor):
     _lookup_result: bool  # set on partial results of lookups, which are new tensors in torch and may be overwritten
     _strides: tuple[int, ...]  # of the global tensor, if it is not contiguous and the shards do not determine them
     _number: int  # counts the tensors that `distribute_tensor` has sent over the mesh; the same on all its ranks
-    _untracked: bool  # set if its memory may be written to without autograd's knowledge
     _shared: Any  # its redistributions that serve several operators
     _use: Any  # a ParameterUse: of a parameter, or of the parameters it was computed from
     concrete: ClassVar[type[DTensorBase]]

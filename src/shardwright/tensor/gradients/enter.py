@@ -2,10 +2,10 @@
 
 All uses of a parameter in a step share one redistribution, so autograd accumulates the gradients of all uses before the
 single reduction. The shared result is kept until the end of the next backward pass, and reused only if the parameter
-was not written to. All ranks must take the same decision, or they would wait for each other: so it depends on what the
-program did, never on memory or on when Python frees an object. `.data` bypasses autograd's version counter: a parameter
-whose `.data` was read is not shared any more. Nor is a gathered one while saved-tensor hooks are active, as in
-activation checkpointing, which is meant to free it.
+was not written to, in place or through `.data`. All ranks must take the same decision, or they would wait for each
+other: so it depends on the writes of the program, never on memory, on when Python frees an object, or on what one rank
+alone reads. A gathered parameter is not shared while saved-tensor hooks are active, as in activation checkpointing,
+which is meant to free it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwright.tensor.base.capture import capture_call, is_capturing
 from shardwright.tensor.base.custom_op import is_traced
 from shardwright.tensor.base.gradient_types import ENTERED, dual, without_entered
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
-from shardwright.tensor.base.writes import MemoryVersion, memory_version
+from shardwright.tensor.base.writes import MemoryVersion, memory_version, was_written
 from shardwright.tensor.gradients.gather_together import gathered_by_unit
 from shardwright.tensor.gradients.share import forget_shared, redistribute_shared
 from shardwright.tensor.redistribute.autograd import differs, redistribute_local, refuse_lost_graph
@@ -32,7 +32,6 @@ from shardwright.tensor.redistribute.cast import cast_and_redistribute
 __all__ = [
     "defer_gradient_reduction",
     "forget_entered",
-    "forget_parameters",
     "prepare_cast_operand",
     "prepare_operand",
     "reduce_immediately",
@@ -43,7 +42,9 @@ MAX_ENTERED = 8192
 
 class _Shared(NamedTuple):
     result: Tensor
-    version: tuple[int, int]  # that of autograd, and the address of the C++ object, which `swap_tensors` replaces
+    # That of the parameter's memory. If the result is a view of that memory: autograd's version, and the address of the
+    # C++ object, which `swap_tensors` replaces.
+    version: MemoryVersion | tuple[int, int]
     owner: DTensorBase  # keeps its id, which is the key, from being reused
 
 
@@ -98,17 +99,23 @@ def _enter(tensor: DTensorBase, source: Layout, target: Layout, dtype: torch.dty
         return EnterParameter.apply(tensor, source, target, dtype)  # type: ignore[no-untyped-call, no-any-return]  # as below
     key = (id(tensor), target, dtype)
     known = _shared.get(key)
-    version = tensor._version, tensor._cdata
-    if known is not None and known.owner is tensor and known.version == version and "_untracked" not in tensor.__dict__:
+    if known is not None and known.owner is tensor and _is_unwritten(tensor, known.version):
         return known.result
     result: Tensor = EnterParameter.apply(tensor, source, target, dtype)  # type: ignore[no-untyped-call]  # torch's is untyped
     own_memory = dtype not in (None, tensor.dtype) or differs(source, without_entered(target))
-    if "_untracked" in tensor.__dict__ or (own_memory and _saving_is_hooked()):
+    if own_memory and _saving_is_hooked():
         return result
     if len(_shared) >= MAX_ENTERED:
         _shared.clear()
+    version = memory_version(tensor) if own_memory else (tensor._version, tensor._cdata)
     _shared[key] = _Shared(result, version, tensor)
     return result
+
+
+def _is_unwritten(tensor: DTensorBase, before: MemoryVersion | tuple[int, int]) -> bool:
+    if isinstance(before, MemoryVersion):
+        return not was_written(tensor, before)
+    return before == (tensor._version, tensor._cdata)
 
 
 def _saving_is_hooked() -> bool:
@@ -119,11 +126,6 @@ def forget_entered() -> None:
     """Drop the shared results, because the step is over or a tensor got other memory."""
     _shared.clear()
     forget_shared()
-
-
-def forget_parameters() -> None:
-    """Drop the shared results of parameters, whose versions do not count writes through `.data`."""
-    _shared.clear()
 
 
 @contextmanager
