@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, TrainingMismatchError
-from shardwright.parallel import shard_batch
+from shardwright.parallel import parallelize, shard_batch
 from shardwright.testing.ranks.pool import run_ranks
 from shardwright.testing.training.compare import Comparison, Difference, Record, compare, record
 from shardwright.testing.training.program import Parallelize, Program, Shard, default_step, train
@@ -24,7 +24,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, to
 def same_as_one_rank(
     model: Callable[[], nn.Module],
     batch: Any,
-    parallelize: Parallelize,
+    parallelize: Parallelize = parallelize,
     *,
     mesh: Mapping[str, int] | Sequence[Mapping[str, int]],
     shard: Shard = shard_batch,
@@ -50,8 +50,8 @@ def same_as_one_rank(
       `loss` of the output. `backward` is called on the loss if it requires grad: a step may also call it itself, as
       for gradient accumulation, and return the detached loss.
     - `parallelize(model, mesh)` changes the model in place or returns a new one; `shard(batch, mesh)` distributes the
-      global batch (`sw.shard_batch` by default). `mesh` has the sizes of the mesh dimensions by name; pass several to
-      try each of them.
+      global batch. By default they are `sw.parallelize` and `sw.shard_batch`. `mesh` has the sizes of the mesh
+      dimensions by name; pass several to try each of them.
     - `optimizer(parameters)` is SGD by default. Adam divides gradients by their size, and so magnifies rounding of
       those that are almost zero: compare it in float64.
     - Gradients are clipped to `max_norm` by `torch.nn.utils.clip_grad_norm_`.
@@ -59,14 +59,12 @@ def same_as_one_rank(
     - `reference="torch"` trains the plain model with plain torch. `"shardwright"` runs the same program in a world of
       one rank: needed with dropout, since the random numbers of DTensors are not torch's.
 
-    >>> import torch, shardwright as sw
+    >>> import torch
     >>> from shardwright.testing import same_as_one_rank
-    >>> def replicate(model, mesh):
-    ...     sw.distribute_module(model, mesh)
     >>> def loss(model, batch):
     ...     return model(batch).square().mean()
     >>> comparisons = same_as_one_rank(
-    ...     lambda: torch.nn.Linear(4, 2), torch.ones(6, 4), replicate, mesh={"dp": 2}, step=loss)
+    ...     lambda: torch.nn.Linear(4, 2), torch.ones(6, 4), mesh={"dp": 2}, step=loss)
     >>> print(comparisons[0])
     dp=2: the same as on one rank; ...
     """
