@@ -17,6 +17,7 @@ from shardwright.parallel.plan.styles import (
     RowwiseParallel,
     SequenceParallel,
 )
+from shardwright.parallel.predict import PredictedParameter, PredictedUnit, Prediction, predict
 from shardwright.parallel.units import MixedPrecisionPolicy
 
 __all__ = [
@@ -26,6 +27,9 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ParallelStyle",
     "Plan",
+    "PredictedParameter",
+    "PredictedUnit",
+    "Prediction",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
@@ -38,6 +42,7 @@ __all__ = [
     "loss_parallel",
     "parallelize",
     "parallelize_module",
+    "predict",
     "register_fsdp_forward_method",
     "shard_batch",
 ]

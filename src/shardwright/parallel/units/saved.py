@@ -67,8 +67,8 @@ def remember_buffers(unit: SavedUnit, values: list[Tensor]) -> list[int]:
     """Recognise views of these gathered values from now on; return the addresses, for `forget_buffers`."""
     addresses = []
     for index, value in enumerate(values):
-        if value.numel() and value.device.type != "meta":
-            address = value.data_ptr()
+        if value.numel():
+            address = _address(value)
             _buffers[address] = ref(unit), index, value.dtype
             addresses.append(address)
     return addresses
@@ -80,6 +80,13 @@ def forget_buffers(addresses: list[int]) -> None:
         _buffers.pop(address, None)
 
 
+def _address(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory; of its storage object, if it has no memory."""
+    if tensor.is_meta:
+        return tensor.untyped_storage()._cdata
+    return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
+
+
 class _Hooks:
     """Saved-tensor hooks that keep gathered parameters as references, and pass all else to the hooks outside."""
 
@@ -87,9 +94,9 @@ class _Hooks:
         self.outside = outside
 
     def pack(self, tensor: Tensor) -> Any:
-        if type(tensor) is Tensor and tensor.device.type != "meta" and _buffers:
+        if type(tensor) is Tensor and _buffers:
             offset = int(tensor.storage_offset())
-            found = _buffers.get(tensor.data_ptr() - offset * tensor.element_size())
+            found = _buffers.get(_address(tensor))
             unit = None if found is None else found[0]()
             if found is not None and unit is not None and found[2] is tensor.dtype:
                 index = found[1]

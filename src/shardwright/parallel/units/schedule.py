@@ -46,6 +46,11 @@ class Scheduled(Protocol):
         """Reduce the gradients that were accumulated without reduction, if reduction is on again."""
         ...
 
+    @property
+    def gathered_bytes(self) -> int:
+        """The bytes of its gathered parameters."""
+        ...
+
     def keeps(self, other: Scheduled, backward: bool) -> bool:
         """Return whether `other` stays gathered while this unit is in use."""
         ...
@@ -79,6 +84,7 @@ class Schedule:
     def __init__(self) -> None:
         self.units: list[Scheduled] = []
         self.gathered: list[Scheduled] = []
+        self.peak_bytes = 0  # the most bytes of gathered parameters at a time
         self.reduction: InFlight | None = None  # one unit's gradients at a time
         self._ahead: Scheduled | None = None
         self._needed: list[Scheduled] = []  # in this step, in order
@@ -100,6 +106,10 @@ class Schedule:
     def __deepcopy__(self, memo: dict[int, object]) -> Schedule:
         memo[id(self)] = made = Schedule()  # its units register themselves
         return made
+
+    def count_gathered_bytes(self) -> None:
+        """Record the bytes that are gathered now, if there were never more."""
+        self.peak_bytes = max(self.peak_bytes, sum(unit.gathered_bytes for unit in self.gathered))
 
     def release_others(self, unit: Scheduled) -> None:
         """Release all units that are not needed while this one is in use."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -163,6 +164,7 @@ class Unit:
                 with comm.moving_tensor(self.number):
                     self._pending = comm.start_all_gather_many(pieces, self.group, sizes)
         self.schedule.gathered.append(self)
+        self.schedule.count_gathered_bytes()
 
     def release(self) -> None:
         """Drop the gathered values; tensors that are still used elsewhere keep their memory."""
@@ -173,6 +175,16 @@ class Unit:
         self._pending = self._values = self._tensors = None
         if self in self.schedule.gathered:
             self.schedule.gathered.remove(self)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The bytes of the gathered parameters; on one rank they are the parameters themselves."""
+        if self.group.size == 1:
+            return 0
+        return sum(
+            math.prod(split.shape) * self.precision.gathered_dtype(parameter.dtype).itemsize
+            for parameter, split in zip(self.parameters, self.splits, strict=True)
+        )
 
     @property
     def is_gathered(self) -> bool:
@@ -193,7 +205,7 @@ class Unit:
 
     def _refuse_meta(self) -> None:
         for index, parameter in enumerate(self.parameters):
-            if parameter.is_meta:
+            if parameter.is_meta and not comm.is_simulated():
                 raise TensorError(
                     f"the parameter {self.name(index)} is on the meta device and has no values: call "
                     "to_empty(device=...) and initialize it, or load a checkpoint, before it is used"
