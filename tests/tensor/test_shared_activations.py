@@ -224,7 +224,7 @@ def test_a_backward_pass_drops_redistributions_of_tensors_that_live_on() -> None
     ours, _ = weights()
     project(x, ours).backward()
     assert results_of(x) == 0
-    assert not share._shared
+    assert not share.results_by_tensor
 
 
 @on_ranks(2)

@@ -29,7 +29,7 @@ def set_parameter_use(parameter: Tensor, use: ParameterUse) -> None:
     >>> weight = torch.nn.Parameter(sw.ones(4, 4, mesh=mesh, placements=[sw.Shard(0)]))
     >>> set_parameter_use(weight, ParameterUse(frozenset({0})))
     >>> parameter_use(weight.T)
-    ParameterUse(gathered=frozenset({0}))
+    ParameterUse(gathered=frozenset({0}), dtype=None)
     """
     if not isinstance(parameter, DTensorBase):
         raise ArgumentTypeError(

@@ -25,7 +25,7 @@ from shardwright.tensor.base.gradient_types import ENTERED, dual, without_entere
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.base.writes import MemoryVersion, memory_version, was_written
 from shardwright.tensor.gradients.gather_together import gathered_by_unit
-from shardwright.tensor.gradients.share import forget_shared, redistribute_shared
+from shardwright.tensor.gradients.share import forget_shared, redistribute_shared, results_by_tensor
 from shardwright.tensor.redistribute.autograd import differs, redistribute_local, refuse_lost_graph
 from shardwright.tensor.redistribute.cast import cast_and_redistribute
 
@@ -125,7 +125,8 @@ def _saving_is_hooked() -> bool:
 def forget_entered() -> None:
     """Drop the shared results, because the step is over or a tensor got other memory."""
     _shared.clear()
-    forget_shared()
+    if results_by_tensor:
+        forget_shared()
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.base.writes import MemoryVersion, memory_version, was_written
 from shardwright.tensor.redistribute.autograd import differs, redistribute_local
 
-__all__ = ["enter_hooks", "exit_hooks", "forget_shared", "redistribute_shared"]
+__all__ = ["enter_hooks", "exit_hooks", "forget_shared", "redistribute_shared", "results_by_tensor"]
 
 MAX_WITHOUT_GRADIENT = 4
 _PRUNED_AT = 1024
@@ -68,7 +68,7 @@ class _Scopes(threading.local):
 
 
 _scopes = _Scopes()
-_shared: list[ref[_Shared]] = []
+results_by_tensor: list[ref[_Shared]] = []  # of every tensor that has any
 _without_gradient: deque[tuple[ref[_Shared], _Key]] = deque()
 
 
@@ -114,9 +114,9 @@ def _keep(tensor: DTensorBase, shared: _Shared, key: _Key, records: bool) -> Non
         tensor.__dict__["_shared"] = shared
         if _scopes.open:
             _scopes.open[-1].append(reference)
-        if len(_shared) % _PRUNED_AT == _PRUNED_AT - 1:
-            _shared[:] = [other for other in _shared if other() is not None]
-        _shared.append(reference)
+        if len(results_by_tensor) % _PRUNED_AT == _PRUNED_AT - 1:
+            results_by_tensor[:] = [other for other in results_by_tensor if other() is not None]
+        results_by_tensor.append(reference)
     if not records:
         _without_gradient.append((reference, key))
         if len(_without_gradient) > MAX_WITHOUT_GRADIENT:
@@ -128,7 +128,7 @@ def _keep(tensor: DTensorBase, shared: _Shared, key: _Key, records: bool) -> Non
 
 def forget_shared() -> None:
     """Drop all results, because a backward pass is over or a tensor got other memory."""
-    _drop(_shared)
+    _drop(results_by_tensor)
     _without_gradient.clear()
 
 
