@@ -139,7 +139,7 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(PlanError, match="matches"):
         sw.predict(nn.Linear(2, 2), {"dp": 2}, {"layers.*": sw.Replicated()})
     with pytest.raises(ArgumentTypeError, match="expected a module"):
-        sw.predict("model", {"dp": 2})  # type: ignore[arg-type]
+        sw.predict("model", {"dp": 2})  # type: ignore[arg-type]  # on purpose
     mesh = sw.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     with pytest.raises(ArgumentTypeError, match="distributed already"):
         sw.predict(sw.parallelize(nn.Linear(2, 2), mesh, {}), {"dp": 2})

@@ -23,6 +23,7 @@ from shardwright.errors import ArgumentTypeError, MeshError
 from shardwright.layout import Layout, Mesh
 from shardwright.parallel.batch import shard_batch
 from shardwright.parallel.parallelize import parallelize
+from shardwright.parallel.running import running_model
 from shardwright.tensor import DTensor
 
 __all__ = ["PredictedParameter", "PredictedUnit", "Prediction", "predict"]
@@ -70,7 +71,7 @@ class Prediction:
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
     >>> prediction = sw.predict(model, {"dp": 4}, batch=torch.ones(8, 4))
     >>> prediction.traffic.calls["all_gather"], prediction.traffic.calls["reduce_scatter"]
-    (1, 1)
+    (2, 2)
     """
 
     mesh: Mesh
@@ -158,14 +159,14 @@ def predict(
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
     >>> plan = {"0": sw.ColwiseParallel(), "2": sw.RowwiseParallel()}
     >>> print(sw.predict(model, {"dp": 8, "tp": 4}, plan, torch.ones(128, 64)))
-    Mesh(dp=8, tp=4), rank 0: 33,088 parameters, 4.2 KiB of them here
-    1 units, at most 33.2 KiB gathered at a time
+    Mesh(dp=8, tp=4), rank 0: 33,088 parameters, 4.1 KiB of them here
+    2 units, at most 32.5 KiB gathered at a time
       pass       collective       over   calls   received
      ─────────────────────────────────────────────────────
-      forward    all-gather       dp         1   29.1 KiB
+      forward    all-gather       dp         2   28.4 KiB
       forward    all-reduce       tp         1    6.0 KiB
-      backward   reduce-scatter   dp         1   29.1 KiB
-    a step receives 64.2 KiB
+      backward   reduce-scatter   dp         2   28.4 KiB
+    a step receives 62.9 KiB
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"predict: expected a module, got {type(model).__name__}")
@@ -173,25 +174,24 @@ def predict(
     trained = _on_meta(model)
     with comm.simulate(bound.size, bound.ranks.index(rank) if rank in bound else rank, device=device):
         parallelize(trained, bound, plan, **options)
-        schedules = {id(unit.schedule): unit.schedule for unit in _units(trained)}
+        running = running_model(trained)
+        assert running is not None  # parallelize has installed it
+        running.bind(dict(trained.named_parameters()))
+        units = running.units
         forward: list[comm.Transfer] = []
         backward: list[comm.Transfer] = []
         if batch is not None:
             sharded = shard_batch(_map_tensors(batch), bound, check=False)
             for _ in range(2):
                 forward, backward = _step(trained, sharded, loss)
-        names: dict[int, list[str]] = {}
-        for name, parameter in trained.named_parameters():
-            if "_unit" in parameter.__dict__:
-                names.setdefault(id(parameter.__dict__["_unit"][0]), []).append(name)
         return Prediction(
             bound,
             rank,
             tuple(_parameter(name, parameter) for name, parameter in trained.named_parameters()),
-            tuple(PredictedUnit(tuple(names[id(unit)]), unit.gathered_bytes) for unit in _units(trained)),
+            tuple(PredictedUnit(unit.names, unit.gathered_bytes) for unit in units),
             tuple(forward),
             tuple(backward),
-            sum(schedule.peak_bytes for schedule in schedules.values()),
+            max((unit.schedule.peak_bytes for unit in units), default=0),
         )
 
 
@@ -257,12 +257,6 @@ def _loss(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
             f"predict: the model returns {type(output).__name__}, which has no loss: pass loss=, a function of it"
         )
     return value if not value.ndim else value.sum()
-
-
-def _units(model: nn.Module) -> list[Any]:
-    """Return the units of a parallel model, in the order of their parameters."""
-    units = [parameter.__dict__["_unit"][0] for parameter in model.parameters() if "_unit" in parameter.__dict__]
-    return list({id(unit): unit for unit in units}.values())
 
 
 def _parameter(name: str, parameter: nn.Parameter) -> PredictedParameter:

@@ -20,7 +20,16 @@ from shardwright.parallel.units import MixedPrecisionPolicy, Schedule, Unit, uni
 from shardwright.tensor import DTensor
 from shardwright.tensor.base.policy import replicates_implicitly
 
-__all__ = ["RunningModel"]
+__all__ = ["RunningModel", "running_model"]
+
+
+def running_model(model: nn.Module) -> RunningModel | None:
+    """Return what the hooks of a parallel model have in common; None if it was not parallelized."""
+    for hook in model._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, RunningModel):
+            return owner
+    return None
 
 
 @final
@@ -59,7 +68,7 @@ class RunningModel:
         self._check_inputs(model, args, kwargs)
         parameters = dict(model.named_parameters())
         self._refuse_meta(model, parameters, args, kwargs)
-        self._bind(parameters)
+        self.bind(parameters)
         if not self._schedule.running:
             self._schedule.begin_forward()
         self._schedule.running += 1
@@ -81,6 +90,11 @@ class RunningModel:
             self._schedule.finish(evaluated=True)
         dtype = None if self.precision is None else self.precision.output_dtype
         return None if dtype is None else _cast(output, dtype)
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units of the last forward, that of the model itself first."""
+        return [unit for unit in self._units or () if unit is not None]
 
     # --- inputs -----------------------------------------------------------------------------------------------------
 
@@ -112,8 +126,8 @@ class RunningModel:
 
     # --- units ------------------------------------------------------------------------------------------------------
 
-    def _bind(self, parameters: Mapping[str, Tensor]) -> None:
-        """Make units of the parameters, if they are not those of the last forward."""
+    def bind(self, parameters: Mapping[str, Tensor]) -> None:
+        """Make units of the model's parameters, if they are not those of the last forward."""
         found = [[parameters[name] for name in names if name in parameters] for names in self.groups]
         if self._units is not None and _are_same(found, self._units):
             return

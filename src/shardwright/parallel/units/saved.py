@@ -83,7 +83,7 @@ def forget_buffers(addresses: list[int]) -> None:
 def _address(tensor: Tensor) -> int:
     """Return the address of a tensor's memory; of its storage object, if it has no memory."""
     if tensor.is_meta:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
 
 
