@@ -31,6 +31,7 @@ MAY_USE: dict[str, tuple[str, ...]] = {
         "comm",
         "errors",
         "layout",
+        "listing",
     ),
     "tensor.redistribute": (
         "comm",

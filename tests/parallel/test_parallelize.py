@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright import comm
-from shardwright.errors import MeshError, MeshMismatchError, MixedTensorsError, PlanError, TensorError
+from shardwright.errors import LocalTensorError, MeshError, MeshMismatchError, MixedTensorsError, PlanError, TensorError
 from shardwright.tensor.base.policy import replicates_implicitly
 from shardwright.testing import Raised, outcomes, run_ranks, same_as_one_rank
 
@@ -176,19 +176,21 @@ def test_a_block_that_the_program_checkpoints_makes_plain_tensors_in_recomputati
     same_as_one_rank(Transformer, BATCH, sw.parallelize, mesh={"dp": 2}, step=step)
 
 
+def sequence_parallel(model: nn.Module, mesh: Any) -> sw.Plan:
+    """Return the automatic plan with norms and residuals sharded along the sequence."""
+    return sw.auto_plan(model, mesh) | {
+        "**.before": sw.SequenceParallel(),
+        "**.between": sw.SequenceParallel(),
+        "norm": sw.SequenceParallel(),
+        "layers.*.attention.o_proj": sw.RowwiseParallel(multiple=8, output_layouts=sw.Shard(1)),
+        "layers.*.mlp.2": sw.RowwiseParallel(output_layouts=sw.Shard(1)),
+        "tokens": sw.RowwiseParallel(output_layouts=sw.Shard(1)),
+    }
+
+
 def test_sequence_parallelism_trains_as_on_one_rank() -> None:
     def parallel(model: nn.Module, mesh: Any) -> None:
-        plan = sw.auto_plan(model, mesh) | {
-            "**.before": sw.SequenceParallel(),
-            "**.between": sw.SequenceParallel(),
-            "norm": sw.SequenceParallel(),
-            "**.o_proj": sw.RowwiseParallel(multiple=8, output_layouts=sw.Shard(1)),
-            "layers.*.mlp.2": sw.RowwiseParallel(output_layouts=sw.Shard(1)),
-            "tokens": sw.RowwiseParallel(output_layouts=sw.Shard(1)),
-            "head": sw.PrepareModuleInput(input_layouts=sw.Shard(1), desired_input_layouts=sw.Replicate()),
-        }
-        plan |= {"h[e]ad": sw.ColwiseParallel()}
-        sw.parallelize(model, mesh, plan)
+        sw.parallelize(model, mesh, sequence_parallel(model, mesh))
 
     same_as_one_rank(Transformer, BATCH, parallel, mesh=MESHES[1:3])
 
@@ -295,6 +297,49 @@ def test_evaluation_without_gradients_gives_the_logits_of_one_rank() -> None:
         torch.testing.assert_close(found, expected)
 
     run_ranks(4, work)
+
+
+# --- communication --------------------------------------------------------------------------------------------------
+
+
+def activations(trace: sw.Trace) -> list[str]:
+    """Return the redistributions of activations that received bytes, as before → after over tp."""
+    return [
+        f"{move.source.placements[-1]} → {move.target.placements[-1]}".removesuffix("e")  # Re: each rank uses it
+        for move in trace.redistributions
+        if move.received and len(move.source.shape) == 3
+    ]
+
+
+def test_tensor_parallelism_takes_two_all_reduces_per_layer_each_way() -> None:
+    def work() -> None:
+        mesh = mesh_of(tp=2)
+        model = sw.parallelize(Transformer(layers=3), mesh)
+        batch = sw.shard_batch(BATCH, mesh)
+        with sw.trace() as forward:
+            loss = model(**batch)
+        with sw.trace() as backward:
+            loss.backward()
+        for seen in (forward, backward):  # one more for the embedding, and for the output layer
+            assert activations(seen) == ["P(sum) → R"] * (2 * 3 + 1)
+
+    run_ranks(2, work)
+
+
+def test_sequence_parallelism_takes_two_gathers_and_two_scatters_per_layer_each_way() -> None:
+    def work() -> None:
+        mesh = mesh_of(tp=2)
+        model = Transformer(layers=3)
+        sw.parallelize(model, mesh, sequence_parallel(model, mesh))
+        batch = sw.shard_batch({name: value[:, :6] for name, value in BATCH.items()}, mesh)
+        with sw.trace() as forward:
+            loss = model(**batch)
+        with sw.trace() as backward:
+            loss.backward()
+        for seen in (forward, backward):
+            assert sorted(activations(seen)) == ["P(sum) → S(1)"] * (2 * 3 + 1) + ["S(1) → R"] * (2 * 3 + 1)
+
+    run_ranks(2, work)
 
 
 # --- units ----------------------------------------------------------------------------------------------------------
@@ -486,6 +531,24 @@ def test_after_an_exception_in_the_forward_a_good_step_is_right_and_nothing_leak
         return model(**batch)
 
     same_as_one_rank(Failing, BATCH, sw.parallelize, mesh=[{"dp": 2}, {"dp": 2, "tp": 2}], step=step)
+
+
+def test_verify_ranks_finds_plain_tensors_of_the_forward_that_differ_between_ranks() -> None:
+    class Noisy(Transformer):
+        def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+            return super().forward(ids, labels) + torch.full((1,), float(comm.rank()))
+
+    def work(kind: type[nn.Module]) -> None:
+        mesh = mesh_of(dp=2)
+        model = sw.parallelize(kind(), mesh)
+        with sw.verify_ranks():
+            model(**sw.shard_batch(BATCH, mesh)).backward()
+
+    run_ranks(2, work, Transformer)
+    for outcome in outcomes(2, work, Noisy):
+        assert isinstance(outcome, Raised)
+        assert isinstance(outcome.exception, LocalTensorError)
+        assert "add: argument 1 is a plain tensor that counts as replicated, but rank 0 and rank 1" in outcome.message
 
 
 def test_plain_tensors_count_as_replicated_only_inside_the_forward() -> None:

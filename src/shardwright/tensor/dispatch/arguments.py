@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwright import comm
 from shardwright.errors import MeshMismatchError, MixedTensorsError
 from shardwright.layout import Layout
-from shardwright.tensor.base import policy, trace
+from shardwright.tensor.base import divergence, policy, trace
 from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import takes_numbers_by_type
 from shardwright.tensor.base.tagging import DTensorBase, alias, disabled, empty_outside_mesh, tag, tag_replicated
@@ -141,6 +141,7 @@ def admit_plain_tensors(name: str, args: Sequence[Any], kwargs: dict[str, Any]) 
         if isinstance(value, Tensor) and not isinstance(value, DTensorBase):
             refuse_functional(value, f"{name}: {where}")
             if (value.ndim == 0 and not value.requires_grad) or policy.replicates_implicitly() or made_by_torch():
+                divergence.check_same_values(value, beside.mesh, f"{name}: {where}")
                 return tag_replicated(alias(value), beside.mesh)
             raise MixedTensorsError(
                 f"{name}: {where} is a plain tensor of shape {tuple(value.shape)} beside a DTensor {beside}: make it a "
