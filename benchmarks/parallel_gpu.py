@@ -1,6 +1,6 @@
 """A training step of about a billion parameters on one GPU: plain torch, FSDP2, `fully_shard` and `parallelize`.
 
-    python benchmarks/parallel_gpu.py [--layers 16] [--width 2048] [--rounds 20] [--json FILE]
+    python benchmarks/parallel_gpu.py [--layers 16] [--width 2048] [--rounds 12] [--turns 4] [--json FILE]
 
 A world of one over NCCL: nothing is sent, so the step shows what each library adds to plain torch. The model is a
 Llama, with parameters in bfloat16; a step is forward, backward and AdamW. All four train in turns from the same weights
@@ -11,6 +11,7 @@ torch, and the peak of GPU memory in a step.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -27,7 +28,7 @@ from torch.nn import functional
 
 import shardwright as sw
 
-VOCABULARY, LENGTH, BATCH = 32_000, 1024, 4
+VOCABULARY, LENGTH, BATCH = 32_000, 1024, 12
 
 
 class Block(nn.Module):
@@ -144,8 +145,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -160,6 +161,7 @@ def main() -> None:
             seen = measure(KINDS[kind], options.layers, options.width, options.rounds)
             figures[kind]["ms"] += seen["ms"]
             figures[kind]["peak"], figures[kind]["losses"] = seen["peak"], seen["losses"]
+            gc.collect()  # the model is in cycles of hooks
             torch.cuda.empty_cache()
     base = statistics.median(figures["plain torch"]["ms"])
     for kind, seen in figures.items():
