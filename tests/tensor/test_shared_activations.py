@@ -364,3 +364,16 @@ def test_an_activation_used_before_a_capture_is_redistributed_inside_it() -> Non
         close(compiled(x, ours[0]), functional.linear(randn(4, 6, 8), theirs[0]))
         with torch.no_grad():
             x.add_(0)
+
+
+@on_ranks(2)
+def test_tensors_made_outside_of_inference_mode_are_redistributed_in_it() -> None:
+    """What is made in inference mode has no version counter, by which a write to a shared result is noticed."""
+    mesh = sw.init_device_mesh("cpu", (2,))
+    local = torch.ones(2, 3) * (1 + comm.rank())
+    for x in (sw.DTensor.from_local(local, mesh, [sw.Partial()]), sw.DTensor.from_local(local, mesh, [sw.Shard(0)])):
+        for _ in range(2):
+            with torch.inference_mode():
+                y, z = x + 1, x.full_tensor() @ torch.ones(3, 2)
+            torch.testing.assert_close(y.full_tensor(), x.full_tensor() + 1)
+            torch.testing.assert_close(z, x.full_tensor() @ torch.ones(3, 2))

@@ -95,8 +95,10 @@ def redistribute_shared(tensor: DTensorBase, source: Layout, target: Layout) -> 
 
 
 def _is_sharable(tensor: DTensorBase, source: Layout, records: bool) -> bool:
-    if tensor.is_inference() or (is_recorded() and not is_capturing()):
-        return False  # it has no version counter; or an earlier result would be a constant of the graph
+    if tensor.is_inference() or torch.is_inference_mode_enabled():
+        return False  # it, or the result, has no version counter
+    if is_recorded() and not is_capturing():
+        return False  # an earlier result would be a constant of the graph
     if records:
         return not tensor.is_leaf  # its result refers to it by the graph: they would keep each other
     # Results of frozen parameters would stay for long, and those of a replicated tensor are slices of its own memory.
