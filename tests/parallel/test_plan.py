@@ -236,6 +236,26 @@ def test_the_automatic_plan_reads_what_a_model_states() -> None:
         assert dict(auto(model, 2)) == {"head": sw.Replicated(), "**": sw.Replicated()}
 
 
+def test_a_stated_style_is_for_the_layer_inside_of_an_adapter() -> None:
+    class Adapter(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base_layer = base
+            self.lora_A, self.lora_B = nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+
+    model: Any = Model(6, 6, tied=False)
+    model.tp_plan = {"layers.*.attention.[qkv]_proj": "colwise", "layers.*.attention.o_proj": "rowwise"}
+    for layer in model.layers:
+        layer.attention.q_proj = Adapter(layer.attention.q_proj)
+    assert dict(auto(model, 4)) == {
+        "layers.*.attention.k_proj": sw.ColwiseParallel(multiple=4),
+        "layers.*.attention.v_proj": sw.ColwiseParallel(multiple=4),
+        "layers.*.attention.q_proj.base_layer": sw.ColwiseParallel(multiple=4),
+        "layers.*.attention.o_proj": sw.RowwiseParallel(multiple=4),
+        "**": sw.Replicated(),
+    }
+
+
 def test_tied_layers_that_would_be_sharded_differently_are_replicated() -> None:
     model: Any = Model()
     model.tp_plan = {"head": "rowwise", "embedding": "embedding_rowwise"}

@@ -49,7 +49,7 @@ def build(name: str, **changes: Any) -> Any:
 def compare(name: str, **options: Any) -> None:
     changes = options.pop("changes", {})
     same_as_one_rank(
-        lambda: build(name, **changes),
+        options.pop("model", lambda: build(name, **changes)),
         lambda step: example().batch(name, step),
         options.pop("parallelize", sw.parallelize),
         mesh=options.pop("mesh", MESHES),
@@ -77,6 +77,31 @@ def test_recomputed_activations_of_the_model_and_of_parallelize_give_the_same_gr
 
     for parallelize in (own, ours) if FULL else (own,):
         compare("llama", parallelize=parallelize, mesh=MESHES[:1])
+
+
+class Adapter(torch.nn.Module):
+    """A frozen layer with a low-rank update that is trained, as in LoRA."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = torch.nn.Linear(base.in_features, 2, bias=False)
+        self.lora_B = torch.nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+@pytest.mark.timeout(300)
+def test_adapters_on_a_frozen_model_train_as_with_plain_torch() -> None:
+    def adapted() -> Any:
+        model = build("llama").requires_grad_(False)
+        for layer in model.model.layers:
+            for name in ("q_proj", "v_proj", "o_proj"):
+                setattr(layer.self_attn, name, Adapter(getattr(layer.self_attn, name)))
+        return model
+
+    compare("llama", model=adapted, mesh=MESHES[:1])
 
 
 @pytest.mark.skipif(not FULL, reason="SHARDWRIGHT_BUDGET=full: 8 ranks")

@@ -65,6 +65,7 @@ def _stated(
     """Return the styles of modules and parameters that the model's own plan states, and the layers of each module."""
     names = [*modules, *(name for name, _ in model.named_parameters(remove_duplicate=False))]
     styles: dict[str, ParallelStyle] = {}
+    groups: dict[str, list[str]] = {}
     for text, style in stated.items():
         if style in _NO_PARAMETERS:
             continue
@@ -82,12 +83,26 @@ def _stated(
                     stacklevel=4,
                 )
         pattern = Pattern(text)
-        styles.update({name: chosen for name in names if pattern.matches(name)})
-    groups: dict[str, list[str]] = {}
-    for name in styles:
-        if name in modules:
-            groups.setdefault(name.rpartition(".")[0], []).append(name)
+        for name in names:
+            layer = _layer_of(name, modules) if pattern.matches(name) else None
+            if layer is not None:
+                styles[layer] = chosen
+                if layer in modules:
+                    groups.setdefault(name.rpartition(".")[0], []).append(layer)
     return styles, list(groups.values())
+
+
+def _layer_of(name: str, modules: Mapping[str, nn.Module]) -> str | None:
+    """Return the layer that a stated name means: itself, or the largest one inside of a module that wraps it (LoRA)."""
+    module = modules.get(name)
+    if module is None or matrix_of(module) is not None or next(module.parameters(recurse=False), None) is not None:
+        return name  # a parameter, a layer, or a norm
+    inside = {
+        inner: matrix.out_size * matrix.in_size
+        for inner, each in modules.items()
+        if inner.startswith(f"{name}.") and (matrix := matrix_of(each)) is not None
+    }
+    return max(inside, key=lambda inner: inside[inner], default=None)
 
 
 def _found(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[str, ParallelStyle], list[list[str]]]:
