@@ -129,7 +129,7 @@ def test_parameter_written_through_data_before_backward_is_refused_in_backward()
         loss, expected = ((x.sin() @ w) @ w).sum(), ((plain_x.sin() @ plain) @ plain).sum()
         w.data.mul_(2), plain.data.mul_(2)
         if refused:
-            with pytest.raises(InPlaceError, match=r"through \.data .* before backward"):
+            with pytest.raises(InPlaceError, match=r"through \.data.* before backward"):
                 loss.backward()
             w.grad = plain.grad = None
             loss, expected = ((x @ w) @ w).sum(), ((plain_x @ plain) @ plain).sum()  # the next step is right
@@ -163,6 +163,21 @@ def test_a_swapped_parameter_is_gathered_again() -> None:
     torch.utils.swap_tensors(p, q)
     assert (x @ p).sum().item() == 128
     assert (x @ q).sum().item() == 64
+
+
+@on_ranks(2, timeout=30)
+def test_input_written_through_an_alias_before_backward_is_refused_in_backward() -> None:
+    """It needs no gradient itself, but a copy of it is saved for the gradient of the other input."""
+    base, w = spread(randn(3, 4), R).requires_grad_(), nn.Parameter(spread(randn(4, 4, seed=1), ROWS))
+    x = base.data[:, 0:4]
+    result = (x @ w).sum()
+    other = (x * 2).sum() + (w * 3).sum()  # nothing was copied
+    with torch.no_grad():
+        base.add_(1)
+    with pytest.raises(InPlaceError, match="another alias that autograd does not know"):
+        result.backward()
+    other.backward()
+    close(w.grad, torch.full((4, 4), 3.0, dtype=torch.float64))
 
 
 @on_ranks(2, timeout=30)

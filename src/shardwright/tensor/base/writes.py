@@ -26,6 +26,7 @@ __all__ = [
     "count_writes_of",
     "count_writes_through",
     "data_of",
+    "has_aliases",
     "memory_version",
     "storage_of",
     "was_written",
@@ -81,6 +82,11 @@ def memory_version(tensor: DTensorBase) -> MemoryVersion:
         data, others = counters.get(_DATA_COUNTER), counters.get(_OTHER_COUNTERS, ())
         further = sum((other.writes for other in others), start=counters.get(_DROPPED, 0))
         return MemoryVersion(storage, tensor._layout, (tensor._version, 0 if data is None else data._version, further))
+
+
+def has_aliases(tensor: DTensorBase) -> bool:
+    """Return whether a tensor's memory was ever shared with a tensor that has another version counter."""
+    return _OTHER_COUNTERS in storage_of(tensor).__dict__
 
 
 def was_written(tensor: DTensorBase, before: MemoryVersion) -> bool:

@@ -34,7 +34,7 @@ from shardwright.tensor.base.tagging import (
     tag_results,
     with_dtypes,
 )
-from shardwright.tensor.base.writes import WATCH, count_write
+from shardwright.tensor.base.writes import WATCH, MemoryVersion, count_write
 from shardwright.tensor.dispatch.arguments import Call, flatten_call, map_tensors, tensors_in
 from shardwright.tensor.dispatch.autocast import low_precision_cast
 from shardwright.tensor.dispatch.cache import CallPlan, known_plan, remember_fast, remember_plan
@@ -46,6 +46,7 @@ from shardwright.tensor.dispatch.overlap import refuse_overlap
 from shardwright.tensor.dispatch.shapes import Outputs, outputs_of
 from shardwright.tensor.dispatch.view_outcome import UNCHANGED, record_result_strides, view_outcome
 from shardwright.tensor.dispatch.write_through import is_lookup_result
+from shardwright.tensor.gradients.aliased import aliased_inputs, refuse_later_writes
 from shardwright.tensor.gradients.enter import prepare_cast_operand, prepare_operand
 from shardwright.tensor.gradients.gather_together import saving_by_unit
 from shardwright.tensor.redistribute.autograd import differs
@@ -93,7 +94,10 @@ def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call:
             refuse_overlap(plan.name, call.tensors)
     outcome = view_outcome(plan.outcomes, plan, func, args, kwargs, call.tensors[0]) if plan.view else UNCHANGED
     saving: AbstractContextManager[None] | None = None
+    aliased: list[tuple[DTensorBase, MemoryVersion]] = []
     if plan.moving:
+        if torch.is_grad_enabled():
+            aliased = aliased_inputs(call.tensors, plan.moves)
         args, kwargs, saving = _moved(plan, args, kwargs, call)
     if outcome.copies and plan.moves[0] is None:
         args, kwargs = _copied_first(args, kwargs)
@@ -105,6 +109,8 @@ def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call:
     else:
         with no_torch_function():
             result = plan.run(func, args, kwargs)
+    if aliased:
+        refuse_later_writes(tensors_in((call.tensors[0] if plan.inplace else result,)), aliased)
     if plan.inplace:
         if WATCH.inference:
             count_write(call.tensors[0])

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright.errors import InPlaceError
 from shardwright.layout import Layout
 from shardwright.tensor.base.capture import capture_call, is_capturing
 from shardwright.tensor.base.custom_op import is_traced
 from shardwright.tensor.base.gradient_types import ENTERED, dual, without_entered
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.base.writes import MemoryVersion, memory_version, was_written
+from shardwright.tensor.gradients.aliased import refuse_aliased_write
 from shardwright.tensor.gradients.gather_together import gathered_by_unit
 from shardwright.tensor.gradients.share import forget_shared, redistribute_shared, results_by_tensor
 from shardwright.tensor.redistribute.autograd import differs, redistribute_local, refuse_lost_graph
@@ -157,25 +157,13 @@ class EnterParameter(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         torch.autograd.Variable._execution_engine.queue_callback(forget_entered)
         if ctx.version is not None:
-            _refuse_untracked_write(ctx.parameter, ctx.version)
+            refuse_aliased_write(ctx.parameter, ctx.version)
         gradient = gradient.to(ctx.parameter.dtype)
         if _deferred is not None and not (_reducing_now or torch.is_grad_enabled() or _has_hooks(ctx.parameter)):
             _defer(ctx.parameter, dual(ctx.target), gradient)
             return None, None, None, None
         refuse_lost_graph(gradient, dual(ctx.target), dual(ctx.source))
         return redistribute_local(gradient, dual(ctx.target), dual(ctx.source)), None, None, None
-
-
-def _refuse_untracked_write(parameter: DTensorBase, before: MemoryVersion) -> None:
-    """Raise InPlaceError if a parameter was written to through `.data` since it was gathered for an operator."""
-    now = memory_version(parameter)
-    # The first count is autograd's own: torch itself checks it where a saved tensor is used.
-    if now.storage is before.storage and now.counts[1:] != before.counts[1:]:
-        raise InPlaceError(
-            f"the parameter {parameter._layout} was written to through .data after an operator had used it, and before "
-            "backward: torch would compute gradients with the new values, but its redistributed copy has the old ones. "
-            "Write after backward, or under torch.no_grad() without .data"
-        )
 
 
 def _has_hooks(parameter: DTensorBase) -> bool:
