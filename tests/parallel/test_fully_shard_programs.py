@@ -350,6 +350,41 @@ def test_gradient_hooks_see_reduced_gradients_and_may_step_in_backward():
 
 
 @on_ranks()
+def test_a_hook_of_a_parameter_changes_its_reduced_gradient():
+    model = shard(make())
+    weight, norms = model.blocks[0].up.weight, []
+    weight.register_hook(lambda gradient: norms.append(gradient.norm().item()) or 2 * gradient)
+    loss_of(model, batch(comm.rank(), 0)).backward()
+    reference = train_on_one_rank(make(), world(), steps=1)[0][2]["blocks.0.up.weight"]
+    assert norms == pytest.approx([reference.norm().item()])
+    torch.testing.assert_close(weight.grad.full_tensor(), 2 * reference, rtol=0, atol=EXACT)
+
+
+@on_ranks(4)
+def test_a_parameter_that_one_replica_alone_uses_has_its_gradient_on_all():
+    """And one that no rank uses has none."""
+    torch.manual_seed(0)
+    parts = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Linear(4, 4)}).double()
+
+    class Chosen(nn.Module):
+        def __init__(self, parts):
+            super().__init__()
+            self.parts = parts
+
+        def forward(self, x, key):
+            return self.parts[key](x) + self.parts["a"](x)
+
+    plain = Chosen(parts)
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sw.fully_shard(copy.deepcopy(plain), mesh=mesh)
+    given, keys = inputs(3, 4), ["a", "a", "a", "b"]
+    model(given[comm.rank()], keys[comm.rank()]).square().sum().backward()
+    sum(plain(each, key).square().sum() for each, key in zip(given, keys, strict=True)).div(4).backward()
+    same_gradients(model, plain)
+    assert plain.parts["c"].weight.grad is None
+
+
+@on_ranks()
 def test_parameters_may_be_used_outside_the_model_too():
     """A penalty on the sharded parameters themselves adds to the gradients of the model."""
     plain, model = make(), shard(make())

@@ -275,7 +275,10 @@ def _scatter_natively(
 
 
 def _flags(present: Sequence[bool] | None, device: torch.device) -> Tensor | None:
-    return None if present is None else torch.tensor(list(present), dtype=torch.int32, device=device)
+    """Return which tensors are present, as integers on the device, without waiting for it if all are."""
+    if present is None or not all(present):
+        return None if present is None else torch.tensor(list(present), dtype=torch.int32, device=device)
+    return torch.ones(len(present), dtype=torch.int32, device=device)
 
 
 def _without_absent(

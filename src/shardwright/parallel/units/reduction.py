@@ -109,7 +109,10 @@ def _sum_over(
     for dtype in dict.fromkeys(each.dtype for each in like):
         indices = [index for index, each in enumerate(like) if each.dtype is dtype]
         given = [pieces[index] for index in indices]
-        counts = torch.tensor([piece is not None for piece in given], dtype=dtype, device=like[0].device)
+        counts = torch.ones(len(given), dtype=dtype, device=like[0].device)
+        missing = any(piece is None for piece in given)
+        if missing:  # otherwise the host need not wait for the device
+            counts = torch.tensor([piece is not None for piece in given], dtype=dtype, device=like[0].device)
         flat = [
             torch.zeros(math.prod(shapes[index]), dtype=dtype, device=counts.device)
             if piece is None
@@ -118,7 +121,7 @@ def _sum_over(
         ]
         total = comm.all_reduce(torch.cat([*flat, counts]), replicas)
         *parts, counts = torch.split(total, [*(len(each) for each in flat), len(counts)])
-        absent = [False] * len(given) if None not in given else [not count for count in counts.tolist()]
+        absent = [False] * len(given) if not missing else [not count for count in counts.tolist()]
         for index, part, is_absent in zip(indices, parts, absent, strict=True):
             found[index] = None if is_absent else part.view(shapes[index])
     return [found[index] for index in range(len(pieces))]
