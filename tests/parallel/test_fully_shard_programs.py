@@ -168,6 +168,20 @@ def test_weights_tied_across_units_stay_tied():
 
 
 @on_ranks()
+def test_weights_tied_across_units_of_different_parents_stay_tied():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Sequential(nn.Linear(4, 4)))).double()
+    plain[1][0][0].weight = plain[0][0].weight
+
+    def prepare(model):
+        for module in (model[0], model[1][0], model[1], model):
+            sw.fully_shard(module)
+        assert model[1][0][0].weight is model[0][0].weight
+
+    compare(plain, prepare)
+
+
+@on_ranks()
 def test_a_unit_inside_a_unit_and_a_module_called_twice():
     class Outer(nn.Module):
         def __init__(self):

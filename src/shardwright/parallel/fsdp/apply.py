@@ -26,6 +26,7 @@ M = TypeVar("M", bound=nn.Module | list[nn.Module])
 # Of a parameter that was replaced by a DTensor: the binding that has it, as a weak reference, and its index there.
 # Another module may hold the same parameter, tied.
 _replaced: Any = WeakTensorKeyDictionary()
+_PLACE = "_shardwright_fsdp_place"  # an attribute of the DTensor: the same
 _HOOKS = "_shardwright_owner_hooks"  # an attribute of modules that own parameters
 
 
@@ -81,8 +82,8 @@ def fully_shard(
     unit = _make_unit(found, placements, device_mesh, bound, precision, after_forward, device)
     binding = Binding(unit, found.slots, modules, precision, after_forward)
     binding.register_shards()
-    for index, original in enumerate(found.parameters):
-        _replaced[original] = ref(binding), index
+    for index, (original, parameter) in enumerate(zip(found.parameters, unit.parameters, strict=True)):
+        _replaced[original] = parameter.__dict__[_PLACE] = ref(binding), index
     for slot, other in found.tied:
         other.slots.append(slot)
         other.register_shards()
@@ -211,10 +212,11 @@ def _find(modules: Sequence[nn.Module], ignored: set[int]) -> _Found:
             for key, parameter in submodule._parameters.items():
                 if parameter is None or id(parameter) in ignored or (id(submodule), key) in taken:
                     continue
-                known = _replaced.get(parameter)
+                known = parameter.__dict__.get(_PLACE) or _replaced.get(parameter)
                 other = None if known is None else known[0]()
                 if other is not None:
-                    found.tied.append((Slot(submodule, key, known[1]), other))
+                    if not any(slot.module is submodule and slot.key == key for slot in other.slots):
+                        found.tied.append((Slot(submodule, key, known[1]), other))
                     continue
                 if id(parameter) not in indices:
                     indices[id(parameter)] = len(found.parameters)
