@@ -29,6 +29,7 @@ from shardwright.comm.mesh import (
     entered_mesh,
     group_along,
     init_device_mesh,
+    init_world_mesh,
     rank,
 )
 from shardwright.comm.pending import Pending
@@ -73,6 +74,7 @@ __all__ = [
     "group_along",
     "host_store",
     "init_device_mesh",
+    "init_world_mesh",
     "is_simulated",
     "join",
     "leave",

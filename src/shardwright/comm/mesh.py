@@ -25,6 +25,7 @@ __all__ = [
     "entered_mesh",
     "group_along",
     "init_device_mesh",
+    "init_world_mesh",
     "known_meshes",
     "rank",
 ]
@@ -69,6 +70,17 @@ def init_device_mesh(
     mesh = _init_device_mesh(device_type, tuple(mesh_shape), mesh_dim_names=names, **override)
     bind(mesh)
     return mesh
+
+
+def init_world_mesh(device_type: str) -> DeviceMesh:
+    """Return a one-dimensional DeviceMesh of all ranks; start the default process group as `init_device_mesh` does.
+
+    >>> init_world_mesh("cpu").size()
+    1
+    """
+    if not dist.is_initialized() and "RANK" in os.environ:
+        dist.init_process_group()  # from the variables of the launcher: only then is the number of ranks known
+    return init_device_mesh(device_type, (world().size,))
 
 
 def bind(mesh: DeviceMesh | Mesh) -> Mesh:

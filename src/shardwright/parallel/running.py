@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from shardwright.errors import MeshMismatchError, MixedTensorsError, TensorError
 from shardwright.parallel.plan.mesh_roles import MeshRoles
 from shardwright.parallel.units import MixedPrecisionPolicy, Schedule, Unit, unit_of
+from shardwright.parallel.units.schedule import in_backward
 from shardwright.tensor import DTensor
 from shardwright.tensor.base.policy import replicates_implicitly
 
@@ -69,7 +70,7 @@ class RunningModel:
         parameters = dict(model.named_parameters())
         self._refuse_meta(model, parameters, args, kwargs)
         self.bind(parameters)
-        if not self._schedule.running:
+        if not self._schedule.running and not in_backward():  # a checkpoint, or a hook, may call the model in backward
             self._schedule.begin_forward()
         self._schedule.running += 1
         dtype = None if self.precision is None else self.precision.param_dtype
@@ -83,10 +84,12 @@ class RunningModel:
         if not self._schedule.running:
             return None  # the hook before has raised
         self._schedule.running -= 1
-        if output is None:  # the forward has raised
-            self._schedule.abandon()
+        outermost = not self._schedule.running and not in_backward()
+        if output is None:  # the forward has raised, or returns nothing
+            if outermost:
+                self._schedule.abandon()
             return None
-        if not self._schedule.running and not torch.is_grad_enabled():
+        if outermost and not torch.is_grad_enabled():
             self._schedule.finish(evaluated=True)
         dtype = None if self.precision is None else self.precision.output_dtype
         return None if dtype is None else _cast(output, dtype)

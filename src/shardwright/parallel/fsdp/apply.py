@@ -171,8 +171,7 @@ def _mesh(mesh: Any) -> tuple[Any, Mesh]:
     if mesh is None:
         mesh = comm.entered_mesh()
     if mesh is None:
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        mesh = comm.init_device_mesh(kind, (comm.world().size,))
+        mesh = comm.init_world_mesh("cuda" if torch.cuda.is_available() else "cpu")
     bound = comm.bind(mesh)
     if not isinstance(bound, Mesh) or bound.ndim not in (1, 2):
         raise MeshError(

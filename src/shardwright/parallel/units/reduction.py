@@ -72,10 +72,12 @@ class Reduction:
         """Wait, and add the results to the gradients of the parameters."""
         with no_torch_function(), torch.no_grad():
             for parameter, result in zip(self.parameters, self.results(), strict=True):
+                if result is None or not parameter.requires_grad:  # frozen since forward: as in plain torch
+                    continue
                 before = _get_grad(parameter)
-                if result is not None and before is None:
+                if before is None:
                     _set_grad(parameter, result)  # DTensor.grad tags it when it is read
-                elif result is not None:
+                else:
                     before.add_(result)
 
     def discard(self) -> None:
