@@ -53,7 +53,7 @@ def build(mesh, policy, reshard, checkpointing, tied):
     return model
 
 
-def train(mesh, dtype=None, reshard=True, checkpointing=False, tied=False, steps=3, micro_batches=2):
+def train(mesh, dtype=None, reshard=True, checkpointing=False, tied=False, steps=2, micro_batches=2):
     """Return the loss of every micro-batch and the gradient norm of every step, on this rank."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     model = build(mesh, policy, reshard, checkpointing, tied)
@@ -89,8 +89,8 @@ def main():
     return {
         "plain": train(mesh),
         "kept after forward": train(mesh, reshard=False, steps=1),
-        "checkpointing": train(mesh, checkpointing=True, steps=2),
-        "tied": train(mesh, tied=True, steps=2),
+        "checkpointing": train(mesh, checkpointing=True, steps=1),
+        "tied": train(mesh, tied=True, steps=1),
         "bfloat16": train(mesh, dtype=torch.bfloat16, steps=2),
     }
 

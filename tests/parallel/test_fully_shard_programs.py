@@ -121,6 +121,23 @@ def test_gradients_accumulate_over_micro_batches_with_and_without_reduction():
         plain.zero_grad()
 
 
+@on_ranks(4)
+def test_gradients_accumulate_without_their_sum_over_replicas():
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    plain, model = make(), shard(make(), mesh=mesh)
+    with comm.count() as traffic:
+        for step in range(2):
+            model.set_requires_all_reduce(step == 1)
+            model.set_requires_gradient_sync(True)
+            loss_of(model, batch(comm.rank(), step)).backward()
+            for rank in range(world()):
+                (loss_of(plain, batch(rank, step)) / world()).backward()
+            with torch.inference_mode():
+                model(batch(0, 0))
+    same_gradients(model, plain)
+    assert traffic.calls["all_reduce"] == 4
+
+
 @on_ranks()
 def test_accumulated_gradients_are_reduced_though_the_last_backward_skips_their_unit():
     class Either(nn.Module):

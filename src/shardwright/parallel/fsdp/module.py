@@ -103,7 +103,7 @@ class FSDPModule:
         """
         for binding in _bindings(self, recurse):
             if binding.unit.replicas is not None:
-                binding.unit.reduces = requires_all_reduce
+                binding.unit.sums_replicas = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accept whether the next backward pass is the last of a step: gradients are complete after each.

@@ -163,7 +163,7 @@ class Schedule:
     def finish(self, evaluated: bool = False) -> None:
         """End a step: gradients land, units are released, and the order of the step is kept."""
         self.land()
-        for unit in self.units:
+        for unit in () if evaluated else self.units:
             unit.flush()
         if self._needed:
             self._last[self._training] = self._needed

@@ -72,6 +72,7 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.reduces = True  # False: gradients are accumulated without reduction
+        self.sums_replicas = True  # False: likewise
         self.in_use = 0  # how many forwards of its modules run
         self.pinned = False  # stays gathered until it is released explicitly
         self.parent = parent
@@ -278,7 +279,7 @@ class Unit:
             for index, before in self._accumulated.items():
                 mine[index] = mine[index].add_(before) if index in mine else before
             self._accumulated = {}
-            if not self.reduces:
+            if not self.is_reducing:
                 self._accumulated = mine
                 return nothing
             indices = tuple(index for index, needs in enumerate(needed) if needs)
@@ -290,9 +291,14 @@ class Unit:
             found = dict(zip(indices, reduction.results(), strict=True))
         return [found.get(index) for index in range(len(gradients))]
 
+    @property
+    def is_reducing(self) -> bool:
+        """Whether backward reduces gradients now, over all ranks."""
+        return self.reduces and self.sums_replicas
+
     def flush(self) -> None:
         """Reduce gradients that were accumulated without reduction, if reduction is on again, and add them."""
-        if not self._accumulated or not self.reduces:
+        if not self._accumulated or not self.is_reducing:
             return
         with no_torch_function(), torch.no_grad():
             mine, self._accumulated = self._accumulated, {}
@@ -330,7 +336,7 @@ class Unit:
                 "(sparse=False)"
             )
         dtype = self.precision.reduced_dtype(self.parameters[index].dtype)
-        accumulates = not self.reduces or self._accumulated
+        accumulates = not self.is_reducing or self._accumulated
         return gradient.to(dtype, copy=True) if accumulates else gradient.to(dtype)
 
     def _start_reduction(self, indices: tuple[int, ...], mine: dict[int, Tensor]) -> Reduction:
