@@ -271,6 +271,7 @@ MAY_USE: dict[str, tuple[str, ...]] = {
         "parallel.units",
         "tensor",
         "tensor.base",
+        "tensor.gradients",
     ),
     "interop": (
         "comm",

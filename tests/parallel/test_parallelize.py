@@ -454,6 +454,46 @@ def test_parameters_are_gathered_and_gradients_reduced_once_per_unit(
     run_ranks(2, work)
 
 
+def test_deferred_gradients_are_reduced_once_per_unit() -> None:
+    def work() -> None:
+        mesh = mesh_of(dp=2)
+        model = sw.parallelize(Transformer(), mesh)
+        batch = sw.shard_batch(BATCH, mesh)
+        for _ in range(2):
+            model(**batch).backward()
+        expected = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+        model.zero_grad()
+        with counted() as seen, sw.defer_gradient_reduction():
+            for _ in range(2):
+                loss = model(**batch)
+                loss.backward(retain_graph=True)
+            weight = model.layers[0].mlp[0].weight
+            assert weight.grad is None
+            assert seen.count("reduce") == 0
+            (returned,) = torch.autograd.grad(loss, [weight])  # these are reduced at once
+            assert seen.count("reduce") == 1
+        assert seen.count("reduce") == 1 + 3
+        torch.testing.assert_close(2 * returned.full_tensor(), expected["layers.0.mlp.0.weight"])
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], msg=name)
+        model.zero_grad()
+
+        def fail() -> None:
+            with sw.defer_gradient_reduction():
+                model(**batch).backward()
+                raise ArithmeticError
+
+        with pytest.raises(ArithmeticError):
+            fail()
+        assert all(parameter.grad is None for parameter in model.parameters())  # nothing was added
+        for _ in range(2):
+            model(**batch).backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], msg=name)
+
+    run_ranks(2, work)
+
+
 def test_units_are_made_again_for_parameters_that_were_replaced() -> None:
     def work() -> None:
         mesh = mesh_of(dp=2)

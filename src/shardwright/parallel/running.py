@@ -17,9 +17,11 @@ from torch.utils import _pytree as pytree
 from shardwright.errors import MeshMismatchError, MixedTensorsError, TensorError
 from shardwright.parallel.plan.mesh_roles import MeshRoles
 from shardwright.parallel.units import MixedPrecisionPolicy, Schedule, Unit, unit_of
+from shardwright.parallel.units.reduction import needs_gradient_now
 from shardwright.parallel.units.schedule import in_backward
 from shardwright.tensor import DTensor
 from shardwright.tensor.base.policy import replicates_implicitly
+from shardwright.tensor.gradients.enter import call_after_deferral, is_deferring
 
 __all__ = ["RunningModel", "running_model"]
 
@@ -51,6 +53,7 @@ class RunningModel:
         self.precision, self.reshard_after_forward = precision, reshard_after_forward
         self._schedule = Schedule()
         self._units: list[Unit | None] | None = None  # one for each group that has parameters
+        self._deferring = False
 
     def install(self, model: nn.Module) -> None:
         """Register the hooks of the model."""
@@ -58,7 +61,12 @@ class RunningModel:
         model.register_forward_hook(self.after, always_call=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_units": None, "_schedule": Schedule()}  # a copy makes units of its own
+        return {
+            **self.__dict__,
+            "_units": None,
+            "_schedule": Schedule(),
+            "_deferring": False,
+        }  # a copy makes units of its own
 
     # --- hooks ------------------------------------------------------------------------------------------------------
 
@@ -70,6 +78,7 @@ class RunningModel:
         parameters = dict(model.named_parameters())
         self._refuse_meta(model, parameters, args, kwargs)
         self.bind(parameters)
+        self._defer_reduction()
         if not self._schedule.running and not in_backward():  # a checkpoint, or a hook, may call the model in backward
             self._schedule.begin_forward()
         self._schedule.running += 1
@@ -134,6 +143,7 @@ class RunningModel:
         found = [[parameters[name] for name in names if name in parameters] for names in self.groups]
         if self._units is not None and _are_same(found, self._units):
             return
+        self._end_deferral(completed=True)  # of the units so far, whose parameters keep their gradients
         for unit in self._units or ():
             if unit is not None:
                 unit.release()
@@ -141,6 +151,26 @@ class RunningModel:
         for names, group in zip(self.groups, found, strict=True):
             unit = self._unit(group, [name for name in names if name in parameters]) if group else None
             self._units.append(unit)
+
+    def _defer_reduction(self) -> None:
+        """Let units accumulate gradients while their reduction is deferred, unless hooks are to get them at once."""
+        if not is_deferring() or self._deferring:
+            return
+        self._deferring = True
+        call_after_deferral(self._end_deferral)
+        for unit in self._units or ():
+            if unit is not None:
+                unit.reduces = needs_gradient_now(unit.parameters)
+
+    def _end_deferral(self, completed: bool) -> None:
+        self._deferring = False
+        for unit in self._units or ():
+            if unit is not None:
+                unit.reduces = True
+                if completed:
+                    unit.flush()
+                else:
+                    unit.discard_gradients()
 
     def _unit(self, parameters: list[Tensor], names: list[str]) -> Unit:
         over_dp = self.roles.fully_sharded

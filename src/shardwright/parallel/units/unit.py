@@ -276,12 +276,13 @@ class Unit:
                 for index, gradient in enumerate(gradients)
                 if needed[index] and gradient is not None
             }
-            for index, before in self._accumulated.items():
-                mine[index] = mine[index].add_(before) if index in mine else before
-            self._accumulated = {}
-            if not self.is_reducing:
-                self._accumulated = mine
-                return nothing
+            if accumulates:  # otherwise these gradients are returned, and have nothing to do with those of .grad
+                for index, before in self._accumulated.items():
+                    mine[index] = mine[index].add_(before) if index in mine else before
+                self._accumulated = {}
+                if not self.is_reducing:
+                    self._accumulated = mine
+                    return nothing
             indices = tuple(index for index, needs in enumerate(needed) if needs)
             self.schedule.land()
             reduction = self._start_reduction(indices, mine)

@@ -10,7 +10,7 @@ which is meant to free it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,8 +30,10 @@ from shardwright.tensor.redistribute.autograd import differs, redistribute_local
 from shardwright.tensor.redistribute.cast import cast_and_redistribute
 
 __all__ = [
+    "call_after_deferral",
     "defer_gradient_reduction",
     "forget_entered",
+    "is_deferring",
     "prepare_cast_operand",
     "prepare_operand",
     "reduce_immediately",
@@ -50,6 +52,7 @@ class _Shared(NamedTuple):
 
 _shared: dict[tuple[int, Layout, torch.dtype | None], _Shared] = {}  # the dtype is that of the result, if it was cast
 _deferred: dict[int, list[_Deferral]] | None = None
+_after_deferral: list[Callable[[bool], None]] = []  # called with whether the deferred gradients are reduced
 _reducing_now = False  # inside torch.autograd.grad, which returns its gradients immediately
 
 
@@ -187,12 +190,17 @@ def defer_gradient_reduction() -> Iterator[None]:
     if _deferred is not None:  # the outermost context reduces
         yield
         return
-    _deferred = {}
+    _deferred, completed = {}, False
     try:
         yield
         pending = [deferral for deferrals in _deferred.values() for deferral in deferrals]
+        completed = True
     finally:
         _deferred = None
+        callbacks = list(_after_deferral)
+        _after_deferral.clear()
+        for callback in callbacks:
+            callback(completed)
     with no_torch_function(), torch.no_grad():
         for deferral in pending:
             layout = without_entered(dual(deferral.parameter._layout))
@@ -201,6 +209,16 @@ def defer_gradient_reduction() -> Iterator[None]:
                 deferral.parameter.grad = tag(reduced.detach(), layout)
             else:
                 deferral.parameter.grad += reduced
+
+
+def is_deferring() -> bool:
+    """Return whether the reduction of gradients is deferred."""
+    return _deferred is not None
+
+
+def call_after_deferral(callback: Callable[[bool], None]) -> None:
+    """Call back when the deferral that is active ends: with True to reduce gradients, with False to drop them."""
+    _after_deferral.append(callback)
 
 
 def _defer(parameter: DTensorBase, layout: Layout, gradient: Tensor) -> None:
