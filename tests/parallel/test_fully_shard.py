@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -119,12 +120,18 @@ def test_at_most_the_root_and_two_units_are_gathered_and_nothing_at_rest():
             pending._finish = landed
             return pending
 
-        def gathered():
-            return sum(refs is None or not all(ref.expired() for ref in refs) for refs in live)
+        def gathered(most):
+            """Return how many are alive; wait if they are too many: a watching thread may look at one for a moment."""
+            deadline = time.monotonic() + 10
+            while True:
+                count = sum(refs is None or not all(ref.expired() for ref in refs) for refs in live)
+                if count <= most or time.monotonic() > deadline:
+                    return count
+                time.sleep(0.01)
 
         def observe(*_):
             nonlocal peak
-            peak = max(peak, gathered())
+            peak = max(peak, gathered(most=3))
 
         comm.start_all_gather_many = counted
         try:
@@ -134,13 +141,13 @@ def test_at_most_the_root_and_two_units_are_gathered_and_nothing_at_rest():
                 block.down.register_full_backward_hook(observe)
             for step in range(3):
                 loss = loss_of(model, batch(comm.rank(), step))
-                assert gathered() == 1  # the root
+                assert gathered(most=1) == 1  # the root
                 loss.backward()
-                assert gathered() == 0
+                assert gathered(most=0) == 0
                 model.zero_grad()
             with torch.no_grad():
                 loss_of(model, batch(comm.rank(), 0))
-            assert gathered() == 0
+            assert gathered(most=0) == 0
         finally:
             comm.start_all_gather_many = start
         return peak

@@ -185,11 +185,15 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop.wait(_TICK):
-            self._peers.probe_neighbours(known_groups())
-            for thread, pending in list(waiting.items()):
-                self._check(thread, pending)
-            for thread in self._seen.keys() - waiting.keys():
-                del self._seen[thread]
+            self._look()
+
+    def _look(self) -> None:
+        """Look at all waits once; a method of its own, so that no result stays alive until the next time."""
+        self._peers.probe_neighbours(known_groups())
+        for thread, pending in list(waiting.items()):
+            self._check(thread, pending)
+        for thread in self._seen.keys() - waiting.keys():
+            del self._seen[thread]
 
     def _check(self, thread: int, pending: Waiting) -> None:
         now = time.monotonic()
