@@ -25,6 +25,8 @@ from shardwright.tensor.gradients.enter import call_after_deferral, is_deferring
 
 __all__ = ["RunningModel", "running_model"]
 
+_GROUP = "_unit_group"  # an attribute of parameters: the index of their group
+
 
 def running_model(model: nn.Module) -> RunningModel | None:
     """Return what the hooks of a parallel model have in common; None if it was not parallelized."""
@@ -50,13 +52,17 @@ class RunningModel:
         reshard_after_forward: bool,
     ) -> None:
         self.roles, self.groups = roles, groups
+        self._group_of = {name: index for index, names in enumerate(groups) for name in names}
         self.precision, self.reshard_after_forward = precision, reshard_after_forward
         self._schedule = Schedule()
         self._units: list[Unit | None] | None = None  # one for each group that has parameters
         self._deferring = False
 
     def install(self, model: nn.Module) -> None:
-        """Register the hooks of the model."""
+        """Register the hooks of the model, and record the group of each parameter in it."""
+        for name, parameter in model.named_parameters():
+            if name in self._group_of:
+                parameter.__dict__[_GROUP] = self._group_of[name]
         model.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
         model.register_forward_hook(self.after, always_call=True)
 
@@ -140,7 +146,7 @@ class RunningModel:
 
     def bind(self, parameters: Mapping[str, Tensor]) -> None:
         """Make units of the model's parameters, if they are not those of the last forward."""
-        found = [[parameters[name] for name in names if name in parameters] for names in self.groups]
+        found = self._grouped(parameters)
         if self._units is not None and _are_same(found, self._units):
             return
         self._end_deferral(completed=True)  # of the units so far, whose parameters keep their gradients
@@ -148,8 +154,8 @@ class RunningModel:
             if unit is not None:
                 unit.release()
         self._schedule, self._units = Schedule(), []
-        for names, group in zip(self.groups, found, strict=True):
-            unit = self._unit(group, [name for name in names if name in parameters]) if group else None
+        for group in found:
+            unit = self._unit(list(group.values()), list(group)) if group else None
             self._units.append(unit)
 
     def _defer_reduction(self) -> None:
@@ -172,6 +178,19 @@ class RunningModel:
                 else:
                     unit.discard_gradients()
 
+    def _grouped(self, parameters: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Return the parameters of each group by name.
+
+        A parameter that has another name now, because an adapter wraps its layer, stays in its group. A plain one that
+        replaced it belongs to none, and counts as replicated.
+        """
+        groups: list[dict[str, Tensor]] = [{} for _ in self.groups]
+        for name, parameter in parameters.items():
+            index = self._group_of.get(name, parameter.__dict__.get(_GROUP))
+            if index is not None and isinstance(parameter, DTensor):
+                groups[index][name] = parameter
+        return groups
+
     def _unit(self, parameters: list[Tensor], names: list[str]) -> Unit:
         over_dp = self.roles.fully_sharded
         assert over_dp is not None
@@ -190,11 +209,11 @@ class RunningModel:
         return unit
 
 
-def _are_same(found: list[list[Tensor]], units: list[Unit | None]) -> bool:
+def _are_same(found: list[dict[str, Tensor]], units: list[Unit | None]) -> bool:
     """Return whether the units have these parameters."""
     return all(
         len(group) == (0 if unit is None else len(unit.parameters))
-        and all(a is b for a, b in zip(group, () if unit is None else unit.parameters, strict=True))
+        and all(a is b for a, b in zip(group.values(), () if unit is None else unit.parameters, strict=True))
         for group, unit in zip(found, units, strict=True)
     )
 

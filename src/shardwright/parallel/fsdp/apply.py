@@ -80,7 +80,7 @@ def fully_shard(
 
     device = _device(device_mesh)
     unit = _make_unit(found, placements, device_mesh, bound, precision, after_forward, device)
-    binding = Binding(unit, found.slots, modules, precision, after_forward)
+    binding = Binding(unit, found.slots, modules, precision, after_forward, found.ignored)
     binding.register_shards()
     for index, (original, parameter) in enumerate(zip(found.parameters, unit.parameters, strict=True)):
         _replaced[original] = parameter.__dict__[_PLACE] = ref(binding), index
@@ -107,6 +107,7 @@ class _Found(NamedTuple):
     slots: list[Slot]
     tied: list[tuple[Slot, Binding]]  # further places of parameters that other units have
     children: list[Binding]  # the units inside the modules
+    ignored: list[tuple[nn.Module, str]]  # modules and the names of ignored parameters in them
 
 
 def _modules(module: Any) -> list[nn.Module]:
@@ -201,7 +202,7 @@ def _find(modules: Sequence[nn.Module], ignored: set[int]) -> _Found:
     }
     taken = {(id(slot.module), slot.key) for binding in children.values() for slot in binding.slots}
     indices: dict[int, int] = {}
-    found = _Found([], [], [], [], list(children.values()))
+    found = _Found([], [], [], [], list(children.values()), [])
     seen: set[int] = set()
     for module in modules:
         for prefix, submodule in module.named_modules():
@@ -209,7 +210,10 @@ def _find(modules: Sequence[nn.Module], ignored: set[int]) -> _Found:
                 continue
             seen.add(id(submodule))
             for key, parameter in submodule._parameters.items():
-                if parameter is None or id(parameter) in ignored or (id(submodule), key) in taken:
+                if parameter is None or (id(submodule), key) in taken:
+                    continue
+                if id(parameter) in ignored:
+                    found.ignored.append((submodule, key))
                     continue
                 known = parameter.__dict__.get(_PLACE) or _replaced.get(parameter)
                 other = None if known is None else known[0]()

@@ -13,11 +13,14 @@ from torch.utils import _pytree as pytree
 
 from shardwright.errors import InPlaceError, TensorError
 from shardwright.parallel.units import MixedPrecisionPolicy, PackGatheredParameters, Unit
+from shardwright.parallel.units.reduction import divisor
 from shardwright.parallel.units.saved import packs_gathered_parameters
 from shardwright.parallel.units.schedule import in_backward
 from shardwright.tensor import DTensor
 
-__all__ = ["Binding", "OwnerHooks", "Slot"]
+__all__ = ["BINDING", "Binding", "OwnerHooks", "Slot"]
+
+BINDING = "_shardwright_fsdp"  # an attribute of modules that were passed to `fully_shard`
 
 _NUMBER = -1  # of our forward hooks in a module; torch counts its own from 0
 
@@ -42,8 +45,10 @@ class Binding:
         modules: Sequence[nn.Module],
         precision: MixedPrecisionPolicy,
         after_forward: bool | None,
+        ignored: Sequence[tuple[nn.Module, str]] = (),
     ) -> None:
         self.unit = unit
+        self.ignored = list(ignored)  # modules, and the names of parameters in them that no unit has
         self.slots = list(slots)
         self.modules = list(modules)
         self.precision = precision
@@ -81,6 +86,7 @@ class Binding:
         backward = in_backward()
         outermost = not schedule.running and not backward
         if outermost:
+            self._refuse_unreduced()
             schedule.begin_forward()
         schedule.running += 1
         try:
@@ -105,6 +111,31 @@ class Binding:
             raise
         finally:
             schedule.running -= 1
+
+    def _refuse_unreduced(self) -> None:
+        """Raise if a parameter that was registered since would be trained on each rank by itself."""
+        if not torch.is_grad_enabled() or divisor(None, self.unit.group, self.unit.replicas) == 1:
+            return
+        found = [
+            (module, name)
+            for root in self.modules
+            for module in root.modules()
+            for name, parameter in module._parameters.items()
+            if type(parameter) is nn.Parameter and parameter.requires_grad
+        ]
+        if not found:
+            return
+        roots = [each for root in self.modules for each in root.modules()]
+        bindings = [each.__dict__[BINDING] for each in roots if BINDING in each.__dict__]
+        known = {(id(module), name) for binding in bindings for module, name in binding.ignored}
+        known |= {(id(slot.module), slot.key) for binding in bindings for slot in binding.slots}
+        names = {id(module): name for root in self.modules for name, module in root.named_modules()}
+        new = [f"{names[id(module)]}.{name}".lstrip(".") for module, name in found if (id(module), name) not in known]
+        if new:
+            raise TensorError(
+                f"parameters were registered in a module after fully_shard: {', '.join(new)}. Their gradients would "
+                "not be reduced, and ranks would train different values: register them before fully_shard"
+            )
 
     def _enter(self) -> None:
         if not self.unit.in_use:

@@ -10,11 +10,9 @@ from typing import Any, final
 from torch import nn
 
 from shardwright.errors import ArgumentTypeError, TensorError
-from shardwright.parallel.fsdp.binding import Binding
+from shardwright.parallel.fsdp.binding import BINDING, Binding
 
 __all__ = ["FSDPModule", "UnshardHandle", "binding_of", "register_fsdp_forward_method", "sharded_class"]
-
-_BINDING = "_shardwright_fsdp"  # an attribute of the modules
 
 
 @final
@@ -189,7 +187,7 @@ def _check_modules(modules: Sequence[Any]) -> None:
 
 def binding_of(module: Any) -> Binding:
     """Return the unit of a fully sharded module and where its parameters are registered."""
-    binding: Binding | None = module.__dict__.get(_BINDING)
+    binding: Binding | None = module.__dict__.get(BINDING)
     if binding is None:
         raise TensorError(f"fully_shard was not called on this {type(module).__name__}")
     return binding
@@ -207,7 +205,7 @@ def _sharded_class(cls: Any) -> Any:
 
 def sharded_class(module: nn.Module, binding: Binding) -> None:
     """Make a module an FSDPModule, beside its own class."""
-    module.__dict__[_BINDING] = binding
+    module.__dict__[BINDING] = binding
     own: Any = type(module)
     module.__class__ = _sharded_class(own)
 
