@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -151,3 +153,11 @@ def test_masked_write_to_an_expanded_tensor_is_refused() -> None:
             with pytest.raises(InPlaceError, match=r"x\[mask\] = value: .* share memory"):
                 x[mask] = spread(value, R)
         close(x, torch.zeros(2, 4))
+
+
+@on_ranks(4)
+def test_write_to_a_copied_tensor_whose_elements_share_memory_is_refused_on_all_ranks() -> None:
+    """Ranks with empty shards cannot see in their own memory that elements are shared: the copy keeps the strides."""
+    x = copy.deepcopy(spread(torch.zeros(7, 2, 2), Shard(2)).unfold(0, 2, 1))
+    with pytest.raises(InPlaceError, match="share memory"):
+        x[-5:, -2, -1].neg_()

@@ -481,6 +481,7 @@ class DTensor(DTensorBase):
             copy_use(result, self)
             if not is_parameter:
                 count_writes_of(result)  # copies that share memory have version counters of their own
+                copy_strides(result, self)
         if is_parameter:
             result._is_param = True  # what makes isinstance(x, nn.Parameter) true
             return result
