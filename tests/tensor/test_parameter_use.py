@@ -53,7 +53,7 @@ def test_a_parameter_with_a_use_is_a_parameter_and_a_dtensor() -> None:
 def test_wrong_arguments_raise() -> None:
     with pytest.raises(ArgumentTypeError, match="expected a DTensor, got Tensor"):
         set_parameter_use(torch.ones(2), GATHERED)
-    with pytest.raises(TensorError, match="mesh dimensions must be 0 to 0 .* got 1"):
+    with pytest.raises(TensorError, match=r"mesh dimensions must be 0 to 0 .* got 1"):
         set_parameter_use(layer().weight, ParameterUse(frozenset({1})))
 
 
