@@ -8,7 +8,7 @@
 
 TORCH ?= torch==2.13.0
 ARGS ?=
-WORKERS ?= -n 2 --dist loadfile --durations 25
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder --durations 25
 
 VENV := .venv
 STAMPS := $(VENV)/.stamps

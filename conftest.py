@@ -31,8 +31,22 @@ pytest_collect_file = Sybil(
 ).pytest()
 
 
+# Processes that run tests in parallel take whole files: one that is begun last keeps the others waiting.
+LONGEST = (
+    "tests/test_examples.py",
+    "tests/tensor/test_training.py",
+    "tests/testing/test_programs.py",
+    "tests/testing/test_every_operator.py",
+    "tests/checkpoint/test_hostile.py",
+    "tests/parallel/test_transformers.py",
+    "tests/tensor/test_caches.py",
+    "tests/tensor/test_compile.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where there is no GPU."""
+    """Run the files that take longest first, and skip what is marked `gpu` where there is no GPU."""
+    items.sort(key=lambda item: next((n for n, name in enumerate(LONGEST) if item.path.match(name)), len(LONGEST)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
