@@ -23,7 +23,8 @@ for found in pkgutil.walk_packages(shardwright.__path__, "shardwright."):
 # `make test` tries the same examples every time; `make test-full` tries new ones, many more.
 settings.register_profile("default", max_examples=25, derandomize=True, deadline=None)
 settings.register_profile("full", max_examples=1000, deadline=None, print_blob=True)
-settings.load_profile(os.environ.get("SHARDWRIGHT_BUDGET", "default"))
+BUDGET = os.environ.get("SHARDWRIGHT_BUDGET", "default")
+settings.load_profile(BUDGET)
 
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(doctest_optionflags=ELLIPSIS | NORMALIZE_WHITESPACE), SkipParser()],
@@ -42,6 +43,11 @@ LONGEST = (
     "tests/tensor/test_caches.py",
     "tests/tensor/test_compile.py",
 )
+
+
+def pytest_runtest_setup() -> None:
+    """Return to our budget: importing torch's database of operators loads torch's profile for hypothesis."""
+    settings.load_profile(BUDGET)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
