@@ -31,19 +31,9 @@ from shardwright.errors import CheckpointError, RankFailedError, SaveTimeoutErro
 from shardwright.layout import Layout, Mesh, Replicate
 from shardwright.storage import Calls, LocalStorage
 from shardwright.testing import Died, Raised, outcomes, run_ranks
+from tests.checkpoint.calls import Gate
 
 MIB = 1 << 20
-
-
-class Gate(Calls):
-    """Writes wait until the gate is opened."""
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        assert self.opened.wait(60)
-        return super().pwritev(fd, buffers, offset)
 
 
 class Full(Calls):

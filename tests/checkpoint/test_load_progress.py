@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import shardwright as sw
 from shardwright import checkpoint, comm
 from shardwright.checkpoint import CheckpointManager
 from shardwright.checkpoint.reading import collective_read, host_window
@@ -19,39 +18,14 @@ from shardwright.checkpoint.runtime import progress
 from shardwright.checkpoint.runtime.windows import window_size
 from shardwright.errors import CheckpointError
 from shardwright.testing import run_ranks
+from tests.checkpoint.allocations import noting
+from tests.checkpoint.two_ranks import is_right, stored, wanted
 
 MIB = 1 << 20
 
 
 def state(value: float) -> dict[str, Any]:
     return {"w": torch.full((10,), float(value))}
-
-
-def noting(sizes: list[Any]) -> Any:
-    """torch.empty, which notes what it makes."""
-    empty = torch.empty
-
-    def noted(*size: Any, **kind: Any) -> torch.Tensor:
-        sizes.append(size[0])
-        return empty(*size, **kind)
-
-    return noted
-
-
-def stored(folder: str, rows: int = 512) -> None:
-    mesh = sw.init_device_mesh("cpu", (2,))
-    whole = torch.arange(rows * 4096.0).reshape(rows, 4096)
-    checkpoint.save({"w": sw.distribute_tensor(whole, mesh, [sw.Shard(0)], src_data_rank=None)}, folder)
-
-
-def wanted(dim: int, rows: int = 512) -> dict[str, Any]:
-    mesh = sw.init_device_mesh("cpu", (2,))
-    return {"w": sw.zeros(rows, 4096, mesh=mesh, placements=[sw.Shard(dim)])}
-
-
-def is_right(found: dict[str, Any], dim: int, rows: int = 512) -> bool:
-    whole = torch.arange(rows * 4096.0).reshape(rows, 4096)
-    return torch.equal(found["w"].to_local(), whole.chunk(2, dim)[comm.rank()])
 
 
 def _hear(folder: str) -> list[tuple[bool, list[tuple[int, int]]]]:

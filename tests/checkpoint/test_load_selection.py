@@ -12,19 +12,7 @@ from torch import nn
 from shardwright import checkpoint
 from shardwright.checkpoint import optimizer_state
 from shardwright.errors import ArgumentTypeError
-
-
-class Counter:
-    """An object that counts how often it is given a state."""
-
-    def __init__(self, **state: Any) -> None:
-        self.state, self.given = state, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.state)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state, self.given = dict(state), self.given + 1
+from tests.checkpoint.stateful import CountingState
 
 
 def stepped(seed: int = 0) -> tuple[nn.Linear, torch.optim.Optimizer]:
@@ -55,8 +43,8 @@ def test_an_optimizer_that_is_not_selected_is_not_changed(is_named: bool, tmp_pa
 
 
 def test_objects_without_selected_entries_are_not_called(tmp_path: Path) -> None:
-    checkpoint.save({"k": Counter(v=1), "w": torch.ones(1)}, tmp_path)
-    other = Counter(v=5)
+    checkpoint.save({"k": CountingState(v=1), "w": torch.ones(1)}, tmp_path)
+    other = CountingState(v=5)
     checkpoint.load({"k": other, "w": torch.zeros(1)}, tmp_path, only="w")
     assert (other.given, other.state) == (0, {"v": 5})
     checkpoint.load({"k": other, "w": torch.zeros(1)}, tmp_path)

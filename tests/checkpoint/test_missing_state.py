@@ -15,19 +15,7 @@ from shardwright import checkpoint, comm
 from shardwright.checkpoint import PerRank, optimizer_state
 from shardwright.errors import LoadMismatchError, StateDiffersError
 from shardwright.testing import run_ranks
-
-
-class Counter:
-    """An object that counts how often it is given a state."""
-
-    def __init__(self, **state: Any) -> None:
-        self.state, self.given = state, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.state)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state, self.given = dict(state), self.given + 1
+from tests.checkpoint.stateful import CountingState
 
 
 class Nested(torch.optim.Optimizer):
@@ -88,9 +76,9 @@ def test_optimizers_of_scalar_dtensors_and_of_pipeline_stages_resume(tmp_path: P
     def stages() -> None:
         """What one rank has in its object is not given to another's; what no rank has is given to all."""
         rank = comm.rank()
-        saved = Counter(**{f"stage{rank}": torch.full((2,), float(rank)), "new": [1, 2]})
+        saved = CountingState(**{f"stage{rank}": torch.full((2,), float(rank)), "new": [1, 2]})
         checkpoint.save({"k": saved}, tmp_path / "stages")
-        mine = Counter(**{f"stage{rank}": torch.zeros(2), "new": []})
+        mine = CountingState(**{f"stage{rank}": torch.zeros(2), "new": []})
         checkpoint.load({"k": mine}, tmp_path / "stages")
         assert set(mine.state) == {f"stage{rank}", "new"}
         assert mine.state[f"stage{rank}"].tolist() == [float(rank)] * 2
@@ -123,27 +111,31 @@ def test_optimizers_of_scalar_dtensors_and_of_pipeline_stages_resume(tmp_path: P
 
 
 def test_objects_get_state_entries_that_they_do_not_have_yet(tmp_path: Path) -> None:
-    grown = Counter(h=[1, (2, torch.ones(2))], best=torch.ones(1), more={"x.y": np.ones(2), "z": {}}, v=5)
+    grown = CountingState(h=[1, (2, torch.ones(2))], best=torch.ones(1), more={"x.y": np.ones(2), "z": {}}, v=5)
     checkpoint.save({"k": grown}, tmp_path)
-    for fresh in (Counter(), Counter(h=[], best=None, more={}, v=0), Counter(h=[0, (0, torch.zeros(2)), 7], v=None)):
+    for fresh in (
+        CountingState(),
+        CountingState(h=[], best=None, more={}, v=0),
+        CountingState(h=[0, (0, torch.zeros(2)), 7], v=None),
+    ):
         checkpoint.load({"k": fresh}, tmp_path)
         assert repr(sorted(fresh.state.items())) == repr(sorted(grown.state.items()))
         assert fresh.given == 1
     # In place where it can be; what is stored shorter is shorter; what is not stored is told.
     here = torch.zeros(1)
-    fresh = Counter(best=here)
+    fresh = CountingState(best=here)
     checkpoint.load({"k": fresh}, tmp_path)
     assert fresh.state["best"] is here
     assert here.all()
     with pytest.raises(LoadMismatchError, match=r"missing: 'k.other'"):
-        checkpoint.load({"k": Counter(other=1)}, tmp_path)
+        checkpoint.load({"k": CountingState(other=1)}, tmp_path)
     checkpoint.load({"k": fresh}, tmp_path, only="k.v")
     assert fresh.state["v"] == 5
-    checkpoint.save({"k": Counter(h=[])}, tmp_path)
-    fresh = Counter(h=[1, 2])
+    checkpoint.save({"k": CountingState(h=[])}, tmp_path)
+    fresh = CountingState(h=[1, 2])
     checkpoint.load({"k": fresh}, tmp_path)
     assert fresh.state == {"h": []}
-    fresh = Counter(h=[1, 2])
+    fresh = CountingState(h=[1, 2])
     checkpoint.load({"kk": fresh}, tmp_path, rename={"k.h": "kk.h"})
     assert fresh.state == {"h": []}
 

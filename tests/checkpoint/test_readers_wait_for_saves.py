@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,8 @@ import pytest
 import torch
 
 from shardwright import checkpoint
-from shardwright.storage import Calls, LocalStorage
-
-
-class Gate(Calls):
-    """Writes wait until the gate is opened."""
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        assert self.opened.wait(60)
-        return super().pwritev(fd, buffers, offset)
+from shardwright.storage import LocalStorage
+from tests.checkpoint.calls import Gate
 
 
 def first_element(path: Path) -> Any:

@@ -15,6 +15,7 @@ from shardwright import checkpoint, comm
 from shardwright.comm.coordinate import Channel
 from shardwright.errors import CorruptionError, LoadMismatchError, RankFailedError
 from shardwright.testing import run_ranks
+from tests.checkpoint.stateful import CountingState
 
 
 @contextmanager
@@ -91,22 +92,9 @@ def test_shared_reads_take_three_more_rounds(tmp_path: Path) -> None:
     assert run_ranks(2, _columns, str(tmp_path)) == [[*PLAIN[:2], *more, "load: reading"]] * 2
 
 
-class Holder:
-    """An object with a state of its own, that counts how often it is given one."""
-
-    def __init__(self, **state: Any) -> None:
-        self.state, self.given = state, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.state)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state, self.given = dict(state), self.given + 1
-
-
 def _lacking_on_one_rank(folder: str) -> tuple[list[str], list[str]]:
-    checkpoint.save({"o": Holder(a=1, b=2)}, folder)
-    holder = Holder(a=0) if comm.rank() else Holder(a=0, b=0)
+    checkpoint.save({"o": CountingState(a=1, b=2)}, folder)
+    holder = CountingState(a=0) if comm.rank() else CountingState(a=0, b=0)
     said = rounds_of_load({"o": holder}, folder)
     return said, sorted(holder.state)
 
@@ -119,14 +107,14 @@ def test_missing_state_on_one_rank_is_created_in_three_more_rounds(tmp_path: Pat
 
 
 def _damage_on_one_rank(folder: str) -> tuple[str, int, int]:
-    checkpoint.save({"w": rows(1.0), "count": Holder(value=5)}, folder)
+    checkpoint.save({"w": rows(1.0), "count": CountingState(value=5)}, folder)
     if comm.rank() == 0:
         (file,) = Path(folder).glob("*-00001-0.safetensors")
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
     comm.agree(lambda: None, what="damaging a file")
-    holder = Holder(value=0)
+    holder = CountingState(value=0)
     with pytest.raises(RankFailedError) as error:
         checkpoint.load({"w": rows(0.0), "count": holder}, folder)
     return error.value.failures[0].kind, holder.state["value"], holder.given

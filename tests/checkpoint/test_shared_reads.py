@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,11 @@ import shardwright as sw
 from shardwright import checkpoint, comm
 from shardwright.checkpoint.reading import collective_read, host_window
 from shardwright.errors import RankFailedError
-from shardwright.storage import Calls, LocalStorage
+from shardwright.storage import LocalStorage
 from shardwright.testing import run_ranks
+from tests.checkpoint.calls import CountingReads
 
 ROWS, COLUMNS, TENSORS = 1024, 512, 3
-
-
-class Counting(Calls):
-    """The calls, with the bytes that were read."""
-
-    def __init__(self) -> None:
-        self.read = 0
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        got = super().preadv(fd, buffers, offset)
-        self.read += got
-        return got
 
 
 def whole(number: int) -> torch.Tensor:
@@ -66,7 +54,7 @@ def _load_all_ways(folder: str) -> dict[str, tuple[bool, int]]:
     stored(folder)
     found = {}
     for placement in (sw.Shard(0), sw.Shard(1), sw.Replicate()):
-        counting = Counting()
+        counting = CountingReads()
         state = checkpoint.load(wanted(placement), LocalStorage(folder, counting))
         found[str(placement)] = (is_right(state), counting.read)
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,11 @@ import torch
 
 from shardwright import checkpoint
 from shardwright.errors import ArgumentTypeError, RegionError
-from shardwright.storage import Calls, LocalStorage
+from shardwright.storage import LocalStorage
+from tests.checkpoint.allocations import noting
+from tests.checkpoint.calls import CountingReads
 
 MIB = 1 << 20
-
-
-def noting(sizes: list[Any]) -> Any:
-    """torch.empty, which notes what it makes."""
-    empty = torch.empty
-
-    def noted(*size: Any, **kind: Any) -> torch.Tensor:
-        sizes.append(size[0])
-        return empty(*size, **kind)
-
-    return noted
 
 
 def test_verify_reports_bool_tensors_with_invalid_bytes(tmp_path: Path) -> None:
@@ -39,18 +29,6 @@ def test_verify_reports_bool_tensors_with_invalid_bytes(tmp_path: Path) -> None:
     assert "other than 0 and 1" in str(damage)
 
 
-class Counting(Calls):
-    """The calls, with the bytes that were read."""
-
-    def __init__(self) -> None:
-        self.read = 0
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        got = super().preadv(fd, buffers, offset)
-        self.read += got
-        return got
-
-
 def test_a_slice_with_a_large_step_reads_only_the_wanted_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +36,7 @@ def test_a_slice_with_a_large_step_reads_only_the_wanted_layers(
     cube = torch.arange(40 * 30 * 5000, dtype=torch.int32).reshape(40, 30, 5000)
     truths = torch.arange(4 * MIB).reshape(4, MIB) % 3 == 0
     checkpoint.save({"w": whole, "c": cube, "t": truths}, tmp_path)
-    calls = Counting()
+    calls = CountingReads()
     with checkpoint.open(LocalStorage(str(tmp_path), calls)) as saved:
         assert torch.equal(saved["w"][:1], whole[:1])
         sizes: list[Any] = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from shardwright.errors import ArgumentTypeError, PlanError
 from shardwright.layout import Placement
@@ -48,10 +48,8 @@ class ParallelStyle:
         ]
         return f"{type(self).__name__}({', '.join(given)})"
 
-    @property
-    def decides_parameters(self) -> bool:
-        """True if the style places parameters, and not only inputs or outputs."""
-        return True
+    decides_parameters: ClassVar[bool] = True
+    """True if the style places parameters, and not only inputs or outputs."""
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -131,6 +129,7 @@ class PrepareModuleInput(ParallelStyle):
     PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     """
 
+    decides_parameters: ClassVar[bool] = False
     input_layouts: Any = None
     desired_input_layouts: Any = None
     input_kwarg_layouts: Any = None
@@ -141,11 +140,6 @@ class PrepareModuleInput(ParallelStyle):
         _convert_many(self, "input_layouts", "desired_input_layouts")
         _convert_named(self, "input_kwarg_layouts", "desired_input_kwarg_layouts")
         _check_input_pairs(self)
-
-    @property
-    def decides_parameters(self) -> bool:
-        """False."""
-        return False
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -159,6 +153,7 @@ class PrepareModuleOutput(ParallelStyle):
     PrepareModuleOutput(output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),))
     """
 
+    decides_parameters: ClassVar[bool] = False
     output_layouts: Any = None
     desired_output_layouts: Any = None
     use_local_output: bool = True
@@ -166,11 +161,6 @@ class PrepareModuleOutput(ParallelStyle):
     def __post_init__(self) -> None:
         _convert_many(self, "output_layouts", "desired_output_layouts")
         _check_pairs(self, "output_layouts", "desired_output_layouts")
-
-    @property
-    def decides_parameters(self) -> bool:
-        """False."""
-        return False
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -183,6 +173,7 @@ class PrepareModuleInputOutput(ParallelStyle):
     PrepareModuleInputOutput(input_layouts=(Shard(1),), ...)
     """
 
+    decides_parameters: ClassVar[bool] = False
     input_layouts: Any = None
     desired_input_layouts: Any = None
     input_kwarg_layouts: Any = None
@@ -197,11 +188,6 @@ class PrepareModuleInputOutput(ParallelStyle):
         _convert_named(self, "input_kwarg_layouts", "desired_input_kwarg_layouts")
         _check_input_pairs(self)
         _check_pairs(self, "output_layouts", "desired_output_layouts")
-
-    @property
-    def decides_parameters(self) -> bool:
-        """False."""
-        return False
 
 
 @dataclass(frozen=True, repr=False)
