@@ -156,6 +156,17 @@ print(hasattr(shardwright, "intorep"), [name for name in heavy if name in sys.mo
     assert in_a_new_process(program) == ["[] True", "False []"]
 
 
+def test_importing_a_part_of_interop_imports_no_other_part() -> None:
+    program = """
+import sys
+from shardwright import interop
+print("shardwright.interop.tensors" in sys.modules, "to_torch_spec" in dir(interop), hasattr(interop, "to_torch_spek"))
+from shardwright.interop import *
+print("shardwright.interop.tensors" in sys.modules, to_torch_spec is interop.to_torch_spec)
+"""
+    assert in_a_new_process(program) == ["False True False", "True True"]
+
+
 def test_a_star_import_works_without_the_testing_extra() -> None:
     program = """
 import sys

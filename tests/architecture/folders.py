@@ -273,7 +273,7 @@ MAY_USE: dict[str, tuple[str, ...]] = {
         "tensor.base",
         "tensor.gradients",
     ),
-    "interop": (
+    "interop.tensors": (
         "comm",
         "errors",
         "layout",
@@ -286,7 +286,7 @@ MAY_USE: dict[str, tuple[str, ...]] = {
         "checkpoint.format",
         "comm",
         "errors",
-        "interop",
+        "interop.tensors",
         "layout",
         "listing",
         "sharded",
@@ -299,7 +299,7 @@ MAY_USE: dict[str, tuple[str, ...]] = {
         "checkpoint.state",
         "comm",
         "errors",
-        "interop",
+        "interop.tensors",
         "layout",
         "listing",
         "sharded",
@@ -342,6 +342,7 @@ MAY_USE: dict[str, tuple[str, ...]] = {
         "tensor",
         "tensor.base",
     ),
+    "interop": ("interop.tensors",),
     "rules": (
         "tensor.base",
         "tensor.extend",

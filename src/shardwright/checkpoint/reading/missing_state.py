@@ -206,6 +206,6 @@ def _empty_for(parameter: Tensor, is_step: bool, number: int, table: TensorTable
     result = empty(*shape, dtype=dtype, mesh=dtensor.device_mesh, placements=[Replicate()] * dtensor.device_mesh.ndim)
     if isinstance(parameter, DTensor):
         return result
-    from shardwright.interop import to_torch_dtensor  # the parameter is PyTorch's, so it is already imported
+    from shardwright.interop.tensors import to_torch_dtensor  # the parameter is PyTorch's, so it is already imported
 
     return to_torch_dtensor(result)

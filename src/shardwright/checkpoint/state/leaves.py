@@ -69,7 +69,7 @@ def to_ours(value: Any) -> Any:
     if type(value) in PLAIN or isinstance(value, DTensor | ShardedTensorBase):
         return value
     if any(kind.__module__.startswith("torch.distributed") for kind in type(value).__mro__):
-        from shardwright.interop import to_shardwright
+        from shardwright.interop.tensors import to_shardwright
 
         return to_shardwright(value)
     return value

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, LayoutError, LocalTensorError, UnsupportedError
-from shardwright.interop.torch_sharded import from_torch_sharded_tensor
+from shardwright.interop.tensors.sharded import from_torch_sharded_tensor
 from shardwright.layout import Layout, Partial, Shard
 from shardwright.tensor import DTensor
 from shardwright.tensor.base.tagging import alias, local_region, tag
