@@ -417,8 +417,7 @@ ALLOWED = {
     ),
     "interop imports lazily": (
         "interop/__init__.py",
-        "if typing.TYPE_CHECKING:\n    from shardwright.interop.tensors import a\nelse:\n"
-        "    def __getattr__(a):\n        pass",
+        "if typing.TYPE_CHECKING:\n    from a import b\nelse:\n    def __getattr__(a):\n        pass",
     ),
     "an attribute of the same name": ("tensor/dtensor.py", "def f(torch):\n    return self.torch.distributed"),
 }
