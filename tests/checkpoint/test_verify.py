@@ -92,8 +92,8 @@ def test_verify_reports_data_files_that_are_not_regular_files(saved: Path) -> No
     os.mkfifo(first)
     report = checkpoint.verify(saved)
     assert [one.file for one in report.corruptions] == [first.name, second.name]
-    assert "not a regular file" in report.corruptions[0].what
-    assert "symbolic link" in report.corruptions[1].what
+    assert "not a regular file" in report.corruptions[0].problem
+    assert "symbolic link" in report.corruptions[1].problem
 
 
 def test_the_memory_of_verify_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:

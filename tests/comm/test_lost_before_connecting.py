@@ -54,7 +54,7 @@ def wait_for_the_dead(victim: int, opened: bool, fanout: int) -> dict[str, tuple
     rank = comm.world().rank
     arrive()
     pair = tuple(sorted({victim, (victim + 1) % RANKS}))
-    groups = {"world": comm.world(), "aside": comm.world().aside("checkpoint")}
+    groups = {"world": comm.world(), "side": comm.world().side_channel("checkpoint")}
     if rank in pair:
         groups["subgroup"] = comm.subgroup(pair)
     comm.all_gather(torch.zeros(1))
@@ -65,7 +65,7 @@ def wait_for_the_dead(victim: int, opened: bool, fanout: int) -> dict[str, tuple
         die()
     calls: dict[str, Callable[[], object]] = {
         "world": lambda: comm.agree(lambda: None, what="agree"),
-        "aside": lambda: comm.gather_bytes(b"", groups["aside"], what="gather"),
+        "side": lambda: comm.gather_bytes(b"", groups["side"], what="gather"),
     }
     if rank in pair:
         calls["subgroup"] = lambda: comm.agree(lambda: None, what="agree", group=groups["subgroup"])
@@ -81,7 +81,7 @@ def test_a_rank_that_dies_before_channels_are_connected_is_named_within_seconds(
             assert outcome == Died(-signal.SIGKILL)
             continue
         assert isinstance(outcome, Returned), outcome
-        expected = {"world", "aside", "subgroup"} if rank == (victim + 1) % RANKS else {"world", "aside"}
+        expected = {"world", "side", "subgroup"} if rank == (victim + 1) % RANKS else {"world", "side"}
         assert outcome.value.keys() == expected
         for text, ranks, seconds in outcome.value.values():
             assert ranks == (victim,)

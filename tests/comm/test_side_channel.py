@@ -13,7 +13,7 @@ from shardwright.testing import on_ranks, run_ranks
 @on_ranks(4)
 def test_two_threads_communicate_concurrently_on_separate_channels() -> None:
     everyone = comm.world()
-    aside = everyone.aside("checkpoint")
+    side = everyone.side_channel("checkpoint")
     rank, rounds = everyone.rank, 60
     dice = random.Random(rank)
     gathered: list[list[bytes]] = []
@@ -24,8 +24,8 @@ def test_two_threads_communicate_concurrently_on_separate_channels() -> None:
         try:
             for number in range(rounds):
                 time.sleep(pauses.random() * 0.002)
-                message = f"aside {rank} {number}".encode()
-                gathered.append(comm.gather_bytes(message, aside, what=f"aside {number}", timeout=20))
+                message = f"side {rank} {number}".encode()
+                gathered.append(comm.gather_bytes(message, side, what=f"side {number}", timeout=20))
         except BaseException as error:  # noqa: BLE001  # raised below, in the test's own thread
             errors.append(error)
 
@@ -38,21 +38,21 @@ def test_two_threads_communicate_concurrently_on_separate_channels() -> None:
         assert comm.agree(lambda: rank, what="agree", group=everyone, timeout=20) == rank
     thread.join()
     assert errors == []
-    assert gathered == [[f"aside {other} {number}".encode() for other in range(4)] for number in range(rounds)]
+    assert gathered == [[f"side {other} {number}".encode() for other in range(4)] for number in range(rounds)]
 
 
 @on_ranks(2)
 def test_a_side_channel_is_kept_until_forget() -> None:
-    aside = comm.world().aside("checkpoint")
-    assert comm.world().aside("checkpoint") is aside
-    assert comm.world().aside("other") is not aside
-    comm.gather_bytes(b"", aside, what="first")
-    assert aside.channel is not None
-    assert comm.world().channel is not aside.channel
+    side = comm.world().side_channel("checkpoint")
+    assert comm.world().side_channel("checkpoint") is side
+    assert comm.world().side_channel("other") is not side
+    comm.gather_bytes(b"", side, what="first")
+    assert side.channel is not None
+    assert comm.world().channel is not side.channel
     comm.gather_bytes(b"", what="barrier, so that no rank closes its connections early")
     comm.forget()
-    assert aside.channel is None
-    assert comm.world().aside("checkpoint") is not aside
+    assert side.channel is None
+    assert comm.world().side_channel("checkpoint") is not side
 
 
 def test_the_pool_works_after_forget() -> None:

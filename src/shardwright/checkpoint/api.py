@@ -99,7 +99,7 @@ def async_save(
     before it exits. `progress` is called from the background thread. The other arguments are those of `save`.
     """
     group, check_group = resolve_group(process_group)
-    side_group = group.aside("checkpoint")
+    side_group = group.side_channel("checkpoint")
     if group.size > 1 and side_group.channel is None:  # open the second channel while all ranks are known to be here
         comm.agree(lambda: None, what="async_save", group=side_group)
     operation = SaveOperation(lambda: as_storage(path), group, extra)

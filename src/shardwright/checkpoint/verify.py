@@ -44,15 +44,15 @@ class Corruption:
     """
 
     file: str
-    what: str
+    problem: str
     tensor: str | None = None
     region: Region | None = None
     block: int | None = None
 
     def __str__(self) -> str:
         if self.tensor is None:
-            return f"{self.file} {self.what}"
-        return f"{self.file}: block {self.block} of {self.region} of tensor {self.tensor!r} {self.what}"
+            return f"{self.file} {self.problem}"
+        return f"{self.file}: block {self.block} of {self.region} of tensor {self.tensor!r} {self.problem}"
 
 
 @final
@@ -66,7 +66,7 @@ class VerifyReport:
     False
     """
 
-    where: str
+    location: str
     save_id: str | None = None
     files: int = 0
     nbytes: int = 0
@@ -79,10 +79,10 @@ class VerifyReport:
     def __str__(self) -> str:
         checked = f"{self.files} {'file' if self.files == 1 else 'files'}, {self.nbytes} bytes"
         if self:
-            lines = [f"{self.where} is intact: {checked}"]
+            lines = [f"{self.location} is intact: {checked}"]
         else:
             count = len(self.corruptions)
-            lines = [f"{self.where} is corrupted in {count} {'place' if count == 1 else 'places'} ({checked} read)"]
+            lines = [f"{self.location} is corrupted in {count} {'place' if count == 1 else 'places'} ({checked} read)"]
             lines.append(f"  {join_first(self.corruptions, _MAX_LISTED, _INDENT)}")
         lines += [f"  {name} is not part of the checkpoint" for name in self.stray[:_MAX_LISTED]]
         return "\n".join(lines)
@@ -145,7 +145,7 @@ def check_files(storage: Storage, part: int, parts: int, *, threads: int = 2) ->
         raise verifying.unreadable
     if not report:
         listed_corruptions = join_first(report.corruptions, _MAX_LISTED, "; ")
-        raise CorruptionError(f"{report.where} is corrupted: {listed_corruptions}")
+        raise CorruptionError(f"{report.location} is corrupted: {listed_corruptions}")
 
 
 @final

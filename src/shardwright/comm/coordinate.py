@@ -82,7 +82,7 @@ class Channel:
         self._store = dist.distributed_c10d._get_default_store()
         self._prefix = f"shardwright/coordinate/{group.process_group.group_name}"
         if group.name:
-            self._prefix += f"/aside/{group.name}"
+            self._prefix += f"/side/{group.name}"
         self._listener = Listener(self._store, f"{self._prefix}/{me}", len(self._children)) if self._children else None
 
     def connect(self, what: str, timeout: float) -> None:

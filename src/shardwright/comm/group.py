@@ -61,13 +61,13 @@ class Group:
     Group(ranks=(0,), rank=0)
     """
 
-    __slots__ = ("asides", "channel", "global_rank", "ledger", "name", "process_group", "rank", "ranks", "size")
+    __slots__ = ("channel", "global_rank", "ledger", "name", "process_group", "rank", "ranks", "side_channels", "size")
 
     def __init__(
         self, ranks: tuple[int, ...], rank: int, process_group: dist.ProcessGroup | None, name: str = ""
     ) -> None:
         self.name = name
-        self.asides: dict[str, Group] = {}
+        self.side_channels: dict[str, Group] = {}
         self.ranks = ranks
         self.rank = rank
         self.global_rank = ranks[rank]
@@ -88,18 +88,18 @@ class Group:
         known = _groups.get(process_group) if isinstance(process_group, dist.ProcessGroup) else None
         return known if known is not None else _remember(process_group)
 
-    def aside(self, name: str) -> Group:
+    def side_channel(self, name: str) -> Group:
         """Return a separate control channel over the same ranks, so that another thread can coordinate concurrently.
 
         It is for `agree` and `gather_bytes`; tensor collectives use the process group of the group itself. Each channel
         may be used by one thread at a time.
 
-        >>> world().aside("checkpoint") is world().aside("checkpoint")
+        >>> world().side_channel("checkpoint") is world().side_channel("checkpoint")
         True
         """
-        found = self.asides.get(name)
+        found = self.side_channels.get(name)
         if found is None:
-            found = self.asides[name] = Group(self.ranks, self.rank, self.process_group, name)
+            found = self.side_channels[name] = Group(self.ranks, self.rank, self.process_group, name)
         return found
 
     @property
@@ -278,7 +278,7 @@ def forget() -> None:
     for hook in _forget_hooks:  # first: a background save may still use a channel
         hook()
     for group in [_world, *_groups.values(), *_subgroups.values()]:
-        for each in [group, *group.asides.values()]:
+        for each in [group, *group.side_channels.values()]:
             if each.channel is not None:
                 each.channel.close()
                 each.channel = None

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch.distributed as dist
 
 from shardwright.comm.beacon import Beacon, Reply, State
+from shardwright.comm.exit import abort_group, exiting
 from shardwright.comm.group import Group, known_groups, on_enter, on_forget
-from shardwright.comm.leaving import abort_group, leaving
 from shardwright.comm.losses import set_detector
 from shardwright.comm.peers import ANSWER_SECONDS, Peers, beacon_key, names
 from shardwright.comm.stores import STORE_SECONDS, within
@@ -90,7 +90,7 @@ class Watch:
     def close(self) -> None:
         """Stop watching and answering; publish whether the process exits."""
         self._stop.set()
-        note = {"ended": leaving.is_set(), "token": self.stamp}
+        note = {"ended": exiting.is_set(), "token": self.stamp}
         within(STORE_SECONDS, lambda: self._store.set(beacon_key(self.rank), json.dumps(note)))
         self._beacon.close()
         if threading.current_thread() is not self._thread:

@@ -159,7 +159,7 @@ def _fields(data: bytes) -> dict[str, msgspec.Raw]:
 
 
 def _tensors_to_json(table: TensorTable) -> list[Any]:
-    """Return [names, dtypes, dtype of each tensor, spreads, shardings, sharding of each tensor]."""
+    """Return [names, dtypes, dtype of each tensor, distributions, shardings, sharding of each tensor]."""
     dtypes = list(dict.fromkeys(table.dtypes))
     number = {name: index for index, name in enumerate(dtypes)}
     itemsize = {name: int(size) for name, size in zip(table.dtypes, table.itemsizes.tolist(), strict=True)}
@@ -172,32 +172,32 @@ def _tensors_to_json(table: TensorTable) -> list[Any]:
 
 
 def _shardings_to_json(table: TensorTable) -> tuple[list[Any], list[Any], list[int]]:
-    """Return the distinct spreads (mesh and placements), the shardings by spread, and each tensor's sharding."""
-    spreads: dict[str, int] = {}
+    """Return the distinct distributions (mesh and placements), the shardings, and the sharding of each tensor."""
+    distributions: dict[str, int] = {}
     listed: list[Any] = []
     shardings: list[Any] = []
     for sharding in table.shardings:
-        spread, *rest = sharding_to_json(sharding)
-        if spread != -1:
-            key = repr(spread)
-            if key not in spreads:
-                spreads[key] = len(listed)
-                listed.append(spread)
-            spread = spreads[key]
-        shardings.append([spread, *rest])
+        distribution, *rest = sharding_to_json(sharding)
+        if distribution != -1:
+            key = repr(distribution)
+            if key not in distributions:
+                distributions[key] = len(listed)
+                listed.append(distribution)
+            distribution = distributions[key]
+        shardings.append([distribution, *rest])
     return listed, shardings, table.kinds.tolist()
 
 
 def sharding_to_json(sharding: Sharding) -> list[Any]:
-    """Encode a layout as [spread, shape], and pieces as [-1, shape, offsets, sizes, ranks] with flat lists."""
+    """Encode a layout as [distribution, shape], and pieces as [-1, shape, offsets, sizes, ranks] with flat lists."""
     if isinstance(sharding, Layout):
-        return [_spread_to_json(sharding), list(sharding.shape)]
+        return [_distribution_to_json(sharding), list(sharding.shape)]
     offsets = [n for region in sharding.regions for n in region.offset]
     sizes = [n for region in sharding.regions for n in region.size]
     return [-1, list(sharding.shape), offsets, sizes, list(sharding.ranks)]
 
 
-def _spread_to_json(layout: Layout) -> list[Any]:
+def _distribution_to_json(layout: Layout) -> list[Any]:
     """Encode as [mesh shape, names, ranks, placements, order]; names, ranks and order are null by default."""
     mesh = layout.mesh
     ranks = list(mesh.ranks)
@@ -223,7 +223,7 @@ def _spread_to_json(layout: Layout) -> list[Any]:
 
 
 def _tensors_from_json(raw: msgspec.Raw) -> TensorTable:
-    names, dtypes, kinds_of_dtype, spreads, shardings, kinds = msgspec.json.decode(
+    names, dtypes, kinds_of_dtype, distributions, shardings, kinds = msgspec.json.decode(
         raw,
         type=tuple[
             list[str],
@@ -243,8 +243,8 @@ def _tensors_from_json(raw: msgspec.Raw) -> TensorTable:
     for name, itemsize in dtypes:
         if name not in DTYPES or DTYPES[name].itemsize != itemsize:
             raise FormatError(f"dtype {name[:60]!r} of {itemsize} bytes is not known to this version of PyTorch")
-    _check_mesh_sizes(shardings, spreads, len(bytes(raw)))
-    built = [sharding_from_json(_with_spread(sharding, spreads)) for sharding in shardings]
+    _check_mesh_sizes(shardings, distributions, len(bytes(raw)))
+    built = [sharding_from_json(_with_distribution(sharding, distributions)) for sharding in shardings]
     return TensorTable(
         tuple(names),
         tuple(dtypes[number][0] for number in kinds_of_dtype),
@@ -254,9 +254,9 @@ def _tensors_from_json(raw: msgspec.Raw) -> TensorTable:
     )
 
 
-def _check_mesh_sizes(shardings: list[list[Any]], spreads: list[Any], nbytes: int) -> None:
+def _check_mesh_sizes(shardings: list[list[Any]], distributions: list[Any], nbytes: int) -> None:
     """Reject shardings that are too large for a manifest of this size, before anything is allocated for them."""
-    sizes = [prod(max(1, size) for size in mesh_shape) for mesh_shape, *_ in spreads]
+    sizes = [prod(max(1, size) for size in mesh_shape) for mesh_shape, *_ in distributions]
     if any(size > _MAX_RANKS for size in sizes):
         raise FormatError(f"a mesh has {max(sizes)} ranks, but at most {_MAX_RANKS} are supported")
     indices = (sharding[0] for sharding in shardings if sharding and type(sharding[0]) is int)
@@ -270,26 +270,26 @@ def _max_total_ranks(nbytes: int) -> int:
     return _MAX_PLACES + _PLACES_PER_BYTE * nbytes
 
 
-def _with_spread(value: list[Any], spreads: list[Any]) -> list[Any]:
-    """Replace the index of a sharding's spread by the spread itself."""
+def _with_distribution(value: list[Any], distributions: list[Any]) -> list[Any]:
+    """Replace the index of a sharding's distribution by the distribution itself."""
     if not value or not isinstance(value[0], int):
-        raise FormatError(f"sharding {str(value)[:60]} does not begin with the index of a spread")
+        raise FormatError(f"sharding {str(value)[:60]} does not begin with the index of a distribution")
     if value[0] == -1:
         return value
-    _check_indices(value[:1], len(spreads), "spread")
-    return [spreads[value[0]], *value[1:]]
+    _check_indices(value[:1], len(distributions), "distribution")
+    return [distributions[value[0]], *value[1:]]
 
 
 def sharding_from_json(value: list[Any]) -> Sharding:
     """Decode and check what `sharding_to_json` encoded."""
-    spread, *rest = value
-    if spread == -1:
+    distribution, *rest = value
+    if distribution == -1:
         shape, offsets, sizes, ranks = (msgspec.convert(column, list[int]) for column in rest)
         _check_shape(shape)
         return _pieces(tuple(shape), offsets, sizes, ranks)
     (shape,) = (msgspec.convert(column, list[int]) for column in rest)
     _check_shape(shape)
-    mesh_shape, names, ranks, placements, order = spread
+    mesh_shape, names, ranks, placements, order = distribution
     if len(mesh_shape) > _MAX_MESH_DIMENSIONS or prod(max(1, size) for size in mesh_shape) > _MAX_RANKS:
         raise FormatError(f"a mesh of shape {str(mesh_shape)[:80]} exceeds the limit")
     if ranks is not None:

@@ -49,7 +49,7 @@ from shardwright.tensor.dispatch.write_through import is_lookup_result
 from shardwright.tensor.gradients.aliased import aliased_inputs, refuse_later_writes
 from shardwright.tensor.gradients.enter import prepare_cast_operand, prepare_operand
 from shardwright.tensor.gradients.gather_together import saving_by_unit
-from shardwright.tensor.redistribute.autograd import differs
+from shardwright.tensor.redistribute.autograd import needs_redistribution
 
 __all__ = ["call_by_rule", "call_known"]
 
@@ -202,7 +202,7 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
     # Entered differs from Replicate only in the gradient.
     ins = [layout if operand.grad else without_entered(layout) for operand, layout in zip(operands, ins, strict=True)]
     moves = tuple(
-        (operand.layout, layout) if differs(operand.layout, layout) else None
+        (operand.layout, layout) if needs_redistribution(operand.layout, layout) else None
         for operand, layout in zip(operands, ins, strict=True)
     )
     copied = answer.copied or (not answer.fresh and moves[0] is not None)

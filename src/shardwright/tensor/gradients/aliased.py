@@ -17,7 +17,7 @@ from shardwright.layout import Layout
 from shardwright.tensor.base.gradient_types import without_entered
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function
 from shardwright.tensor.base.writes import MemoryVersion, has_aliases, memory_version
-from shardwright.tensor.redistribute.autograd import differs
+from shardwright.tensor.redistribute.autograd import needs_redistribution
 
 __all__ = ["aliased_inputs", "refuse_aliased_write", "refuse_later_writes"]
 
@@ -29,7 +29,7 @@ def aliased_inputs(
     return [
         (tensor, memory_version(tensor))
         for tensor, layouts in zip(tensors, moves, strict=True)
-        if layouts is not None and has_aliases(tensor) and differs(layouts[0], without_entered(layouts[1]))
+        if layouts is not None and has_aliases(tensor) and needs_redistribution(layouts[0], without_entered(layouts[1]))
     ]
 
 

@@ -26,7 +26,7 @@ from shardwright.tensor.base.writes import MemoryVersion, memory_version, was_wr
 from shardwright.tensor.gradients.aliased import refuse_aliased_write
 from shardwright.tensor.gradients.gather_together import gathered_by_unit
 from shardwright.tensor.gradients.share import forget_shared, redistribute_shared, results_by_tensor
-from shardwright.tensor.redistribute.autograd import differs, redistribute_local, refuse_lost_graph
+from shardwright.tensor.redistribute.autograd import needs_redistribution, redistribute_local, refuse_lost_graph
 from shardwright.tensor.redistribute.cast import cast_and_redistribute
 
 __all__ = [
@@ -105,7 +105,7 @@ def _enter(tensor: DTensorBase, source: Layout, target: Layout, dtype: torch.dty
     if known is not None and known.owner is tensor and _is_unwritten(tensor, known.version):
         return known.result
     result: Tensor = EnterParameter.apply(tensor, source, target, dtype)  # type: ignore[no-untyped-call]  # torch's is untyped
-    own_memory = dtype not in (None, tensor.dtype) or differs(source, without_entered(target))
+    own_memory = dtype not in (None, tensor.dtype) or needs_redistribution(source, without_entered(target))
     if own_memory and _saving_is_hooked():
         return result
     if len(_shared) >= MAX_ENTERED:
@@ -152,7 +152,7 @@ class EnterParameter(torch.autograd.Function):
         with torch.no_grad():
             cast = parameter if dtype is None else parameter.to(dtype)
             moved = redistribute_local(cast, source, target)
-        if cast is not parameter or differs(source, without_entered(target)):  # it has memory of its own
+        if cast is not parameter or needs_redistribution(source, without_entered(target)):  # it has memory of its own
             ctx.version = memory_version(parameter)
         return moved.view_as(moved) if moved is parameter else moved
 

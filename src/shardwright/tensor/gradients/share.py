@@ -31,7 +31,7 @@ from shardwright.tensor.base.custom_op import is_recorded
 from shardwright.tensor.base.gradient_types import without_entered
 from shardwright.tensor.base.tagging import DTensorBase
 from shardwright.tensor.base.writes import MemoryVersion, memory_version, was_written
-from shardwright.tensor.redistribute.autograd import differs, redistribute_local
+from shardwright.tensor.redistribute.autograd import needs_redistribution, redistribute_local
 
 __all__ = ["enter_hooks", "exit_hooks", "forget_shared", "redistribute_shared", "results_by_tensor"]
 
@@ -88,7 +88,7 @@ def redistribute_shared(tensor: DTensorBase, source: Layout, target: Layout) -> 
     local = redistribute_local(tensor, source, target)
     if local is tensor:
         return local
-    own_memory = differs(source, without_entered(target))
+    own_memory = needs_redistribution(source, without_entered(target))
     shared.results[key] = _Result(local, local._version, memory_version(tensor) if own_memory else tensor._version)
     _keep(tensor, shared, key, records)
     return local

@@ -26,13 +26,13 @@ __all__ = [
     "average_factor",
     "averages_as_sums",
     "differentiable_sums",
-    "differs",
+    "needs_redistribution",
     "redistribute_local",
     "refuse_lost_graph",
 ]
 
 
-def differs(source: Layout, target: Layout) -> bool:
+def needs_redistribution(source: Layout, target: Layout) -> bool:
     """Return whether the layouts need a redistribution; placements on size-1 mesh dimensions do not count."""
     if source is target:
         return False
@@ -53,7 +53,7 @@ def _sharding_order(layout: Layout) -> list[int]:
 
 def redistribute_local(local: Tensor, source: Layout, target: Layout) -> Tensor:
     """Return the local tensor under `target`, differentiably. Call it where torch functions are not intercepted."""
-    if not differs(source, target):
+    if not needs_redistribution(source, target):
         return local
     if is_capturing():
         return capture_call(redistribute_local, local, source, target)  # type: ignore[no-any-return]  # it is this function's
@@ -62,7 +62,7 @@ def redistribute_local(local: Tensor, source: Layout, target: Layout) -> Tensor:
     scaled, summed = differentiable_sums(local, source)
     factor, sums = average_factor(target)
     moved: Tensor = scaled
-    if differs(summed, sums):
+    if needs_redistribution(summed, sums):
         moved = Redistribute.apply(scaled, summed, sums)  # type: ignore[no-untyped-call]  # torch's apply is untyped
     return moved if factor == 1.0 else moved / factor
 

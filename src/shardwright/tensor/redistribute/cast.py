@@ -15,7 +15,12 @@ from shardwright.layout import Layout, Placement
 from shardwright.tensor.base.capture import capture_call, is_capturing
 from shardwright.tensor.base.gradient_types import REPLICATE, dual
 from shardwright.tensor.base.rounding import keeps_every_value
-from shardwright.tensor.redistribute.autograd import average_factor, differentiable_sums, differs, redistribute_local
+from shardwright.tensor.redistribute.autograd import (
+    average_factor,
+    differentiable_sums,
+    needs_redistribution,
+    redistribute_local,
+)
 
 __all__ = ["cast_and_redistribute", "cast_before_sending", "check_dtypes"]
 
@@ -38,7 +43,7 @@ def cast_and_redistribute(
 
     The gradient arrives in the dtype of `local`. Call it where torch functions are not intercepted.
     """
-    if local.dtype == forward and not differs(source, target):
+    if local.dtype == forward and not needs_redistribution(source, target):
         return local
     if is_capturing():
         return capture_call(cast_and_redistribute, local, source, target, forward, backward)  # type: ignore[no-any-return]  # this function's

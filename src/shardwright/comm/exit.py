@@ -22,12 +22,12 @@ from shardwright.comm.ledger import code, tag
 from shardwright.comm.mesh import known_meshes
 from shardwright.errors import CommError
 
-__all__ = ["abort_group", "leaving"]
+__all__ = ["abort_group", "exiting"]
 
 _TIMEOUT = 5.0  # seconds for collectives that were started and never waited for
-_BREAK = tag(0, code("break off"), 0)
+_ABORT_TAG = tag(0, code("abort"), 0)
 
-leaving = threading.Event()  # set when this process has begun to exit
+exiting = threading.Event()  # set when this process has begun to exit
 
 _inherited: list[dist.ProcessGroup] = []  # of the parent of a forked process: their threads do not exist here
 
@@ -42,15 +42,15 @@ def abort_group(process_group: dist.ProcessGroup) -> None:
     for step in range(1, process_group.size()):
         peer = (process_group.rank() + step) % process_group.size()
         try:
-            process_group.recv([torch.empty(1, dtype=torch.uint8)], peer, _BREAK).wait(timedelta(milliseconds=1))
+            process_group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             if "timed out" in str(error).lower():
                 return  # else only this connection was already closed
 
 
-def _leave() -> None:
+def _release_groups() -> None:
     """Release all process groups; abort pending operations, at once if the program has failed."""
-    leaving.set()
+    exiting.set()
     groups = _groups_of_torch()
     if any(group in _inherited for group in groups):
         return
@@ -61,12 +61,12 @@ def _leave() -> None:
     if not groups or any("nccl" in dist.get_backend_config(group) for group in groups):
         return
     # In a thread, which holds the last references: the destructor of a group waits for its operations.
-    releasing = threading.Thread(target=_release, args=(groups,), daemon=True)
+    releasing = threading.Thread(target=_destroy, args=(groups,), daemon=True)
     releasing.start()
     releasing.join(_TIMEOUT)
 
 
-def _release(groups: list[dist.ProcessGroup]) -> None:
+def _destroy(groups: list[dist.ProcessGroup]) -> None:
     if getattr(sys, "last_value", None) is not None:
         for group in groups:
             abort_group(group)
@@ -79,9 +79,9 @@ def _groups_of_torch() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
 
 
-def _in_a_child() -> None:
+def _remember_inherited() -> None:
     _inherited.extend(_groups_of_torch())
 
 
-os.register_at_fork(after_in_child=_in_a_child)
-atexit.register(_leave)
+os.register_at_fork(after_in_child=_remember_inherited)
+atexit.register(_release_groups)
