@@ -23,7 +23,7 @@ from shardwright.checkpoint.metadata import (
     local_tensor_for,
     write_items,
 )
-from shardwright.checkpoint.reader import Checkpoint, LazyTensor, open
+from shardwright.checkpoint.reader import Checkpoint, LazyTensor, StoredRange, open
 from shardwright.checkpoint.state.marks import PerRank, Stateful
 from shardwright.checkpoint.state.optimizer import OptimizerState, optimizer_state
 from shardwright.checkpoint.verify import Corruption, VerifyReport, verify
@@ -51,6 +51,7 @@ __all__ = [
     "Stateful",
     "StorageInfo",
     "StorageMeta",
+    "StoredRange",
     "TensorProperties",
     "TensorStorageMetadata",
     "TensorWriteData",

@@ -10,7 +10,7 @@ import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, TypeVar, cast, final
+from typing import Any, Generic, NamedTuple, TypeVar, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,17 +28,35 @@ from shardwright.checkpoint.metadata import Metadata
 from shardwright.checkpoint.reading.build_state import build
 from shardwright.checkpoint.reading.current import read_current
 from shardwright.checkpoint.reading.data_reader import Destination, FileReader
+from shardwright.checkpoint.reading.host_sharing import blocks_of_part
 from shardwright.checkpoint.reading.indexing import slicing_of
 from shardwright.checkpoint.reading.targets import Target, check_bools
 from shardwright.errors import ArgumentTypeError, CheckpointError, CorruptionError, MissingKeyError, MissingNameError
-from shardwright.layout import Region
+from shardwright.layout import Holding, Layout, Region
 from shardwright.storage import Reader, Storage
 
-__all__ = ["Checkpoint", "LazyTensor", "open"]
+__all__ = ["Checkpoint", "LazyTensor", "StoredRange", "open"]
 
 _MAX_OPEN = 256  # files held open; a checkpoint with more files opens each on demand
 
 Out = TypeVar("Out", Tensor, npt.NDArray[Any])
+
+
+class StoredRange(NamedTuple):
+    """Bytes `first` to `end` (exclusive) of a file of a checkpoint.
+
+    >>> StoredRange("5f3a9c-00000-0.safetensors", 4096, 8192).nbytes
+    4096
+    """
+
+    file: str
+    first: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes."""
+        return self.end - self.first
 
 
 @final
@@ -88,6 +106,48 @@ class LazyTensor(Generic[Out]):
     def numel(self) -> int:
         """Return the number of elements."""
         return self.shape.numel()
+
+    @property
+    def stored_name(self) -> str:
+        """The name under which the tensor is stored; it differs from `name` if several names lead to one tensor."""
+        return self._checkpoint._manifest.tensors.names[self._number]
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout that the tensor had when it was saved; None if it was saved as explicit boxes."""
+        sharding = self._checkpoint._manifest.tensors.sharding(self._number)
+        return sharding if isinstance(sharding, Layout) else None
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """Return which ranks held which region when the tensor was saved. Regions without elements are left out.
+
+        >>> import tempfile
+        >>> from shardwright import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save({"w": torch.ones(2, 3)}, folder)
+        ...     checkpoint.open(folder)["w"].holdings()
+        (Holding(region=Region[0:2, 0:3], ranks=(0,)),)
+        """
+        sharding = self._checkpoint._manifest.tensors.sharding(self._number)
+        if isinstance(sharding, Layout):
+            return sharding.regions()
+        pairs = zip(sharding.regions, sharding.ranks, strict=True)
+        return tuple(Holding(region, (rank,)) for region, rank in pairs if not region.is_empty)
+
+    def stored_ranges(self, region: Region | None = None) -> list[StoredRange]:
+        """Return the bytes of the files that reading a region reads: every block that it touches, in full.
+
+        Without a region, those of the whole tensor. Nothing is read.
+
+        >>> import tempfile
+        >>> from shardwright import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save({"w": torch.ones(1 << 20)}, folder)
+        ...     with checkpoint.open(folder) as saved:
+        ...         [part.nbytes for part in saved["w"].stored_ranges(Region((5,), (1,)))]
+        [1048576]
+        """
+        return self._checkpoint._stored_ranges(self._number, Region.whole(self.shape) if region is None else region)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -145,6 +205,16 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
         return self._manifest.save_id
 
     @property
+    def format(self) -> str:
+        """The format of the checkpoint: "shardwright"."""
+        return "shardwright"
+
+    @property
+    def files(self) -> dict[str, int]:
+        """The data files, each with its size in bytes."""
+        return {self._manifest.file_name(rank): entry.size for rank, entry in self._manifest.files.items()}
+
+    @property
     def metadata(self) -> Metadata:
         """The metadata in PyTorch's vocabulary: a view over the manifest."""
         return Metadata(self._manifest, getattr(self._storage, "path", None))
@@ -175,6 +245,22 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
             raise MissingNameError(f"{path!r} is a tensor, not a plain value; use ckpt[{path!r}]")
         plain = [name for name, content in leaves.items() if isinstance(content, StoredValue)]
         raise MissingNameError(f"no plain value is stored under {path!r}{_did_you_mean(path, plain)}")
+
+    def plain_values(self, *, rank: int = 0) -> dict[str, Any]:
+        """Return all plain values by path, empty containers included; of `PerRank` values, those of `rank`.
+
+        >>> import tempfile
+        >>> from shardwright import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save({"w": torch.ones(2), "run": {"epoch": 3, "tags": []}}, folder)
+        ...     checkpoint.open(folder).plain_values()
+        {'run.epoch': 3, 'run.tags': []}
+        """
+        return {
+            entry.name: entry.content.value.value if isinstance(entry.content.value, EnumValue) else entry.content.value
+            for entry in stored_entries(self._manifest.tree, rank)
+            if isinstance(entry.content, StoredValue)
+        }
 
     def tree(self, *, rank: int = 0, codecs: Mapping[type, Codec] | None = None) -> Any:
         """Return the state as it was saved, with lazy tensors in place of tensors and arrays.
@@ -244,6 +330,18 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
 
     def _parts(self, number: int, region: Region) -> list[Part]:
         return self._manifest.locator.parts(number, region)
+
+    def _stored_ranges(self, number: int, region: Region) -> list[StoredRange]:
+        itemsize = int(self._manifest.tensors.itemsizes[number])
+        ranges = []
+        for part in self._parts(number, region):
+            file = self._manifest.file(part.rank)
+            begin = file.header_size + int(file.plan.starts[part.chunk])
+            blocks = blocks_of_part(part, itemsize)
+            for run in np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1):  # adjacent blocks are one range
+                end = min((int(run[-1]) + 1) * BLOCK, int(file.plan.nbytes[part.chunk]))
+                ranges.append(StoredRange(file.name, begin + int(run[0]) * BLOCK, begin + end))
+        return ranges
 
     def _file(self, rank: int) -> FileReader:
         """Return the file of a rank, with its header verified."""

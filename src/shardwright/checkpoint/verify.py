@@ -37,7 +37,9 @@ _INDENT = "\n  "
 @final
 @dataclass(frozen=True)
 class Corruption:
-    """One corruption: its file, and for a corrupted block, the tensor and region that it belongs to.
+    """One corruption: its file, and for a corrupted block, its bytes, and the tensor and region that it belongs to.
+
+    The bytes are `first` to `end` (exclusive) of the file.
 
     >>> print(Corruption("5f3a9c-00000-0.safetensors", "is missing"))
     5f3a9c-00000-0.safetensors is missing
@@ -48,6 +50,8 @@ class Corruption:
     tensor: str | None = None
     region: Region | None = None
     block: int | None = None
+    first: int | None = None
+    end: int | None = None
 
     def __str__(self) -> str:
         if self.tensor is None:
@@ -254,12 +258,16 @@ class _Verifying:
             first = last
 
     def _corruption_of(self, file: DataFile, chunk: int, block: int, problem: str) -> Corruption:
+        first = file.header_size + int(file.plan.starts[chunk]) + block * BLOCK
+        end = file.header_size + int(file.plan.starts[chunk] + file.plan.nbytes[chunk])
         return Corruption(
             file.name,
             problem,
             file.plan.table.names[int(file.plan.tensors[chunk])],
             file.plan.region(chunk),
             block,
+            first,
+            min(first + BLOCK, end),
         )
 
     def _add(self, rank: int, block: int, corruption: Corruption) -> None:
