@@ -36,8 +36,9 @@ ShardwrightError
 │   ├── SaveTimeoutError     (TimeoutError) a background save has not finished yet
 │   ├── MissingNameError     (KeyError)    no stored tensor or value of that name
 │   ├── LoadMismatchError    (ValueError)  stored names, shapes or dtypes do not match the request
-│   ├── FormatError          (ValueError)  an invalid manifest
-│   │   └── UnknownVersionError            a manifest of an unsupported version
+│   ├── FormatError          (ValueError)  an invalid manifest, or files that do not follow their format
+│   │   ├── UnknownVersionError            a manifest of an unsupported version
+│   │   └── PickleError                    a pickle that names what is not known, or is malformed; nothing was executed
 │   └── CorruptionError                    stored bytes are corrupt
 ├── MissingExtraError      (ImportError)   a module needs an optional dependency that is not installed
 ├── PlanError              (ValueError)    a parallel plan that is invalid, or does not fit its model
@@ -77,6 +78,7 @@ __all__ = [
     "MixedTensorsError",
     "NotACheckpointError",
     "PartialGradientError",
+    "PickleError",
     "PlacementError",
     "PlanError",
     "ProgramMismatchError",
@@ -487,7 +489,7 @@ class LoadMismatchError(CheckpointError, ValueError):
 
 
 class FormatError(CheckpointError, ValueError):
-    """An invalid manifest.
+    """An invalid manifest, or files that do not follow the format of a checkpoint.
 
     >>> issubclass(FormatError, ValueError)
     True
@@ -498,6 +500,14 @@ class UnknownVersionError(FormatError):
     """A manifest of an unsupported version, written by a newer library.
 
     >>> issubclass(UnknownVersionError, FormatError)
+    True
+    """
+
+
+class PickleError(FormatError):
+    """A pickle that names what is not known, or is malformed. Nothing of it was executed or imported.
+
+    >>> issubclass(PickleError, FormatError)
     True
     """
 

@@ -273,6 +273,11 @@ MAY_USE: dict[str, tuple[str, ...]] = {
         "tensor.base",
         "tensor.gradients",
     ),
+    "interop.formats.pickled": (
+        "checkpoint.format",
+        "errors",
+    ),
+    "interop.formats": (),
     "interop.tensors": (
         "comm",
         "errors",
