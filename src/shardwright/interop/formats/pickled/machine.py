@@ -448,7 +448,7 @@ def _check_key(key: Any, depth: int = 0) -> None:
         for item in key:
             _check_key(item, depth + 1)
     elif type(key) not in _KEY_TYPES:
-        raise PickleError(f"a key is a {type(key).__name__}")
+        raise PickleError(f"a key has the type {type(key).__name__}")
 
 
 _KEY_TYPES: Final = frozenset({str, int, float, bool, bytes, type(None), Instance, Kind})
