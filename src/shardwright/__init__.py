@@ -5,6 +5,7 @@ import typing
 
 from shardwright import checkpoint, errors, rules, sharded, storage
 from shardwright.comm import DeviceMesh, init_device_mesh
+from shardwright.interop.mapping import Mapping
 from shardwright.layout import Layout, Mesh, Partial, Placement, Ragged, Region, Replicate, Shard
 from shardwright.parallel import (
     ColwiseParallel,
@@ -88,6 +89,7 @@ __all__ = [
     "FSDPModule",
     "Ignored",
     "Layout",
+    "Mapping",
     "Mesh",
     "MixedPrecisionPolicy",
     "OffsetBasedRNGTracker",

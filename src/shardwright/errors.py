@@ -40,6 +40,7 @@ ShardwrightError
 │   │   ├── UnknownVersionError            a manifest of an unsupported version
 │   │   └── PickleError                    a pickle that names what is not known, or is malformed; nothing was executed
 │   └── CorruptionError                    stored bytes are corrupt
+├── MappingError           (ValueError)    a rule of a mapping that is invalid, or does not fit its tensors
 ├── MissingExtraError      (ImportError)   a module needs an optional dependency that is not installed
 ├── PlanError              (ValueError)    a parallel plan that is invalid, or does not fit its model
 ├── RanksError             (RuntimeError)  testing: ranks raised, died or hung
@@ -70,6 +71,7 @@ __all__ = [
     "LayoutError",
     "LoadMismatchError",
     "LocalTensorError",
+    "MappingError",
     "MeshError",
     "MeshMismatchError",
     "MissingExtraError",
@@ -517,6 +519,16 @@ class CorruptionError(CheckpointError):
 
     >>> issubclass(CorruptionError, RuntimeError)
     True
+    """
+
+
+class MappingError(ShardwrightError, ValueError):
+    """A rule of a mapping that is invalid, or does not fit the tensors; the message names the rule and its line.
+
+    >>> import shardwright as sw
+    >>> sw.Mapping("w = v : a b = b")
+    Traceback (most recent call last):
+    shardwright.errors.MappingError: line 1: `w = v : a b = b`: it is not a bijection: 1 part on the left and 0 ...
     """
 
 

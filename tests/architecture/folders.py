@@ -13,6 +13,11 @@ MAY_USE: dict[str, tuple[str, ...]] = {
         "errors",
         "layout",
     ),
+    "interop.mapping": (
+        "errors",
+        "layout",
+        "listing",
+    ),
     "comm": (
         "errors",
         "layout",
@@ -394,6 +399,7 @@ MAY_USE: dict[str, tuple[str, ...]] = {
         "comm",
         "errors",
         "interop",
+        "interop.mapping",
         "layout",
         "parallel",
         "rules",

@@ -1,0 +1,7 @@
+"""Mappings: rules that rename, permute, join and split the tensors of a checkpoint, in both directions."""
+
+from shardwright.interop.mapping.bound import BoundMapping
+from shardwright.interop.mapping.mapping import Mapping
+from shardwright.interop.mapping.pieces import MappedPiece, Padding, StridedBox
+
+__all__ = ["BoundMapping", "MappedPiece", "Mapping", "Padding", "StridedBox"]
