@@ -161,3 +161,33 @@ def test_write_to_a_copied_tensor_whose_elements_share_memory_is_refused_on_all_
     x = copy.deepcopy(spread(torch.zeros(7, 2, 2), Shard(2)).unfold(0, 2, 1))
     with pytest.raises(InPlaceError, match="share memory"):
         x[-5:, -2, -1].neg_()
+
+
+@on_ranks(2)
+def test_write_by_index_to_an_expanded_tensor_is_refused() -> None:
+    index = torch.tensor([1, 0])
+    writes = {
+        "index_fill": lambda x, i: x.index_fill_(1, i, 5),
+        "index_copy": lambda x, i: x.index_copy_(1, i, torch.ones_like(x[:, :2])),
+        "index_add": lambda x, i: x.index_add_(1, i, torch.ones_like(x[:, :2])),
+        "scatter": lambda x, i: x.scatter_(1, torch.zeros_like(x, dtype=torch.int64), 5),
+    }
+    for name, write in writes.items():
+        base = spread(torch.zeros(4), ROWS)
+        with pytest.raises(InPlaceError, match=rf"{name}.*share memory"):
+            write(base.expand(2, 4), spread(index, R))
+        close(base, torch.zeros(4))
+
+
+@on_ranks(2)
+def test_write_to_an_inference_tensor_outside_inference_mode_leaves_all_its_copies_right() -> None:
+    """torch writes first and raises then: a copy of a part would keep the value from before."""
+    with torch.inference_mode():
+        x = spread(torch.zeros(1, 1), Shard(1)).sum(0) * 2
+    last, view = x[-1], x.unsqueeze(0)  # the last element is a copy: finding it needs communication
+    zero = spread(torch.tensor([0]), R)
+    for write in (lambda: view.add_(2), lambda: torch._foreach_add_([x], 2), lambda: x.index_fill_(0, zero, 2)):
+        with pytest.raises(InPlaceError, match="made in inference mode, and nothing was written"):
+            write()
+        close(x, torch.zeros(1))
+        close(last, torch.zeros(()))

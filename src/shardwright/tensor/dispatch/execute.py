@@ -34,7 +34,7 @@ from shardwright.tensor.base.tagging import (
     tag_results,
     with_dtypes,
 )
-from shardwright.tensor.base.writes import WATCH, MemoryVersion, count_write
+from shardwright.tensor.base.writes import WATCH, MemoryVersion, count_write, refuse_write_outside_inference_mode
 from shardwright.tensor.dispatch.arguments import Call, flatten_call, map_tensors, tensors_in
 from shardwright.tensor.dispatch.autocast import low_precision_cast
 from shardwright.tensor.dispatch.cache import CallPlan, known_plan, remember_fast, remember_plan
@@ -45,7 +45,7 @@ from shardwright.tensor.dispatch.outside import is_outside, run_outside
 from shardwright.tensor.dispatch.overlap import refuse_overlap
 from shardwright.tensor.dispatch.shapes import Outputs, outputs_of
 from shardwright.tensor.dispatch.view_outcome import UNCHANGED, record_result_strides, view_outcome
-from shardwright.tensor.dispatch.write_through import is_lookup_result
+from shardwright.tensor.dispatch.write_through import is_lookup_result, refuse_shared_elements
 from shardwright.tensor.gradients.aliased import aliased_inputs, refuse_later_writes
 from shardwright.tensor.gradients.enter import prepare_cast_operand, prepare_operand
 from shardwright.tensor.gradients.gather_together import saving_by_unit
@@ -90,6 +90,10 @@ def call_by_rule(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, 
 def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call: Call) -> Any:
     if plan.inplace:
         refuse_copied(plan.name + "_", call.tensors[0])
+        if plan.run is not None:
+            refuse_shared_elements(plan.name, call.tensors[0])
+        if WATCH.inference:
+            refuse_write_outside_inference_mode(call.tensors[0])
         if len(call.tensors) > 1:
             refuse_overlap(plan.name, call.tensors)
     outcome = view_outcome(plan.outcomes, plan, func, args, kwargs, call.tensors[0]) if plan.view else UNCHANGED

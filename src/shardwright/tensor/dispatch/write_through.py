@@ -18,10 +18,19 @@ from shardwright.tensor.base.gradient_types import REPLICATE
 from shardwright.tensor.base.registry import canonical_name
 from shardwright.tensor.base.strides import global_stride
 from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
-from shardwright.tensor.base.writes import WATCH, count_write, memory_version
+from shardwright.tensor.base.writes import WATCH, count_write, memory_version, refuse_write_outside_inference_mode
 from shardwright.tensor.redistribute.autograd import redistribute_local
 
-__all__ = ["is_lookup_result", "overwrite", "refuse_unwritable", "tensors_written_with", "write_through"]
+__all__ = [
+    "is_lookup_result",
+    "overwrite",
+    "refuse_shared_elements",
+    "refuse_unwritable",
+    "tensors_written_with",
+    "write_through",
+]
+
+_SHARED_ELEMENTS = "several of its elements share memory, as after expand() or unfold(): clone() it first"
 
 
 def is_lookup_result(tensor: Any) -> bool:
@@ -32,6 +41,8 @@ def is_lookup_result(tensor: Any) -> bool:
 def overwrite(func: Any, target: DTensorBase, *args: Any, **kwargs: Any) -> DTensorBase:
     """Call an in-place operator on a partial result of a lookup, and return the result. Collective."""
     fresh = _written(func, target, args, kwargs)
+    if WATCH.inference:
+        refuse_write_outside_inference_mode(target)
     with no_torch_function():
         target.copy_(redistribute_local(fresh, fresh._layout, target._layout))
     if WATCH.inference:
@@ -106,6 +117,12 @@ def tensors_written_with(name: str, target: DTensorBase) -> list[DTensorBase]:
     return [*chain, target]
 
 
+def refuse_shared_elements(name: str, tensor: DTensorBase) -> None:
+    """Raise InPlaceError if several elements of a tensor share memory, so that a write could not tell them apart."""
+    if _overlaps_itself(tensor):
+        raise InPlaceError(f"{name}_: cannot write to {tensor._layout}, and nothing was written: {_SHARED_ELEMENTS}")
+
+
 def refuse_unwritable(name: str, tensor: DTensorBase, records: bool) -> None:
     """Raise InPlaceError if autograd would refuse a write, or cannot track it as it tracks writes to views.
 
@@ -121,7 +138,7 @@ def _unwritable(tensor: DTensorBase, records: bool) -> str | None:
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "it was made in inference mode: clone() it first"
     if _overlaps_itself(tensor):
-        return "several of its elements share memory, as after expand() or unfold(): clone() it first"
+        return _SHARED_ELEMENTS
     if not records:
         return None
     if tensor.requires_grad and tensor.is_leaf:

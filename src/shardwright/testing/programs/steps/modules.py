@@ -62,8 +62,9 @@ def optimizer(d: Draft) -> object:
         (
             "SGD([{}], lr=0.5)",
             "SGD([{}], lr=0.5, momentum=0.5)",
-            "Adam([{}], lr=0.5)",
-            "AdamW([{}], lr=0.25, foreach=True)",
+            # A large eps: with the default, a gradient that is 0 but for rounding moves a parameter by lr.
+            "Adam([{}], lr=0.5, eps=0.25)",
+            "AdamW([{}], lr=0.25, eps=0.25, foreach=True)",
         )
     )
     names = d.assign(f"torch.optim.{kind.format(parameters)}", exact=False)
