@@ -138,6 +138,13 @@ def test_a_mapping_is_printed_as_its_rules_compared_by_them_copied_and_pickled()
     assert hash(copy.copy(mapping)) == hash(mapping)
 
 
+def test_a_rule_goes_on_in_the_next_line_and_errors_name_its_first() -> None:
+    mapping = sw.Mapping("a =  # one\n\n  b :\n x y = y x\nc = d")
+    assert str(mapping) == "a = b : x y = y x\nc = d"
+    with pytest.raises(MappingError, match=r"line 2: `a = b : x =`: it is not a bijection"):
+        sw.Mapping("\na = b :\nx =")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

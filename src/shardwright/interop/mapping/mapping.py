@@ -27,7 +27,7 @@ class Mapping:
     A rule is `NAMES = NAMES : indices = indices`. `{i}` in a name binds a number or a word; `{q,k,v}` stands for
     several tensors; `*` for one or more dotted components. The indices are in the notation of einops, with `+` for
     parts that are joined along an axis. Without indices a rule renames; `NAME = -` drops; `* = *` keeps the names that
-    no other rule matches. `#` starts a comment.
+    no other rule matches. `#` starts a comment, and a line that ends with ':', '=' or ',' goes on in the next.
 
     >>> import torch
     >>> mapping = Mapping('''

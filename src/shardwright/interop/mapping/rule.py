@@ -97,15 +97,27 @@ class Rule:
 
 
 def parse_rules(text: str) -> Iterator[Rule]:
-    """Yield the rules of a text, one per line; `#` starts a comment. A rule that renames several tensors is several."""
-    for number, line in enumerate(text.splitlines(), 1):
-        rule = line.partition("#")[0].strip()
-        if not rule:
-            continue
+    """Yield the rules of a text. A rule that renames several tensors is several."""
+    for number, rule in _lines(text):
         try:
             yield from _parse(number, rule)
         except PatternError as error:
             raise _error(number, rule, str(error)) from None
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the rules as text, with their line. A line that ends with ':', '=' or ',' goes on in the next."""
+    first, pending = 0, ""
+    for number, line in enumerate(text.splitlines(), 1):
+        rule = line.partition("#")[0].strip()
+        if not rule:
+            continue
+        first, pending = (first, f"{pending} {rule}") if pending else (number, rule)
+        if rule[-1] not in ":=,":
+            yield first, pending
+            pending = ""
+    if pending:
+        yield first, pending
 
 
 def _error(line: int, text: str, problem: str) -> MappingError:
