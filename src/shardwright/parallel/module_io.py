@@ -20,6 +20,7 @@ from shardwright.parallel.plan.styles import (
     SequenceParallel,
 )
 from shardwright.tensor import DTensor
+from shardwright.tensor.gradients.share import gather_for_operators
 
 __all__ = ["install"]
 
@@ -66,7 +67,10 @@ class _Boundary:
         if placements[self.mesh_dim] == wanted:
             return value
         placements[self.mesh_dim] = wanted
-        return value.redistribute(placements=placements)
+        if self.local:
+            return value.redistribute(placements=placements)
+        moved: DTensor = gather_for_operators(value, value.sharding.replace(placements=placements))
+        return moved
 
 
 @dataclass(frozen=True, slots=True)

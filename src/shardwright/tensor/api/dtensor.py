@@ -453,6 +453,10 @@ class DTensor(DTensorBase):
         """Register a hook that is called with the gradient as a DTensor; its result, if any, replaces the gradient."""
         return engine.register_hook(self, hook)
 
+    def retain_grad(self) -> None:
+        """Keep the gradient of this tensor in `.grad`, although it is not a leaf."""
+        engine.retain_grad(self)
+
     # --- copies -----------------------------------------------------------------------------------------------------
 
     def __copy__(self) -> DTensor:

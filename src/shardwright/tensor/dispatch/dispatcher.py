@@ -53,7 +53,6 @@ PASS = frozenset(
         "is_conj",
         "is_neg",
         "requires_grad_",
-        "retain_grad",
         "dim_order",
         "_is_view",
         "_is_zerotensor",

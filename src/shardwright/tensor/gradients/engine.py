@@ -21,9 +21,10 @@ from shardwright.tensor.base.gradient_types import dual, without_entered
 from shardwright.tensor.base.tagging import DTensorBase, alias, no_torch_function, tag
 from shardwright.tensor.gradients.below_autograd import run_backward
 from shardwright.tensor.gradients.enter import forget_entered, reduce_immediately
+from shardwright.tensor.gradients.share import watch_gradient
 from shardwright.tensor.redistribute.autograd import redistribute_local
 
-__all__ = ["backward", "grad", "gradient_layout", "local_gradient", "register_hook", "tag_gradient"]
+__all__ = ["backward", "grad", "gradient_layout", "local_gradient", "register_hook", "retain_grad", "tag_gradient"]
 
 
 def gradient_layout(layout: Layout) -> Layout:
@@ -41,6 +42,7 @@ def backward(
     """`torch.autograd.backward` for DTensors: gradients accumulate in the leaves' `.grad`."""
     roots, seeds = _roots(tensors, grad_tensors)
     wanted = () if inputs is None else (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
+    _watch(wanted)
     keep = create_graph if retain_graph is None else retain_graph
     try:
         run_backward(roots, seeds, keep, create_graph, wanted, allow_unreachable=True, accumulate_grad=True)
@@ -66,6 +68,7 @@ def grad(
     wanted = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
     for target in wanted:
         _refuse_edge(target)
+    _watch(wanted)
     keep = create_graph if retain_graph is None else retain_graph
     allowed = materialize_grads if allow_unused is None else allow_unused
     try:
@@ -90,6 +93,12 @@ def grad(
                 value = tag(value, gradient_layout(target._layout))
         results.append(value)
     return tuple(results)
+
+
+def _watch(targets: Sequence[Any]) -> None:
+    for target in targets:
+        if isinstance(target, DTensorBase):
+            watch_gradient(target)
 
 
 def _refuse_edge(target: Any) -> None:
@@ -190,6 +199,7 @@ def local_gradient(answer: Any, layout: Layout, source: str) -> Tensor:
 def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """`Tensor.register_hook`, for a hook that sees the gradient as a DTensor."""
     layout = tensor._layout
+    watch_gradient(tensor)
 
     def tagged(gradient: Tensor | None) -> Tensor | None:
         # torch calls hooks with None for an output that backward does not reach.
@@ -198,3 +208,10 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
 
     with no_torch_function():
         return Tensor.register_hook(tensor, tagged)  # type: ignore[no-untyped-call]  # torch's own
+
+
+def retain_grad(tensor: DTensorBase) -> None:
+    """`Tensor.retain_grad`."""
+    watch_gradient(tensor)
+    with no_torch_function():
+        Tensor.retain_grad(tensor)

@@ -25,15 +25,25 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from shardwright.layout import Layout
+from shardwright.errors import UnsupportedError
+from shardwright.layout import Layout, Ragged, Shard
+from shardwright.tensor.base import trace
 from shardwright.tensor.base.capture import is_capturing
 from shardwright.tensor.base.custom_op import is_recorded
-from shardwright.tensor.base.gradient_types import without_entered
-from shardwright.tensor.base.tagging import DTensorBase
+from shardwright.tensor.base.gradient_types import ENTERED, REPLICATE, dual, without_entered
+from shardwright.tensor.base.tagging import DTensorBase, no_torch_function, tag
 from shardwright.tensor.base.writes import MemoryVersion, memory_version, was_written
-from shardwright.tensor.redistribute.autograd import needs_redistribution, redistribute_local
+from shardwright.tensor.redistribute.autograd import needs_redistribution, redistribute_local, refuse_lost_graph
 
-__all__ = ["enter_hooks", "exit_hooks", "forget_shared", "redistribute_shared", "results_by_tensor"]
+__all__ = [
+    "enter_hooks",
+    "exit_hooks",
+    "forget_shared",
+    "gather_for_operators",
+    "redistribute_shared",
+    "results_by_tensor",
+    "watch_gradient",
+]
 
 MAX_WITHOUT_GRADIENT = 4
 _PRUNED_AT = 1024
@@ -54,10 +64,11 @@ class _Result(NamedTuple):
 class _Shared:
     """The results made from one tensor, which has them as `_shared`; everything else refers to them weakly."""
 
-    __slots__ = ("__weakref__", "context", "results")
+    __slots__ = ("__weakref__", "bypasses", "context", "results")
 
     def __init__(self, context: Any) -> None:
         self.context, self.results = context, dict[_Key, _Result]()
+        self.bypasses: bool | None = None  # set by `gather_for_operators`: whether a result was used
 
 
 class _Scopes(threading.local):
@@ -77,13 +88,15 @@ def redistribute_shared(tensor: DTensorBase, source: Layout, target: Layout) -> 
     records = tensor.requires_grad and torch.is_grad_enabled()
     if not _is_sharable(tensor, source, records):
         return redistribute_local(tensor, source, target)
-    context = _scopes.open[-1] if _scopes.open else None, is_capturing()
+    context = _context()
     shared: _Shared | None = tensor.__dict__.get("_shared")
     if shared is None or shared.context[0] is not context[0] or shared.context[1] != context[1]:
         shared = _Shared(context)
     key = source, target, records
     known = shared.results.get(key)
     if known is not None and known.is_intact() and _is_unwritten(tensor, known.made_from):
+        if shared.bypasses is False:
+            shared.bypasses = True
         return known.local
     local = redistribute_local(tensor, source, target)
     if local is tensor:
@@ -92,6 +105,68 @@ def redistribute_shared(tensor: DTensorBase, source: Layout, target: Layout) -> 
     shared.results[key] = _Result(local, local._version, memory_version(tensor) if own_memory else tensor._version)
     _keep(tensor, shared, key, records)
     return local
+
+
+def gather_for_operators(tensor: Any, target: Layout) -> Any:
+    """Return an activation redistributed to `target`, for a module whose operators will enter it.
+
+    Operators that use a replicated value differently on each rank have partial gradients. Where `target` replicates
+    what was sharded, these are reduce-scattered to the shards at once: their sum is not needed on every rank.
+    """
+    source = tensor._layout
+    entered = [
+        ENTERED if isinstance(before, Shard | Ragged) and after == REPLICATE else after
+        for before, after in zip(source.placements, target.placements, strict=True)
+    ]
+    records = tensor.requires_grad and torch.is_grad_enabled()
+    if not records or is_capturing() or is_recorded() or ENTERED not in entered:
+        return tensor.redistribute(placements=target.placements)
+    with no_torch_function(), trace.requested():
+        layout = target.replace(placements=entered, order=target.order)
+        local = redistribute_local(tensor, source, layout)
+        value: Tensor = _ValueOfGathered.apply(tensor, local.detach(), source, target)  # type: ignore[no-untyped-call]  # torch's is untyped
+        result = tag(value, target)
+        shared = _Shared(_context())
+        shared.bypasses = False
+        shared.results[target, layout, True] = _Result(local, local._version, value._version)
+        _keep(result, shared, (target, layout, True), records=True)
+    return result
+
+
+def watch_gradient(tensor: DTensorBase) -> None:
+    """Let all gradients of a tensor pass through it from now on, because a hook or the caller wants them.
+
+    Raise UnsupportedError if gradients of operators that have used it already do not: see `gather_for_operators`.
+    """
+    shared: _Shared | None = tensor.__dict__.get("_shared")
+    if shared is None or shared.bypasses is None:
+        return
+    if shared.bypasses:
+        raise UnsupportedError(
+            f"the gradient of {tensor._layout}, the gathered input of a module, was asked for after operators had used "
+            "it, and these reduce their gradients directly to its shards: register the hook, or call retain_grad, "
+            "before the first use, or ask for the gradient of the module's input before it is gathered"
+        )
+    shared.bypasses = None
+    shared.results.clear()
+
+
+class _ValueOfGathered(torch.autograd.Function):
+    """The value of a tensor that was gathered: `value`, whose memory it shares. Its gradient is replicated."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, value: Tensor, source: Layout, target: Layout) -> Tensor:
+        ctx.source, ctx.target = source, target
+        return value.detach()  # with its version counter: a write to one is a write to the other
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        refuse_lost_graph(gradient, dual(ctx.target), dual(ctx.source))
+        return redistribute_local(gradient, dual(ctx.target), dual(ctx.source)), None, None, None
+
+
+def _context() -> tuple[Any, bool]:
+    return _scopes.open[-1] if _scopes.open else None, is_capturing()
 
 
 def _is_sharable(tensor: DTensorBase, source: Layout, records: bool) -> bool:
