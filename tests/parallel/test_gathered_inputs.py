@@ -75,10 +75,11 @@ def train(variant: str) -> Any:
     for _ in range(2):
         model.mlp.seen.clear()
         model.zero_grad()
-        traffic: list[tuple[str, int]] = []
+        transfers: list[comm.Transfer] = []
         loss = model(x).square().sum()
-        with comm.listen(lambda transfer: traffic.append((transfer.kind, transfer.received))):
+        with comm.listen(transfers.append):
             loss.backward()
+    traffic = [(transfer.kind, transfer.received) for transfer in transfers]
     seen = [each.grad if variant == "retained" else each for each in model.mlp.seen]
     gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
     return gradients, [each.full_tensor() for each in seen], traffic
