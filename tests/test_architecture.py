@@ -46,7 +46,7 @@ ONLY = {
     "torch.distributed._sharded_tensor": ("interop",),
     "torch.distributed.checkpoint": ("interop",),
     "shardwright.testing": ("testing",),
-    "shardwright.cli": ("cli",),
+    "shardwright.cli": ("cli", "__main__"),
 }
 # A pure module computes values from values: it imports nothing that reads, writes, waits or communicates.
 IMPURE = (

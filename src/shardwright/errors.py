@@ -43,6 +43,7 @@ ShardwrightError
 ├── MappingError           (ValueError)    a rule of a mapping that is invalid, or does not fit its tensors
 ├── MissingExtraError      (ImportError)   a module needs an optional dependency that is not installed
 ├── PlanError              (ValueError)    a parallel plan that is invalid, or does not fit its model
+├── UsageError             (ValueError)    arguments of the command line that do not fit together
 ├── RanksError             (RuntimeError)  testing: ranks raised, died or hung
 └── TrainingMismatchError  (AssertionError) testing: training on ranks differs from training on one
 ```
@@ -102,6 +103,7 @@ __all__ = [
     "TrainingMismatchError",
     "UnknownVersionError",
     "UnsupportedError",
+    "UsageError",
 ]
 
 
@@ -549,6 +551,14 @@ class PlanError(ShardwrightError, ValueError):
     Traceback (most recent call last):
     shardwright.errors.PlanError: parallelize: 2 problems
       pattern 'heads' matches no module and no parameter...
+    """
+
+
+class UsageError(ShardwrightError, ValueError):
+    """Arguments of the `shardwright` command that do not fit together, or do not fit the checkpoint.
+
+    >>> issubclass(UsageError, ValueError)
+    True
     """
 
 

@@ -394,6 +394,15 @@ MAY_USE: dict[str, tuple[str, ...]] = {
         "testing.ranks",
         "testing.training",
     ),
+    "cli": (
+        "checkpoint",
+        "checkpoint.runtime",
+        "comm",
+        "errors",
+        "layout",
+        "tensor",
+    ),
+    "__main__": ("cli",),
     "": (
         "checkpoint",
         "comm",

@@ -3,6 +3,8 @@
 from shardwright.checkpoint.api import async_save, load, read, save
 from shardwright.checkpoint.background import AsyncSave, SaveProgress
 from shardwright.checkpoint.format.values import Codec
+from shardwright.checkpoint.manage.clean_up import Removal
+from shardwright.checkpoint.manage.describe import StepInfo
 from shardwright.checkpoint.manage.restore import CheckpointWarning
 from shardwright.checkpoint.manage.retention import KeepBest
 from shardwright.checkpoint.manager import CheckpointManager
@@ -47,8 +49,10 @@ __all__ = [
     "MetadataIndex",
     "OptimizerState",
     "PerRank",
+    "Removal",
     "SaveProgress",
     "Stateful",
+    "StepInfo",
     "StorageInfo",
     "StorageMeta",
     "StoredRange",

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import datetime
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, final
 
@@ -17,6 +18,8 @@ from shardwright.checkpoint.api import async_save, load, save
 from shardwright.checkpoint.background import AsyncSave
 from shardwright.checkpoint.format.values import Codec
 from shardwright.checkpoint.manage.catalog import StepCatalog
+from shardwright.checkpoint.manage.clean_up import Removal, clean_up
+from shardwright.checkpoint.manage.describe import StepInfo, describe_steps
 from shardwright.checkpoint.manage.fallback import Fallback
 from shardwright.checkpoint.manage.preemption import Preemption
 from shardwright.checkpoint.manage.record import FIELD, Record, metric_values
@@ -222,6 +225,13 @@ class CheckpointManager:
         record = self._record(step)
         return None if record is None else datetime.fromisoformat(record.time)
 
+    def describe(self) -> list[StepInfo]:
+        """Return a description of every step directory, in order: size, time, metrics, and whether it is valid.
+
+        Also those of saves that did not complete. No data is read: `verify` checks the bytes of a step.
+        """
+        return self._on_first_rank("describe", lambda: describe_steps(self._steps, self._catalog), list[StepInfo])
+
     # Reading
 
     def restore(
@@ -306,6 +316,17 @@ class CheckpointManager:
         step = _step(step)
         self.wait()
         self._on_first_rank(f"removing step {step}", lambda: self._steps.remove(step), None)
+
+    def clean_up(self, *, dry_run: bool = False) -> list[Removal]:
+        """Remove the steps that the policy does not keep, and what failed saves left; return what was removed.
+
+        Every save does this for the steps up to its own; this is for a run that has ended, or other rules. The newest
+        valid step is kept, and so are steps in use. With `dry_run`, nothing is removed. A removal that failed has an
+        `error`.
+        """
+        self.wait()
+        work = partial(clean_up, self._steps, self._catalog, dry_run=dry_run)
+        return self._on_first_rank("clean_up", work, list[Removal])
 
     def close(self) -> None:
         """Wait for a background save and restore the previous SIGTERM handler."""

@@ -112,6 +112,15 @@ class StepCatalog:
             self._inspected.pop(candidate, None)
         return errors
 
+    def expired(self) -> dict[int, str]:
+        """Return the steps that the policy does not keep, each with the version of its manifest.
+
+        They are judged as after a save of the newest valid step.
+        """
+        newest = max(self.valid(), default=None)
+        steps = [] if newest is None else self._expired(newest)
+        return {step: self._inspected[step].version for step in steps}
+
     def _expired(self, step: int) -> list[int]:
         """Return the saved steps that the policy does not keep, once this step is saved."""
         if self._policy.keeps_all:

@@ -94,6 +94,33 @@ class Steps:
             raise NotACheckpointError(f"{storage!r} is missing {len(missing)} of its data files, such as {missing[0]}")
         return manifest
 
+    def size(self, step: int) -> int:
+        """Return the bytes of all files of a step; files that are removed meanwhile do not count."""
+        try:
+            names = self._calls.listdir(self.path(step))
+        except OSError:
+            return 0
+        statuses = (status_of(self._calls, os.path.join(self.path(step), name)) for name in names)
+        return sum(status.st_size for status in statuses if status is not None and stat.S_ISREG(status.st_mode))
+
+    def leftovers(self, step: int) -> dict[str, int]:
+        """Return the files of failed saves in the directory of a valid step, each with its size in bytes."""
+        storage, manifest = self.storage(step), self.manifest(step)
+        names = [key for key in storage.list_keys() if key not in manifest.names and may_be_removed(storage, key)]
+        statuses = {name: status_of(self._calls, os.path.join(storage.path, name)) for name in names}
+        return {name: status.st_size for name, status in statuses.items() if status is not None}
+
+    def remove_leftovers(self, step: int) -> dict[str, int]:
+        """Remove what `leftovers` returns, and return it. Raise `StorageBusyError` while the step is being saved."""
+        storage = self.storage(step)
+        if not self.leftovers(step):
+            return {}
+        with storage.lock():
+            files = self.leftovers(step)  # again, as a save may have ended before the lock was taken
+            for name in files:
+                storage.delete(name)
+        return files
+
     def announce(self, step: int) -> None:
         """Create the file that readers lock, for readers without write permission."""
         path = os.path.join(self.path(step), _READERS)

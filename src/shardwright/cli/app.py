@@ -1,0 +1,116 @@
+"""The commands and their options. Each calls one function, which is imported only then, and shows its report."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from shardwright.cli.report import Report
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="shardwright",
+    help="Look at checkpoints, verify, compare, change and remove them.",
+    epilog="Exit codes: 0 well, 1 something was found, 2 misuse, 3 unreadable.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Path = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: a folder or a file.")]
+Names = Annotated[
+    list[str] | None, typer.Argument(metavar="[NAME]...", help="Names, prefixes of names, or patterns with *.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout.")]
+
+
+@app.callback(invoke_without_command=True)
+def no_command(
+    context: typer.Context,
+    show_version: Annotated[bool, typer.Option("--version", help="Show the version, and exit.")] = False,
+) -> None:
+    """Look at checkpoints, verify, compare, change and remove them."""
+    if show_version:
+        typer.echo(f"shardwright {version('shardwright')}")
+        raise typer.Exit(0)
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
+
+
+def finish(report: Report, as_json: bool) -> None:
+    """Show a report, and exit with its code."""
+    from shardwright.cli.report import show_report
+
+    show_report(report, as_json=as_json)
+    raise typer.Exit(report.exit_code)
+
+
+@app.command()
+def show(
+    path: Path,
+    names: Names = None,
+    patterns: Annotated[bool, typer.Option("--patterns", help="Fold names that differ in numbers only.")] = False,
+    flat: Annotated[bool, typer.Option("--flat", help="Show whole names, one per line, instead of a tree.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the tensors and values of a checkpoint, or one tensor and who held which region of it."""
+    from shardwright.cli.show import describe_checkpoint
+
+    finish(describe_checkpoint(path, names or [], patterns=patterns, flat=flat), as_json)
+
+
+@app.command("ls")
+def ls(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run, or of checkpoints.")] = ".",
+    as_json: Json = False,
+) -> None:
+    """List the steps of a run: size, age, metrics, and whether each is valid."""
+    from shardwright.cli.ls import list_checkpoints
+
+    finish(list_checkpoints(root), as_json)
+
+
+@app.command("cat")
+def cat(
+    path: Path,
+    name: Annotated[str, typer.Argument(metavar="NAME[SLICE]", help="A name, or a part of a tensor: 'w[0:2, :3]'.")],
+    everything: Annotated[
+        bool, typer.Option("--all", help="Write all values, a line for each row of the last dimension.")
+    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Write the bytes: row-major, little-endian.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print the values of a tensor, of a part of it, or a plain value."""
+    from shardwright.cli import cat as values
+    from shardwright.errors import UsageError
+
+    if raw + everything + as_json > 1:
+        raise UsageError("--all, --raw and --json exclude each other")
+    if raw:
+        if sys.stdout.isatty():
+            raise UsageError("--raw writes bytes, which would garble the terminal: redirect the output")
+        values.write_raw(path, name, sys.stdout.buffer)
+    elif everything:
+        values.write_rows(path, name, sys.stdout)
+    else:
+        finish(values.read_values(path, name, as_json=as_json), as_json)
+
+
+@app.command()
+def stats(
+    path: Path,
+    names: Names = None,
+    bins: Annotated[int, typer.Option("--bins", help="Intervals of the histogram.")] = 16,
+    fail_on_nan: Annotated[bool, typer.Option("--fail-on-nan", help="Exit with 1 on NaN or infinite values.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compute minimum, maximum, mean, standard deviation, NaN and Inf counts and a histogram of tensors."""
+    from shardwright.cli.stats import tensor_stats
+
+    finish(tensor_stats(path, names or [], bins=bins, fail_on_nan=fail_on_nan), as_json)
