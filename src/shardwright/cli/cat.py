@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ValueReport", "ValuesReport", "read_values", "write_raw", "write_rows"]
 
-_MOST_SHOWN = 1000  # elements up to which all are shown
+_MAX_SHOWN = 1000  # elements up to which all are shown
 _EDGE = 3  # otherwise, the first and last of each dimension
-_MOST_JSON = 1_000_000
+_MAX_JSON = 1_000_000
 _ROWS = 1 << 20  # bytes of rows that are written as text at a time
 
 
@@ -69,12 +69,12 @@ def read_values(path: str, wanted: str, *, as_json: bool = False) -> Report:
             return ValueReport(wanted, values[wanted])
         tensor, selection = _selected(opened, wanted)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if as_json and selection.numel > _MOST_JSON:
+        if as_json and selection.numel > _MAX_JSON:
             raise UsageError(
-                f"{wanted} has {selection.numel} elements, and JSON of at most {_MOST_JSON} is written; name a slice, "
+                f"{wanted} has {selection.numel} elements, and JSON of at most {_MAX_JSON} is written; name a slice, "
                 "or use --raw"
             )
-        if as_json or selection.numel <= _MOST_SHOWN:
+        if as_json or selection.numel <= _MAX_SHOWN:
             return ValuesReport(wanted, dtype, selection.shape, as_list(tensor[selection.index()]))
         skipped = tuple(dim for dim, extent in enumerate(selection.shape) if extent > 2 * _EDGE)
         return ValuesReport(wanted, dtype, selection.shape, as_list(_edges(tensor, selection)), skipped)
