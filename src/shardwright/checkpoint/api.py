@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwright import comm
-from shardwright.checkpoint.arguments import check_codecs, check_limits, check_selection
+from shardwright.checkpoint.arguments import check_codecs, check_limits, check_mapping, check_selection
 from shardwright.checkpoint.background import AsyncSave, raise_failures, start, wait_for_saves, wait_for_saves_to
 from shardwright.checkpoint.format.values import Codec
 from shardwright.checkpoint.load import LoadOperation
@@ -19,6 +19,7 @@ from shardwright.checkpoint.runtime.progress import Meter, ProgressCallback, rep
 from shardwright.checkpoint.save import SaveOperation
 from shardwright.checkpoint.state.flatten import flatten
 from shardwright.errors import ArgumentTypeError
+from shardwright.interop.mapping import Mapping as Rules
 from shardwright.layout.gc import gc_paused
 from shardwright.storage import LocalStorage, Storage
 
@@ -137,6 +138,7 @@ def load(
     strict: bool = True,
     only: str | Sequence[str] | None = None,
     rename: Rename | None = None,
+    mapping: Rules | None = None,
     cast: Cast = False,
     on_missing: OnMissing = "raise",
     process_group: Any = None,
@@ -156,7 +158,9 @@ def load(
     Tensors are filled in place, whatever their layout; containers remain the same objects. Everything is checked before
     anything changes, and one `LoadMismatchError` lists all mismatches. A stored name that no rank has in its state is a
     mismatch, unless `strict` is False. `only` has patterns (`"model.*"`) of the names to load; others keep their
-    values. `rename` maps stored names to names of the state, or is a function that does. `cast` allows dtypes to
+    values. `rename` maps stored names to names of the state, or is a function that does; `mapping` is a
+    `shardwright.Mapping` from stored tensors, on its left, to those of the state: each rank reads only what its shards
+    need. `cast` allows dtypes to
     differ, for all names or by pattern. `on_missing` is "raise", "keep", or a function that returns one of them for a
     name of the state that is not in the checkpoint.
 
@@ -170,13 +174,14 @@ def load(
     Errors are raised as in `save`.
     """
     group, check_group = resolve_group(process_group)
-    request = LoadRequest(group, strict, only, rename, cast, on_missing, codecs, memory, threads, progress)
+    request = LoadRequest(group, strict, only, rename, cast, on_missing, codecs, memory, threads, progress, mapping)
 
     def prepare() -> Storage:
         check_group()
         check_limits(memory, threads)
         check_codecs(codecs)
         check_selection(only, cast)
+        check_mapping(mapping, rename)
         if path is None:
             raise ArgumentTypeError(
                 "load(state, path) needs a path; to read a whole checkpoint without a state, call read(path)"

@@ -12,8 +12,9 @@ from shardwright.checkpoint.format.data_file import BLOCK
 from shardwright.checkpoint.format.manifest import FIELDS
 from shardwright.checkpoint.format.values import Codec
 from shardwright.errors import ArgumentTypeError, CheckpointError, StateError
+from shardwright.interop.mapping import Mapping as Rules
 
-__all__ = ["check_codecs", "check_limits", "check_selection", "extra_fields"]
+__all__ = ["check_codecs", "check_limits", "check_mapping", "check_selection", "extra_fields"]
 
 
 def check_limits(memory: int | None, threads: int) -> None:
@@ -54,6 +55,16 @@ def check_selection(only: Any, cast: Any) -> None:
                 raise ArgumentTypeError(f"cast: expected patterns with bools, got {pattern!r}: {value!r}")
     elif not isinstance(cast, bool):
         raise ArgumentTypeError(f"cast must be a bool or a mapping of patterns to bools, got {type(cast).__name__}")
+
+
+def check_mapping(mapping: Any, rename: Any) -> None:
+    """Validate the `mapping` argument, which stands alone."""
+    if mapping is None:
+        return
+    if not isinstance(mapping, Rules):
+        raise ArgumentTypeError(f"mapping must be a shardwright.Mapping, got {type(mapping).__name__}")
+    if rename is not None:
+        raise ArgumentTypeError("rename and mapping cannot both be given; write the new names in the mapping")
 
 
 def extra_fields(extra: Any) -> dict[str, msgspec.Raw]:

@@ -9,11 +9,14 @@ from typing import Any, NamedTuple, final
 import msgspec
 
 from shardwright import comm
+from shardwright.checkpoint.format.tensor_table import TensorTable
 from shardwright.checkpoint.format.tree import StoredEntry, stored_entries
 from shardwright.checkpoint.reading.collective_read import CollectiveRead, ReadSummary
 from shardwright.checkpoint.reading.current import Current
 from shardwright.checkpoint.reading.fill import fill
-from shardwright.checkpoint.reading.match import Match, match_state, rename_entries, unclaimed_rank_values
+from shardwright.checkpoint.reading.mapped_entries import MappedEntries, map_entries
+from shardwright.checkpoint.reading.mapped_reads import MappedReads
+from shardwright.checkpoint.reading.match import Match, leaf_nodes, match_state, rename_entries, unclaimed_rank_values
 from shardwright.checkpoint.reading.mismatch import Mismatches, mismatches_of, raise_mismatches
 from shardwright.checkpoint.reading.missing_state import StateCompleter, create_missing
 from shardwright.checkpoint.reading.open_files import OpenFiles
@@ -51,6 +54,8 @@ class LoadOperation:
     _completer: StateCompleter
     _stored: list[StoredEntry]
     _faults: list[str]  # of names
+    _table: TensorTable
+    _mapped: MappedEntries | None
     _match: Match
     _read: CollectiveRead
 
@@ -108,10 +113,17 @@ class LoadOperation:
 
     def _flatten_target(self) -> None:
         group, request, manifest = self._group, self._request, self._current.manifest
-        self._stored, self._faults = rename_entries(stored_entries(manifest.tree, group.global_rank), request.rename)
+        stored = stored_entries(manifest.tree, group.global_rank)
+        self._table, self._mapped = manifest.tensors, None
+        if request.mapping is None:
+            self._stored, self._faults = rename_entries(stored, request.rename)
+        else:
+            shapes = _shapes(flatten(self._state, group, request.codecs))
+            self._mapped = map_entries(stored, manifest.tensors, request.mapping, shapes)
+            self._stored, self._table, self._faults = self._mapped.entries, self._mapped.table, []
         if request.strict and request.only is None:
             self._faults += unclaimed_rank_values(manifest.tree, group.ranks)
-        self._completer = StateCompleter(self._stored, manifest.tensors, request.only)
+        self._completer = StateCompleter(self._stored, self._table, request.only)
         self._flat = flatten(self._state, group, request.codecs, self._completer)
 
     def _create_missing(self) -> None:
@@ -129,19 +141,27 @@ class LoadOperation:
         self._match = match_state(
             self._flat,
             self._stored,
-            self._current.manifest.tensors,
+            self._table,
             self._request,
             faults=self._faults,
             created=self._completer.new_values,
         )
-        match = self._match
-        self._read = CollectiveRead(files, match.tensors, self._request, self._current.hosts)
+        match, mapped = self._match, self._mapped
+        has_faults = bool(match.faults or match.missing)  # raised on all ranks: nothing is read, or planned for reading
+        made = [each for each in match.tensors if mapped is not None and mapped.is_made(each.number)]
+        stored = [each for each in match.tensors if mapped is None or not mapped.is_made(each.number)]
+        reads_of_made = MappedReads() if has_faults else MappedReads(made, mapped)
+        self._read = CollectiveRead(files, stored, self._request, self._current.hosts, reads_of_made)
         sets_values = self._group.size > 1 and bool(match.values or match.emptied or _has_objects(self._flat.root))
-        # A mismatch is raised on all ranks and nothing is read; there may be no plan for reading it.
-        reads = None if match.faults or match.missing else self._read.prepare()
+        reads = None if has_faults else self._read.prepare()
         return report._replace(
             is_matched=True, mismatches=mismatches_of(match, self._stored), reads=reads, sets_values=sets_values
         )
+
+
+def _shapes(flat: FlatState) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a state, by name."""
+    return {node.name: leaf.sharding.shape for node, leaf, _ in leaf_nodes(flat) if leaf is not None}
 
 
 def _has_objects(node: Node) -> bool:

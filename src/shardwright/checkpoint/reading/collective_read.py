@@ -17,6 +17,7 @@ from shardwright.checkpoint.format.manifest import Manifest
 from shardwright.checkpoint.reading.data_reader import Destination
 from shardwright.checkpoint.reading.host_sharing import ReadRequest, shared
 from shardwright.checkpoint.reading.host_window import SLOT, HostWindow, open_window
+from shardwright.checkpoint.reading.mapped_reads import MappedReads
 from shardwright.checkpoint.reading.match import TensorMatch
 from shardwright.checkpoint.reading.open_files import OpenFiles
 from shardwright.checkpoint.reading.read_assignment import ReadAssignment
@@ -77,14 +78,20 @@ class CollectiveRead:
     """The reads of a load on this rank; `hosts` identifies the host of each rank of the group.
 
     `request.memory` bounds the buffers; when ranks of a host read together, half of it is this rank's slots of the
-    shared window.
+    shared window. `mapped` has the reads of tensors that are made of others: each rank reads them alone.
     """
 
     def __init__(
-        self, files: OpenFiles, matches: Sequence[TensorMatch], request: LoadRequest, hosts: Sequence[str]
+        self,
+        files: OpenFiles,
+        matches: Sequence[TensorMatch],
+        request: LoadRequest,
+        hosts: Sequence[str],
+        mapped: MappedReads | None = None,
     ) -> None:
         self._files, self._matches, self._request, self._hosts = files, matches, request, hosts
         self._group = request.group
+        self._mapped = MappedReads() if mapped is None else mapped
         # A single rank shares with no other.
         self._requests = (
             [ReadRequest(number, leaf.sharding) for _, leaf, number in matches] if self._group.size > 1 else []
@@ -96,18 +103,18 @@ class CollectiveRead:
         group, manifest, memory = self._group, self._files.manifest, self._request.memory
         host_ranks = [rank for rank, host in zip(group.ranks, self._hosts, strict=True) if host == self._own_host]
         shares = any(shared(self._requests, manifest.locator, host_ranks))
-        targets = targets_of(self._matches, manifest)
+        targets = [*targets_of(self._matches, manifest), *self._mapped.direct]
         is_open = False
         if not shares:
             self._plan = _Plan(targets, by_file(targets, manifest.locator), [], None)
             try:
-                self._files.open_all(self._plan.by_file)
+                self._files.open_all({*self._plan.by_file, *self._mapped.files(manifest.locator)})
                 is_open = True
             except (StorageError, CorruptionError):
                 pass  # raised on all ranks when the files are opened again, after all mismatches are known
         slot = SLOT if memory is None else min(SLOT, memory // 4 // BLOCK * BLOCK)
         requests = digest_of_requests(self._requests) if group.size > 1 else ""
-        return ReadSummary(requests, shares, is_open, _nbytes(targets), slot)
+        return ReadSummary(requests, shares, is_open, _nbytes(targets) + self._mapped.nbytes, slot)
 
     def run(self, summaries: Sequence[ReadSummary], finish: Callable[[], T]) -> T:
         """Fill the targets on all ranks and return the result of `finish`. Collective.
@@ -166,6 +173,7 @@ class CollectiveRead:
         alone = targets_of(
             [item for item, is_common in zip(matches, is_shared, strict=True) if not is_common], manifest
         )
+        alone += self._mapped.direct
         together = targets_of([item for item, is_common in zip(matches, is_shared, strict=True) if is_common], manifest)
         assignment = None
         if window is not None and any(is_shared):
@@ -173,7 +181,8 @@ class CollectiveRead:
             assignment = ReadAssignment(common_requests, manifest.locator, peers, window.slot)
         index = peers.index(self._group.global_rank)
         destinations = by_file(alone, manifest.locator)
-        self._files.open_all({*destinations, *(assignment.files_of(index) if assignment is not None else ())})
+        shared_files = assignment.files_of(index) if assignment is not None else ()
+        self._files.open_all({*destinations, *shared_files, *self._mapped.files(manifest.locator)})
         return _Plan(alone, destinations, together, assignment)
 
     def _fill(self, window: HostWindow | None, nbytes: int) -> None:
@@ -183,6 +192,12 @@ class CollectiveRead:
             _fill(self._files, plan.alone, plan.by_file, threads, meter, own_memory)
             if window is not None and plan.assignment is not None:
                 _fill_shared(self._files, plan.shared, plan.assignment, window, meter)
+
+            def fill_buffers(targets: Sequence[Target]) -> None:
+                destinations = by_file(targets, self._files.manifest.locator)
+                _fill(self._files, targets, destinations, threads, meter, own_memory)
+
+            self._mapped.fill(fill_buffers, own_memory)
 
 
 def _nbytes(targets: Sequence[Target]) -> int:

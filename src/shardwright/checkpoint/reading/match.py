@@ -39,6 +39,7 @@ from shardwright.tensor.api.tracked_copy import TrackedCopy
 __all__ = [
     "Match",
     "TensorMatch",
+    "leaf_nodes",
     "match_state",
     "matched_entries",
     "rename_entries",
@@ -123,7 +124,7 @@ def match_state(
     `created` has the objects that were created without contents: they must be filled.
     """
     match = Match([], {}, [], [], [], list(faults), set())
-    nodes = _leaf_nodes(flat)
+    nodes = leaf_nodes(flat)
     patterns = patterns_of(request.only)
     selected = nodes if patterns is None else _chosen(nodes, patterns, match.idle)
     lookup = _Index(stored, nodes)
@@ -191,7 +192,7 @@ def match_state(
 
 def matched_entries(flat: FlatState, stored: Sequence[StoredEntry]) -> set[int]:
     """Return the indices of the stored entries that this state uses."""
-    nodes = _leaf_nodes(flat)
+    nodes = leaf_nodes(flat)
     lookup = _Index(stored, nodes)
     return {index for node, *_ in nodes if (index := lookup.find(node)) is not None}
 
@@ -235,10 +236,11 @@ _LeafNode: TypeAlias = tuple[TensorNode | ValueNode, Leaf | None, tuple[str, ...
 """A leaf of the target: its node, its `Leaf` if it is a tensor, and the codecs above it."""
 
 
-def _leaf_nodes(flat: FlatState) -> list[_LeafNode]:
-    leaf_nodes: list[_LeafNode] = []
-    _add_leaf_nodes(flat.root, flat, (), leaf_nodes)
-    return leaf_nodes
+def leaf_nodes(flat: FlatState) -> list[_LeafNode]:
+    """Return the leaves of a target, in order."""
+    found: list[_LeafNode] = []
+    _add_leaf_nodes(flat.root, flat, (), found)
+    return found
 
 
 def _add_leaf_nodes(node: Node, flat: FlatState, codecs: tuple[str, ...], leaf_nodes: list[_LeafNode]) -> None:

@@ -22,7 +22,7 @@ from shardwright.interop.mapping.pieces import (
     merged_axes,
 )
 from shardwright.interop.mapping.rule import Rule, TermKey
-from shardwright.interop.mapping.sizes import KnownShape, infer_sizes
+from shardwright.interop.mapping.sizes import KnownShape, check_known, infer_sizes
 from shardwright.layout import Region
 from shardwright.listing import join_first
 
@@ -30,6 +30,7 @@ __all__ = ["BoundMapping"]
 
 Shape: TypeAlias = tuple[int, ...]
 Values: TypeAlias = dict[str, str]
+_Key: TypeAlias = tuple[int, tuple[tuple[str, str], ...]]  # of an instance: its rule, and the values that names share
 
 _MAX_LISTED = 8
 
@@ -88,6 +89,14 @@ class _Instance:
                     yield Padding(_strided(term, box, sizes, steps))
                 else:
                     yield from self._mapped(term, partner, {**box, **fixed})
+
+    def sources(self, tensor: int) -> Iterator[str]:
+        """Yield the names of the sources of a target tensor."""
+        for target, source in self.partners.items():
+            if target.tensor == tensor:
+                name = self.rule.left.names[source.tensor]
+                for indices in _indices(name, self.rule.axes, self.sizes):
+                    yield name.name({**self.values, **indices})
 
     def _mapped(self, target: Term, partner: TermKey, box: IndexBox) -> Iterator[MappedPiece]:
         """Yield the pieces of a box of axes: one for every source tensor along the axes in the names of sources."""
@@ -160,13 +169,13 @@ class BoundMapping:
         shapes: Mapping[str, Shape],
         target_shapes: Mapping[str, Shape],
     ) -> None:
-        self._shapes, self._sizes, self._target_shapes = shapes, sizes, target_shapes
+        self._shapes, self._sizes, self._has_wanted = shapes, sizes, bool(target_shapes)
         self._targets: dict[str, _Target | str] = {}  # a target that is a source of another name has that name
         self._rules: dict[str, Rule] = {}  # by target
         self.targets = {}
         dropped: list[str] = []
         unmatched: list[str] = []
-        groups: dict[tuple[int, tuple[tuple[str, str], ...]], list[_Source]] = {}
+        groups: dict[_Key, list[_Source]] = {}
         matcher = _Matcher(rules)
         for name in shapes:
             found = matcher.find(name)
@@ -180,16 +189,16 @@ class BoundMapping:
             elif rule.left.expressions is None:
                 self._add(rule, rule.right.names[0].name(values), name, shapes[name])
             else:
-                common = tuple(sorted((key, value) for key, value in values.items() if key not in rule.axes))
                 indices = {key: int(value) for key, value in values.items() if key in rule.axes}
-                groups.setdefault((index, common), []).append(_Source(name, tensor, indices))
+                groups.setdefault(_key(index, rule, values), []).append(_Source(name, tensor, indices))
         if unmatched:
             raise MappingError(
                 f"no rule matches {join_first([repr(name) for name in unmatched], _MAX_LISTED)}; add a rule, drop such "
                 "tensors with 'NAME = -', or keep the names of all others with '* = *'"
             )
-        for (index, common), sources in groups.items():
-            self._add_instance(rules[index], dict(common), sources)
+        known_targets = _known_targets(rules, target_shapes) if groups else {}
+        for key, sources in groups.items():
+            self._add_instance(rules[key[0]], dict(key[1]), sources, known_targets.get(key, []))
         self.dropped = tuple(dropped)
 
     def pieces(self, name: str, region: Region | None = None) -> list[MappedPiece | Padding]:
@@ -219,8 +228,8 @@ class BoundMapping:
 
     def sources(self, name: str) -> tuple[str, ...]:
         """Return the names of the source tensors that a target is made of."""
-        pieces = self.pieces(name)
-        return tuple(dict.fromkeys(piece.name for piece in pieces if isinstance(piece, MappedPiece)))
+        target = self._targets[name]
+        return (target,) if isinstance(target, str) else tuple(dict.fromkeys(target.instance.sources(target.tensor)))
 
     def rule(self, name: str) -> Rule:
         """Return the rule that gives a target."""
@@ -234,10 +243,17 @@ class BoundMapping:
             )
         self._targets[name], self._rules[name], self.targets[name] = target, rule, shape
 
-    def _add_instance(self, rule: Rule, values: Values, sources: Sequence[_Source]) -> None:
+    def _add_instance(
+        self, rule: Rule, values: Values, sources: Sequence[_Source], known_targets: Sequence[KnownShape]
+    ) -> None:
         given = {**self._sizes, **self._counts(rule, sources)}
-        known = [*self._known_sources(rule, sources), *self._known_targets(rule, values)]
+        known = [*self._known_sources(rule, sources), *known_targets]
         sizes = infer_sizes(rule, known, given)
+        if self._has_wanted and not known_targets:
+            # None of its targets is wanted: their names are needed, and the sizes that these depend on, and no shapes.
+            axes = (rule.left.axes() | rule.right.axes()) - rule.axes
+            sizes = {axis: 0 for axis in axes if not axis.isdecimal()} | sizes
+        check_known(rule, known, sizes)
         self._check_complete(rule, values, sources, sizes)
         instance = _Instance(rule, values, sizes)
         for tensor, (name, expression) in enumerate(zip(rule.right.names, rule.right.expressions or (), strict=True)):
@@ -268,12 +284,6 @@ class BoundMapping:
                 seen.add(key)
                 yield KnownShape(source.name, rule.left.expressions[source.tensor], key[1])
 
-    def _known_targets(self, rule: Rule, values: Values) -> Iterator[KnownShape]:
-        for name, expression in zip(rule.right.names, rule.right.expressions or (), strict=True):
-            full = name.name({**values, **dict.fromkeys(name.bindings & rule.axes, 0)})
-            if full in self._target_shapes:
-                yield KnownShape(full, expression, self._target_shapes[full])
-
     def _check_complete(self, rule: Rule, values: Values, sources: Sequence[_Source], sizes: Mapping[str, int]) -> None:
         present = {source.name for source in sources}
         missing = [
@@ -285,6 +295,27 @@ class BoundMapping:
         if missing:
             shown = join_first([repr(name) for name in missing], _MAX_LISTED)
             raise rule.error(f"the rule joins {sources[0].name!r} with tensors that are missing: {shown}")
+
+
+def _key(index: int, rule: Rule, values: Values) -> _Key:
+    return index, tuple(sorted((key, value) for key, value in values.items() if key not in rule.axes))
+
+
+def _known_targets(rules: Sequence[Rule], shapes: Mapping[str, Shape]) -> dict[_Key, list[KnownShape]]:
+    """Return the targets whose shapes are known, by instance; one for each shape of a tensor of a rule."""
+    matcher = _Matcher([rule.swapped() for rule in rules])
+    known: dict[_Key, list[KnownShape]] = {}
+    seen: set[tuple[_Key, int, Shape]] = set()
+    for name, shape in shapes.items():
+        found = matcher.find(name)
+        if found is None or (expressions := rules[found[0]].right.expressions) is None:
+            continue
+        index, tensor, values = found
+        key = _key(index, rules[index], values)
+        if (key, tensor, shape) not in seen:
+            seen.add((key, tensor, shape))
+            known.setdefault(key, []).append(KnownShape(name, expressions[tensor], shape))
+    return known
 
 
 def _indices(name: NamePattern, axes: frozenset[str], sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:

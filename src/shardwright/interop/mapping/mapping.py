@@ -88,6 +88,20 @@ class Mapping:
         """
         return BoundMapping(self._rules, self._sizes, _shapes(tensors), _shapes(targets or {}))
 
+    def renamed(self, name: str) -> str | None:
+        """Return the name that a plain value gets, by the rules without indices; None if a rule drops it.
+
+        >>> mapping = Mapping("old.{i} = new.{i}\\nx = -")
+        >>> mapping.renamed("old.3"), mapping.renamed("x"), mapping.renamed("epoch")
+        ('new.3', None, 'epoch')
+        """
+        for rule in self._rules:
+            if rule.left.expressions is None and not rule.is_default:
+                for pattern in rule.left.names:
+                    if (values := pattern.match(name)) is not None:
+                        return None if rule.drops else rule.right.names[0].name(values)
+        return name
+
     def names(self, tensors: MappingABC[str, Any]) -> dict[str, tuple[str, ...]]:
         """Return, for every target that these tensors (or shapes) become, the names of its sources.
 

@@ -87,6 +87,22 @@ class MappedPiece:
         """Copy the elements between tensors that hold these regions of the source and the target; by default, all."""
         self.target.view(target, frame).copy_(self.source.view(source, source_frame))
 
+    def target_as_source(self, target: Tensor, frame: Region | None = None) -> Tensor | None:
+        """Return the view of a target that has the shape of the source region; None if there is no such view.
+
+        >>> import shardwright as sw, torch
+        >>> [piece] = sw.Mapping("w = v : a b = b a").bind({"w": (2, 3)}).pieces("v")
+        >>> piece.target_as_source(torch.arange(6).view(3, 2))
+        tensor([[0, 2, 4], [1, 3, 5]])
+        """
+        dims = [dim for dim, _ in self.source.steps]
+        if not self.source.is_dense or len(set(dims)) < len(dims):
+            return None
+        view = self.target.view(target, frame)
+        strides = dict(zip(dims, view.stride(), strict=True))
+        size = self.source.region.size
+        return view.as_strided(size, [strides.get(dim, 0) for dim in range(len(size))], view.storage_offset())
+
     def dense(self, least: int = 1) -> Iterator[MappedPiece]:
         """Split the piece, so that source regions hold no other elements, unless they became smaller than `least`."""
         axis = _outermost_gap(self.source)
@@ -99,6 +115,17 @@ class MappedPiece:
             return
         for part in parts:
             yield from part.dense(least)
+
+    def separated(self, least: int = 1) -> Iterator[MappedPiece]:
+        """Split the piece, so that `target_as_source` has views, unless source regions became smaller than `least`."""
+        dims = [dim for dim, _ in self.source.steps]
+        crowded = [axis for axis, dim in enumerate(dims) if dims.count(dim) > 1]
+        axis = min(crowded, key=lambda each: _nesting(self.source, each), default=None)
+        if axis is None or self._at(axis, 0).source.region.volume < least:
+            yield self
+            return
+        for index in range(self.source.sizes[axis]):
+            yield from self._at(axis, index).separated(least)
 
     def limited(self, limit: int) -> Iterator[MappedPiece]:
         """Split the piece along its outermost axes, so that no source region has more than `limit` elements."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardwright.interop.mapping.expression import Expression, Node, length
 from shardwright.interop.mapping.rule import Rule
 
-__all__ = ["KnownShape", "infer_sizes"]
+__all__ = ["KnownShape", "check_known", "infer_sizes"]
 
 
 class KnownShape(NamedTuple):
@@ -36,7 +36,7 @@ class _Equation(NamedTuple):
 
 
 def infer_sizes(rule: Rule, tensors: Sequence[KnownShape], given: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of all axes of a rule, from those given and the shapes, or raise an error that names both."""
+    """Return the sizes of all axes of a rule that follow from those given and the shapes; see `check_known`."""
     for tensor in tensors:
         if len(tensor.shape) != len(tensor.expression.dims):
             raise rule.error(
@@ -47,8 +47,7 @@ def infer_sizes(rule: Rule, tensors: Sequence[KnownShape], given: Mapping[str, i
         for tensor in tensors
         for dim, node in enumerate(tensor.expression.dims)
     ]
-    wanted = rule.left.axes() | rule.right.axes() | rule.axes
-    wanted = frozenset(name for name in wanted if not name.isdecimal())
+    wanted = _wanted(rule)
     sizes = {name: size for name, size in given.items() if name in wanted}
     progress = True
     while progress:
@@ -67,14 +66,23 @@ def infer_sizes(rule: Rule, tensors: Sequence[KnownShape], given: Mapping[str, i
                 f"{equation.tensor} does not fit: dimension {equation.dim} has length {equation.size}, but "
                 f"`{equation.node}` has {length(equation.node, sizes)} with {_listed(equation.unknown, sizes)}"
             )
-    missing = sorted(wanted - sizes.keys())
+    return sizes
+
+
+def check_known(rule: Rule, tensors: Sequence[KnownShape], sizes: Mapping[str, int]) -> None:
+    """Raise an error if the size of an axis of the rule is not known."""
+    missing = sorted(_wanted(rule) - sizes.keys())
     if missing:
         known = "; ".join(map(str, tensors[:4]))
         raise rule.error(
             f"the size{'s' * (len(missing) > 1)} of {', '.join(missing)} cannot be inferred from {known}: pass "
             f"{' or '.join(f'{name}=' for name in missing)} to Mapping"
         )
-    return sizes
+
+
+def _wanted(rule: Rule) -> frozenset[str]:
+    axes = rule.left.axes() | rule.right.axes() | rule.axes
+    return frozenset(name for name in axes if not name.isdecimal())
 
 
 def _names(node: Node) -> frozenset[str]:
