@@ -116,7 +116,7 @@ def test_a_mapping_that_does_not_fit_is_an_error_before_anything_changes(tmp_pat
         checkpoint.load(state, tmp_path, mapping=sw.Mapping(RULES, **SIZES), rename={})
     with pytest.raises(ArgumentTypeError, match=r"mapping must be a shardwright\.Mapping, got str"):
         checkpoint.load(state, tmp_path, mapping="a = b")  # type: ignore[arg-type]  # the mistake
-    with pytest.raises(MappingError, match="no rule matches 'embed.weight'"):
+    with pytest.raises(MappingError, match="no rule matches 'embed"):
         checkpoint.load(state, tmp_path, mapping=sw.Mapping("norm.weight = final.weight"))
     state["layers.1.wqkv"] = torch.zeros(40, 6)
     checkpoint.save({**stored_state(), "layers.0.k.weight": torch.zeros(8, 6).double()}, tmp_path)
