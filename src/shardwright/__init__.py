@@ -9,6 +9,7 @@ from shardwright.interop.mapping import Mapping
 from shardwright.layout import Layout, Mesh, Partial, Placement, Ragged, Region, Replicate, Shard
 from shardwright.parallel import (
     ColwiseParallel,
+    ContextParallel,
     FSDPModule,
     Ignored,
     MixedPrecisionPolicy,
@@ -84,6 +85,7 @@ else:  # hidden from type checkers, for which a module with __getattr__ has ever
 __all__ = [
     "ColwiseParallel",
     "CommunicationWarning",
+    "ContextParallel",
     "DTensor",
     "DeviceMesh",
     "FSDPModule",

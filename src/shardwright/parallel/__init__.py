@@ -1,6 +1,7 @@
 """Train in parallel: batches, plans and parallel models."""
 
 from shardwright.parallel.batch import shard_batch
+from shardwright.parallel.context import ContextParallel
 from shardwright.parallel.fsdp import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from shardwright.parallel.parallelize import parallelize
 from shardwright.parallel.parallelize_module import loss_parallel, parallelize_module
@@ -22,6 +23,7 @@ from shardwright.parallel.units import MixedPrecisionPolicy
 
 __all__ = [
     "ColwiseParallel",
+    "ContextParallel",
     "FSDPModule",
     "Ignored",
     "MixedPrecisionPolicy",

@@ -19,19 +19,23 @@ from shardwright.tensor import DTensor, distribute_tensor
 __all__ = ["shard_batch"]
 
 
-def shard_batch(batch: Any, mesh: Any, *, dim: int = 0, per_rank: bool = False, check: bool = True) -> Any:
+def shard_batch(
+    batch: Any, mesh: Any, *, dim: int = 0, sequence_dim: int | None = 1, per_rank: bool = False, check: bool = True
+) -> Any:
     """Return the batch with its tensors as DTensors, sharded along `dim` over the mesh dimensions `dp` and `replicate`.
 
     A batch is a tensor, or a mapping, list or tuple of batches; other values and 0-dimensional tensors are the same for
     all ranks. The number of samples does not have to divide by the number of ranks: a rank may get fewer, or none, and
-    the loss is still the mean over the global batch. Over `tp` the batch is replicated.
+    the loss is still the mean over the global batch. Over `tp` the batch is replicated. Over `cp`, tensors that have a
+    dimension `sequence_dim` are sharded along it; pass `None` to replicate all of them.
 
     By default every rank passes the same global batch and keeps its shard. With `per_rank=True` every rank passes its
     own samples, as a `DataLoader` with a `DistributedSampler` yields them, and the global batch is all of them in rank
     order; their numbers may differ, but not their other sizes (pad sequences to one length), and ranks that differ only
-    along `tp` must pass the same samples. Give the sampler the number of data ranks and this rank's index among them:
+    along `tp` or `cp` must pass the same samples, with whole sequences. Give the sampler the number of data ranks and
+    this rank's index among them:
 
-        mesh.size() // tp_size  and  mesh.get_local_rank("dp")
+        mesh["dp"].size()  and  mesh.get_local_rank("dp")
 
     Raise `LocalTensorError` on all ranks if values differ that must be the same; `check=False` leaves that out, and one
     small message with it. A DTensor is accepted if it is on this mesh.
@@ -59,15 +63,18 @@ def shard_batch(batch: Any, mesh: Any, *, dim: int = 0, per_rank: bool = False, 
         if not tensor.ndim:
             return distribute_tensor(tensor, mesh, [Replicate()] * roles.mesh.ndim, src_data_rank=None)
         placements = _placements(roles, dim)
-        if per_rank:
-            return DTensor.from_local(tensor, mesh, placements, run_check=check or None)
-        return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+        sequences = list(placements)
+        if roles.context is not None and sequence_dim is not None and sequence_dim < tensor.ndim:
+            sequences[roles.context] = Shard(sequence_dim)
+        if not per_rank:
+            return distribute_tensor(tensor, mesh, sequences, src_data_rank=None)
+        return DTensor.from_local(tensor, mesh, placements, run_check=check or None).redistribute(placements=sequences)
 
     return _map(batch, distribute)
 
 
 def _placements(roles: MeshRoles, dim: int) -> list[Placement]:
-    return [Shard(dim) if index in roles.data else Replicate() for index in range(roles.mesh.ndim)]
+    return [Shard(dim) if index in roles.samples else Replicate() for index in range(roles.mesh.ndim)]
 
 
 def _map(value: Any, change: Callable[[Tensor], Any]) -> Any:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from shardwright.tensor import implicit_replication
+from shardwright.tensor.base.sequence_attention import SequenceAttention, attend_sequences_by
 
 __all__ = ["ReplicatingMethod", "replicate_plain_tensors"]
 
@@ -24,22 +26,26 @@ class _Entered(threading.local):
     """The contexts that this thread has entered, the innermost last, each with the module whose forward it is for."""
 
     def __init__(self) -> None:
-        self.contexts: list[tuple[nn.Module, AbstractContextManager[None]]] = []
+        self.contexts: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
 
 
 _entered = _Entered()
 
 
-def replicate_plain_tensors(modules: Iterable[nn.Module]) -> None:
-    """Make plain tensors count as replicated inside the forward of each of these modules, also if it raises."""
+def replicate_plain_tensors(modules: Iterable[nn.Module], attention: SequenceAttention | None = None) -> None:
+    """Make plain tensors count as replicated inside the forward of each of these modules, also if it raises.
+
+    Attention there is offered to `attention` first.
+    """
     for module in modules:
-        module.register_forward_pre_hook(_enter, prepend=True)
+        module.register_forward_pre_hook(partial(_enter, attention), prepend=True)
         module.register_forward_hook(_leave, always_call=True)
 
 
-def _enter(module: nn.Module, _: Any) -> None:
-    context = implicit_replication()
-    context.__enter__()
+def _enter(attention: SequenceAttention | None, module: nn.Module, _: Any) -> None:
+    context = ExitStack()
+    context.enter_context(implicit_replication())
+    context.enter_context(attend_sequences_by(attention))
     _entered.contexts.append((module, context))
 
 

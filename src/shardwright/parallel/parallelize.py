@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from shardwright.errors import ArgumentTypeError, PlanError
+from shardwright.parallel.context import ContextInstallation, ContextParallel, decide_context
 from shardwright.parallel.distribute import agree_on_plan, distribute_parameter
 from shardwright.parallel.forward import ReplicatingMethod, replicate_plain_tensors
 from shardwright.parallel.module_io import install
@@ -23,6 +24,7 @@ from shardwright.parallel.running import RunningModel
 from shardwright.parallel.units import MixedPrecisionPolicy
 from shardwright.tensor import distribute_module, implicit_replication
 from shardwright.tensor.base.parameter_use import ParameterUse, set_parameter_use
+from shardwright.tensor.base.sequence_attention import SequenceAttention, attend_sequences_by, sequence_attention
 
 __all__ = ["parallelize"]
 
@@ -36,6 +38,7 @@ def parallelize(
     precision: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
     checkpoint: bool | str | list[str] | None = None,
+    context: ContextParallel | None = None,
 ) -> nn.Module:
     """Distribute a model over a mesh, in place, and return it; from here it is trained like a plain model.
 
@@ -46,6 +49,8 @@ def parallelize(
       parameter is gathered where it is used, and its gradient reduce-scattered.
     - `replicate`: data parallel. Parameters are replicated, and their gradients all-reduced. With `dp`, this is hybrid
       sharding.
+    - `cp`: context parallel. Sequences are sharded, and attention is computed as `context` says: a `ContextParallel`,
+      by default `ContextParallel("gather")`. Parameters are sharded over `dp` and `cp` together, as if they were one.
     - `tp`: tensor parallel. Parameters are sharded as the plan says, and stay so; activations are redistributed.
 
     Pass batches through `shard_batch(batch, mesh)`; plain inputs are refused, because each rank may hold others. Plain
@@ -87,7 +92,8 @@ def parallelize(
         chosen = auto_plan(model, mesh) if isinstance(plan, str) else Plan(plan)
         resolved = resolve(model, chosen, roles, what="parallelize")
         groups = unit_groups(model, resolved, units)
-        return _ModelPlan(resolved, groups, selected_modules(model, checkpoint, "checkpoint"), precision)
+        checkpointed = selected_modules(model, checkpoint, "checkpoint")
+        return _ModelPlan(resolved, groups, checkpointed, precision, decide_context(model, context, roles))
 
     decided = agree_on_plan(decide, roles.mesh, "parallelize")
     _distribute(model, mesh, decided.resolved, None if precision is None else precision.param_dtype)
@@ -98,7 +104,8 @@ def parallelize(
     for name in decided.checkpointed:
         modules[name].__dict__["forward"] = _Checkpointed(modules[name])
     blocks = repeated_blocks(model)
-    replicate_plain_tensors([modules[name] for name in dict.fromkeys(["", *blocks, *decided.checkpointed])])
+    attention = None if decided.context is None else decided.context.install(model)
+    replicate_plain_tensors([modules[name] for name in dict.fromkeys(["", *blocks, *decided.checkpointed])], attention)
     RunningModel(roles, decided.groups, precision, reshard_after_forward).install(model)
     for name in ("generate", "init_weights"):
         if callable(getattr(type(model), name, None)):
@@ -113,6 +120,7 @@ class _ModelPlan(NamedTuple):
     groups: tuple[tuple[str, ...], ...]  # the names of the parameters of each unit, that of the model first
     checkpointed: list[str]
     precision: MixedPrecisionPolicy | None
+    context: ContextInstallation | None
 
 
 def _distribute(model: nn.Module, mesh: Any, resolved: Resolved, dtype: torch.dtype | None) -> None:
@@ -157,12 +165,13 @@ class _Checkpointed:
         forward = type(self.module).forward
         if not torch.is_grad_enabled():
             return forward(self.module, *args, **kwargs)
-        return run_checkpointed(_replicating, forward, self.module, *args, use_reentrant=False, **kwargs)
+        attention = sequence_attention()
+        return run_checkpointed(_recomputed, attention, forward, self.module, *args, use_reentrant=False, **kwargs)
 
     def __reduce__(self) -> tuple[type[_Checkpointed], tuple[nn.Module]]:
         return _Checkpointed, (self.module,)
 
 
-def _replicating(forward: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with implicit_replication():
+def _recomputed(attention: SequenceAttention | None, forward: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with implicit_replication(), attend_sequences_by(attention):
         return forward(module, *args, **kwargs)

@@ -49,7 +49,7 @@ def parallelize_module(
     plan = Plan({"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan)
     if not plan:
         raise PlanError("parallelize_module: the plan is empty: pass a style, or a mapping of patterns to styles")
-    roles = MeshRoles(mesh, (), None, 0)
+    roles = MeshRoles(mesh, tensor=0)
 
     def decide() -> Resolved:
         return resolve(module, plan, roles, what="parallelize_module", partial=True)

@@ -192,12 +192,10 @@ class RunningModel:
         return groups
 
     def _unit(self, parameters: list[Tensor], names: list[str]) -> Unit:
-        over_dp = self.roles.fully_sharded
-        assert over_dp is not None
         unit = unit_of(
             parameters,
-            over_dp,
-            replicated=next((mesh_dim for mesh_dim in self.roles.data if mesh_dim != over_dp), None),
+            self.roles.gathered,
+            replicated=self.roles.replicated,
             precision=self.precision,
             reshard_after_forward=self.reshard_after_forward,
             schedule=self._schedule,

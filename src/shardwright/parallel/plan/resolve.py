@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ class ParameterLayout:
     layout: Layout | None
     gathered: frozenset[int]  # mesh dimensions over which it is gathered where it is used
     pattern: str | None  # that decides its placement over tp
+    in_unit: bool = False  # whether it can be gathered together with others: sharded alike over all those dimensions
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class _Resolver:
                 self.problems.append(f"{names[0]} is a DTensor already, {parameter.sharding}: parallelize a model once")
             self._check_tied(decided)
             chosen = (decided or layouts)[0]
-            found.append(ParameterLayout(tuple(names), chosen.layout, chosen.gathered, chosen.pattern))
+            found.append(replace(chosen, names=tuple(names)))
         if undecided:
             self.problems.append(
                 f"the plan does not place {join_first(undecided, 8)} over 'tp': add a pattern, for example "
@@ -173,8 +174,7 @@ class _Resolver:
             return ParameterLayout((name,), None, frozenset(), pattern)
         placements: list[Placement] = [_REPLICATE] * self.roles.mesh.ndim
         order: Sequence[int] | None = None
-        gathered: frozenset[int] = frozenset()
-        over_dp, over_tp = self.roles.fully_sharded, self.roles.tensor
+        over_tp = self.roles.tensor
         explicit: Mapping[str, Placement] = {}
         if isinstance(style, Placements):
             names = self.roles.mesh.names or ()
@@ -183,10 +183,11 @@ class _Resolver:
                 placements[mesh_dim] = explicit.get(dim_name, _REPLICATE)
         elif decision is not None and over_tp is not None:
             placements[over_tp] = self._over_tp(name, parameter, decision)
-        if over_dp is not None and "dp" not in explicit:
-            placements[over_dp] = _over_dp(parameter, _REPLICATE if over_tp is None else placements[over_tp])
-        if over_dp is not None and placements[over_dp].is_shard():
-            gathered = frozenset([over_dp])
+        gathering = self.roles.gathered
+        if not any((self.roles.mesh.names or ())[mesh_dim] in explicit for mesh_dim in gathering):
+            for mesh_dim in gathering:
+                placements[mesh_dim] = _over_dp(parameter, _REPLICATE if over_tp is None else placements[over_tp])
+        gathered = frozenset(mesh_dim for mesh_dim in gathering if placements[mesh_dim].is_shard())
         if over_tp is not None and placements[over_tp].is_shard():
             # Shards of tp are split further over the data dimensions, so that gathering those leaves whole heads.
             order = [over_tp, *(mesh_dim for mesh_dim in range(len(placements)) if mesh_dim != over_tp)]
@@ -196,7 +197,9 @@ class _Resolver:
             by = f" (by pattern {pattern!r})" if pattern is not None else ""
             self.problems.append(f"{name} of shape {tuple(parameter.shape)}{by}: {error}")
             layout = Layout(self.roles.mesh, [_REPLICATE] * self.roles.mesh.ndim, parameter.shape)
-        return ParameterLayout((name,), layout, gathered, pattern)
+        dims = {each.dim for mesh_dim in gathered if isinstance(each := placements[mesh_dim], Shard | Ragged)}
+        in_unit = bool(gathered) and len(gathered) == len(gathering) and len(dims) == 1
+        return ParameterLayout((name,), layout, gathered, pattern, in_unit)
 
     def _decision(self, name: str) -> _Decision | None:
         """Return the style of the most specific pattern that matches the parameter or a module around it."""

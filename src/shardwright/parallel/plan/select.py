@@ -48,7 +48,7 @@ def unit_groups(
             raise PlanError(f"parallelize: the units {outer!r} and {name!r} overlap: one is inside the other")
     groups: dict[str, list[str]] = {"": [], **{name: [] for name in modules}}
     for parameter in resolved.parameters:
-        if parameter.gathered:
+        if parameter.in_unit:
             owners = {next((unit for unit in modules if name.startswith(f"{unit}.")), "") for name in parameter.names}
             groups[owners.pop() if len(owners) == 1 else ""].append(parameter.names[0])
     return tuple(map(tuple, groups.values()))

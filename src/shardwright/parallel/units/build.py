@@ -9,7 +9,7 @@ from shardwright import comm
 from shardwright.errors import MeshMismatchError
 from shardwright.parallel.units.precision import MixedPrecisionPolicy
 from shardwright.parallel.units.schedule import Schedule
-from shardwright.parallel.units.split import split_along
+from shardwright.parallel.units.split import peers_along, split_along
 from shardwright.parallel.units.unit import Unit
 
 __all__ = ["unit_of"]
@@ -17,7 +17,7 @@ __all__ = ["unit_of"]
 
 def unit_of(
     parameters: Sequence[Any],
-    sharded: int,
+    sharded: int | Sequence[int],
     *,
     replicated: int | None = None,
     precision: MixedPrecisionPolicy | None = None,
@@ -27,9 +27,9 @@ def unit_of(
     parent: Unit | None = None,
     names: Sequence[str] = (),
 ) -> Unit:
-    """Return a unit of DTensors that are sharded over the mesh dimension `sharded`, over which it gathers them.
+    """Return a unit of DTensors that are sharded over the mesh dimensions `sharded`, over which it gathers them.
 
-    Their gradients are summed over that mesh dimension and over `replicated`, on which the parameters are replicated;
+    Their gradients are summed over those mesh dimensions and over `replicated`, on which the parameters are replicated;
     with `mean` they are averaged. All parameters are on one mesh. Every rank of the mesh makes the same units in the
     same order.
 
@@ -44,12 +44,15 @@ def unit_of(
         found = ", ".join(map(repr, meshes)) or "none"
         raise MeshMismatchError(f"a unit needs parameters that are all on one mesh, got {found}")
     (mesh,) = meshes
+    over = (sharded,) if isinstance(sharded, int) else tuple(sharded)
     return Unit(
         parameters,
-        [split_along(parameter.sharding, sharded) for parameter in parameters],
-        comm.group_along(mesh, sharded),
+        [split_along(parameter.sharding, *over) for parameter in parameters],
+        comm.group_along(mesh, over[0])
+        if len(over) == 1
+        else comm.subgroup(sorted(peers_along(mesh, over, comm.rank()))),
         replicas=None if replicated is None else comm.group_along(mesh, replicated),
-        mesh_dims=frozenset((sharded,) if replicated is None else (sharded, replicated)),
+        mesh_dims=frozenset(over if replicated is None else (*over, replicated)),
         precision=precision,
         mean=mean,
         reshard_after_forward=reshard_after_forward,

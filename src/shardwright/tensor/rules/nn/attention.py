@@ -11,6 +11,7 @@ import torch
 
 from shardwright.layout import Shard
 from shardwright.tensor.base.registry import composite, rule
+from shardwright.tensor.base.sequence_attention import sequence_attention
 from shardwright.tensor.base.strategy import (
     Labels,
     Local,
@@ -116,7 +117,7 @@ def _local_attention(context: LocalContext, is_causal: bool) -> Local | None:
 
 
 @composite("scaled_dot_product_attention")
-def _attention_with_dropout(
+def _attention_composed(
     query: Any,
     key: Any,
     value: Any,
@@ -127,7 +128,15 @@ def _attention_with_dropout(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """With dropout, compose: torch's kernel would draw different numbers on every rank."""
+    """Offer it to the function that computes attention on sharded sequences, if one is set.
+
+    With dropout, compose: torch's kernel would draw different numbers on every rank.
+    """
+    over_sequences = sequence_attention()
+    if over_sequences is not None:
+        result = over_sequences(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if result is not NotImplemented:
+            return result
     if dropout_p == 0:
         return NotImplemented
     if is_causal:

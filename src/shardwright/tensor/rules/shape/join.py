@@ -23,7 +23,7 @@ def _cat(tensors: Sequence[Operand], dim: Any = 0, *, axis: int | None = None) -
     if not full or not all(isinstance(tensor, Operand) for tensor in tensors):
         return None
     position = full[0].dim(dim if axis is None else axis)
-    labels: list[Label] = [None if d == position else d for d in range(full[0].ndim)]
+    labels: list[Label] = [None if d == position and len(full) > 1 else d for d in range(full[0].ndim)]
     ins = [labels if tensor in full else [None] for tensor in tensors]
     terms = [[i] for i in range(len(tensors))]
     at = index_strategies(tensors, ins, [labels], terms=terms, reduction=None)
