@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,12 +63,15 @@ def shard_batch(
         if not tensor.ndim:
             return distribute_tensor(tensor, mesh, [Replicate()] * roles.mesh.ndim, src_data_rank=None)
         placements = _placements(roles, dim)
-        sequences = list(placements)
-        if roles.context is not None and sequence_dim is not None and sequence_dim < tensor.ndim:
-            sequences[roles.context] = Shard(sequence_dim)
-        if not per_rank:
-            return distribute_tensor(tensor, mesh, sequences, src_data_rank=None)
-        return DTensor.from_local(tensor, mesh, placements, run_check=check or None).redistribute(placements=sequences)
+        over = roles.context if sequence_dim is not None and sequence_dim < tensor.ndim else None
+        if per_rank:
+            own = DTensor.from_local(tensor, mesh, placements, run_check=check or None)
+            return own if over is None else own.redistribute(placements=along(own.sharding.placements, over))
+        return distribute_tensor(tensor, mesh, along(placements, over), src_data_rank=None)
+
+    def along(placements: Sequence[Placement], over: int | None) -> list[Placement]:
+        """Return the placements with the sequence sharded over a mesh dimension, if one is given."""
+        return [Shard(sequence_dim or 0) if index == over else each for index, each in enumerate(placements)]
 
     return _map(batch, distribute)
 
