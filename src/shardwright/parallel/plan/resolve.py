@@ -39,7 +39,7 @@ class ParameterLayout:
     layout: Layout | None
     gathered: frozenset[int]  # mesh dimensions over which it is gathered where it is used
     pattern: str | None  # that decides its placement over tp
-    in_unit: bool = False  # whether it can be gathered together with others: sharded alike over all those dimensions
+    in_unit: bool = False  # whether it can be gathered together with others: sharded the same way over all of them
 
 
 @dataclass(frozen=True, slots=True)
