@@ -411,6 +411,7 @@ MAY_USE: dict[str, tuple[str, ...]] = {
         "checkpoint.runtime",
         "comm",
         "errors",
+        "interop.mapping",
         "layout",
         "tensor",
     ),

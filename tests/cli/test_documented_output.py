@@ -17,35 +17,35 @@ from tests.cli.conftest import Cli
 
 FOLDER = Path(__file__).parents[2] / "docs" / "how-to" / "command-line"
 PAGES = sorted(FOLDER.glob("*.md"))
-BLOCK = re.compile(r"(?<=^```console\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"(?<=^```console\n).*?(?=^```$)|<!-- flip .*? -->", re.MULTILINE | re.DOTALL)
 EXIT_CODE = "; echo $?"
 
 
 def run_block(block: str, cli: Cli) -> str:
-    """Run the commands of a block, and return it with what they print."""
+    """Run the commands of a block, and return it with what they print; or flip the bit that a comment names."""
+    if block.startswith("<!--"):
+        _, _, pattern, at, _ = block.split()
+        flip(pattern, int(at))
+        return block
     written = []
     for line in block.splitlines():
         if not line.startswith("$ "):
             continue
-        words = shlex.split(line.removeprefix("$ ").removesuffix(EXIT_CODE))
-        written.append(f"{line}\n")
-        if words[0] == "shardwright":
-            done = cli(*words[1:])
-            shown = done.out + done.err + (f"{done.code}\n" if line.endswith(EXIT_CODE) else "")
-            assert line.endswith(EXIT_CODE) or done.code == 0, shown
-            written.append(shown.replace(os.getcwd(), "/home/me"))
-        else:
-            damage(*words)
+        command = line.removeprefix("$ ").removesuffix(EXIT_CODE)
+        program, *words = shlex.split(command)
+        assert program == "shardwright", f"a page runs {program}"
+        done = cli(*words)
+        shown = done.out + done.err + (f"{done.code}\n" if line.endswith(EXIT_CODE) else "")
+        assert line.endswith(EXIT_CODE) or done.code == 0, shown
+        written += [f"{line}\n", shown.replace(os.getcwd(), "/home/me")]
     return "".join(written)
 
 
-def damage(command: str, *arguments: str) -> None:
-    """Do what the other commands of the pages do."""
-    assert command == "damage", f"a page uses {command}"
-    pattern, at = arguments
-    (file,) = sorted(Path().glob(pattern))[:1]
+def flip(pattern: str, at: int) -> None:
+    """Flip a bit of the first file that matches a pattern."""
+    file = min(Path().glob(pattern))
     data = bytearray(file.read_bytes())
-    data[int(at)] ^= 1
+    data[at] ^= 1
     file.write_bytes(data)
 
 

@@ -26,6 +26,16 @@ Path = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: a folde
 Names = Annotated[
     list[str] | None, typer.Argument(metavar="[NAME]...", help="Names, prefixes of names, or patterns with *.")
 ]
+Only = Annotated[
+    list[str] | None, typer.Option("--only", metavar="NAME", help="A name, a prefix, or a pattern with *; repeatable.")
+]
+MappingOption = Annotated[
+    str | None,
+    typer.Option("--mapping", metavar="RULES", help="A file of mapping rules, or the name of a shipped mapping."),
+]
+SizeOption = Annotated[
+    list[str] | None, typer.Option("--size", metavar="AXIS=N", help="The length of an axis of the mapping; repeatable.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout.")]
 
 
@@ -114,3 +124,64 @@ def stats(
     from shardwright.cli.stats import tensor_stats
 
     finish(tensor_stats(path, names or [], bins=bins, fail_on_nan=fail_on_nan), as_json)
+
+
+@app.command()
+def verify(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints, or folders of runs.")],
+    threads: Annotated[int, typer.Option("--threads", min=1, max=64, help="Files that are read at a time.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Check every byte, and name the tensors and bytes that are damaged."""
+    from shardwright.cli.verify import verify_checkpoints
+
+    finish(verify_checkpoints(paths, threads=threads), as_json)
+
+
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one, of any format and layout.")],
+    only: Only = None,
+    rtol: Annotated[float, typer.Option("--rtol", help="Relative tolerance, of the values of B.")] = 0.0,
+    atol: Annotated[float, typer.Option("--atol", help="Absolute tolerance.")] = 0.0,
+    mapping: MappingOption = None,
+    size: SizeOption = None,
+    ignore_values: Annotated[bool, typer.Option("--ignore-values", help="Do not compare plain values.")] = False,
+    ignore_dtypes: Annotated[bool, typer.Option("--ignore-dtypes", help="Compare values only, not dtypes.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare names, shapes, dtypes and values of two checkpoints, exactly unless there is a tolerance."""
+    from shardwright.cli.diff import compare_checkpoints
+    from shardwright.cli.differences import Tolerance
+    from shardwright.cli.sources import read_mapping
+
+    report = compare_checkpoints(
+        a,
+        b,
+        only=only or [],
+        tolerance=Tolerance(rtol, atol),
+        mapping=read_mapping(mapping, size or []),
+        ignore_values=ignore_values,
+        ignore_dtypes=ignore_dtypes,
+    )
+    finish(report, as_json)
+
+
+@app.command()
+def fingerprint(
+    path: Path,
+    only: Only = None,
+    mapping: MappingOption = None,
+    size: SizeOption = None,
+    expect: Annotated[str | None, typer.Option("--expect", help="Exit with 1 unless it is this one.")] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List the digest of each tensor, too.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compute a digest of all tensors that does not depend on layout, format or the order of names."""
+    from shardwright.cli.fingerprint import fingerprint_checkpoint
+    from shardwright.cli.sources import read_mapping
+
+    rules = read_mapping(mapping, size or [])
+    report = fingerprint_checkpoint(path, only or [], mapping=rules, expected=expect, list_tensors=tensors)
+    finish(report, as_json)

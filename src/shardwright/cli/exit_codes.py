@@ -7,6 +7,7 @@ from shardwright.errors import (
     CorruptionError,
     FormatError,
     LayoutError,
+    MappingError,
     MissingExtraError,
     MissingNameError,
     PlanError,
@@ -38,5 +39,5 @@ def exit_code_of(error: BaseException) -> int:
         return FOUND
     if isinstance(error, FormatError):  # also a ValueError, but of the checkpoint, not of an argument
         return UNREADABLE
-    misuse = (UsageError, MissingNameError, ArgumentTypeError, LayoutError, PlanError, MissingExtraError)
+    misuse = (UsageError, MissingNameError, ArgumentTypeError, LayoutError, MappingError, PlanError, MissingExtraError)
     return MISUSE if isinstance(error, misuse) else UNREADABLE

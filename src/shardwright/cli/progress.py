@@ -9,7 +9,7 @@ from typing import TypeAlias
 from shardwright import comm
 from shardwright.checkpoint.runtime.progress import reporting
 
-__all__ = ["Advance", "callback", "progress_bar"]
+__all__ = ["Advance", "progress_bar", "progress_callback"]
 
 Advance: TypeAlias = Callable[[int], None]
 """Called with the bytes just done."""
@@ -26,20 +26,17 @@ def progress_bar(what: str, total: int) -> Iterator[Advance]:
         yield meter
 
 
-def callback(advance: Advance) -> Callable[[int, int], None]:
-    """Return a function that takes the bytes done and the total, as those of `shardwright.checkpoint` are called.
+@contextmanager
+def progress_callback(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that takes the bytes done and the total, as `shardwright.checkpoint` calls it.
 
-    >>> report = callback(print)
-    >>> report(4, 10), report(10, 10)
-    4
-    6
-    (None, None)
+    >>> with progress_callback("verifying") as report:
+    ...     report(4, 10)
     """
-    before = 0
+    with reporting(what, 0, None, comm.world()) as meter:
 
-    def report(done: int, _total: int) -> None:
-        nonlocal before
-        advance(done - before)
-        before = done
+        def report(done: int, total: int) -> None:
+            meter.total = total
+            meter(done - meter.done)
 
-    return report
+        yield report
