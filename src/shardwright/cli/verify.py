@@ -22,7 +22,7 @@ __all__ = ["VerifyResult", "verify_checkpoints"]
 
 
 @dataclass(frozen=True)
-class DamageRow:
+class CorruptedRange:
     """Something that is damaged: bytes `first` to `end` (exclusive) of a file, and the tensor that they belong to."""
 
     file: str
@@ -43,7 +43,7 @@ class Verified:
     files: int
     nbytes: int
     unchecked_bytes: int
-    damage: tuple[DamageRow, ...]
+    damage: tuple[CorruptedRange, ...]
     damaged_tensors: tuple[str, ...]
     stray: tuple[str, ...]
 
@@ -109,6 +109,8 @@ def _verify(path: str, threads: int) -> Verified:
     )
 
 
-def _row(corruption: Corruption) -> DamageRow:
+def _row(corruption: Corruption) -> CorruptedRange:
     region = None if corruption.region is None else str(corruption.region)
-    return DamageRow(corruption.file, corruption.problem, corruption.tensor, region, corruption.first, corruption.end)
+    return CorruptedRange(
+        corruption.file, corruption.problem, corruption.tensor, region, corruption.first, corruption.end
+    )
