@@ -7,6 +7,7 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
+    from shardwright.interop.conversion import convert
     from shardwright.interop.tensors import (
         from_torch_dtensor,
         from_torch_metadata,
@@ -24,13 +25,15 @@ else:  # hidden from type checkers, for which a module with __getattr__ has ever
         """Import the part that defines a public name."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module("shardwright.interop.tensors"), name)
+        part = "conversion" if name == "convert" else "tensors"
+        return getattr(importlib.import_module(f"shardwright.interop.{part}"), name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
 
 
 __all__ = [
+    "convert",
     "from_torch_dtensor",
     "from_torch_metadata",
     "from_torch_sharded_tensor",

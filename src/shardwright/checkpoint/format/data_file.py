@@ -23,7 +23,7 @@ from shardwright.checkpoint.format.write_layout import FilePlan
 from shardwright.errors import FormatError
 from shardwright.layout import Region
 
-__all__ = ["BLOCK", "MAX_HEADER", "PAGE", "START", "DataFile", "FileEntry", "digest", "file_name"]
+__all__ = ["BLOCK", "MAX_HEADER", "PAGE", "SAFETENSORS_DTYPES", "START", "DataFile", "FileEntry", "digest", "file_name"]
 
 BLOCK = 1 << 20
 """Bytes under one checksum; the last block of a chunk may be shorter."""
@@ -33,7 +33,7 @@ MAX_HEADER = 100_000_000
 START = b'{"__metadata__":{"crc32c":"'
 """The first bytes of every header, after its length."""
 _SPECIAL = re.compile(r'["\\\x00-\x1f\]]|__metadata__')  # characters and names that need escaping or are reserved
-_DTYPES = {
+SAFETENSORS_DTYPES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -54,6 +54,7 @@ _DTYPES = {
     "bool": "BOOL",
     "complex64": "C64",
 }
+"""The names that safetensors has for dtypes. Those that it does not have are stored as bytes."""
 
 
 class FileEntry(NamedTuple):
@@ -128,7 +129,7 @@ class DataFile:
     def _describe(self, chunk: int, tensor: int) -> tuple[str, str]:
         """Return the suffix of a chunk's key after the tensor's name, and its entry up to the offsets."""
         table, region = self.plan.table, self.plan.region(chunk)
-        dtype, size = _DTYPES.get(table.dtypes[tensor]), region.size
+        dtype, size = SAFETENSORS_DTYPES.get(table.dtypes[tensor]), region.size
         if dtype is None:  # stored as bytes, with an extra dimension for them; the manifest has the dtype
             dtype, size = "U8", (*size, int(table.itemsizes[tensor]))
         ranges = "" if region.size == table.shape(tensor) else _ranges(region)
