@@ -364,7 +364,22 @@ MAY_USE: dict[str, tuple[str, ...]] = {
         "tensor",
         "tensor.base",
     ),
-    "interop": ("interop.tensors",),
+    "interop.conversion": (
+        "checkpoint",
+        "checkpoint.format",
+        "checkpoint.runtime",
+        "checkpoint.writing",
+        "comm",
+        "errors",
+        "interop.mapping",
+        "layout",
+        "listing",
+        "storage",
+    ),
+    "interop": (
+        "interop.conversion",
+        "interop.tensors",
+    ),
     "rules": (
         "tensor.base",
         "tensor.extend",
