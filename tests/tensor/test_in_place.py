@@ -9,7 +9,7 @@ import torch
 
 import shardwright as sw
 from shardwright.errors import InPlaceError
-from shardwright.layout import Partial, Replicate, Shard
+from shardwright.layout import Partial, Ragged, Replicate, Shard
 from shardwright.testing import on_ranks
 from tests.tensor.values import close, line, partial_sums, randn, spread
 
@@ -180,14 +180,44 @@ def test_write_by_index_to_an_expanded_tensor_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_write_to_an_inference_tensor_outside_inference_mode_leaves_all_its_copies_right() -> None:
-    """torch writes first and raises then: a copy of a part would keep the value from before."""
-    with torch.inference_mode():
-        x = spread(torch.zeros(1, 1), Shard(1)).sum(0) * 2
-    last, view = x[-1], x.unsqueeze(0)  # the last element is a copy: finding it needs communication
+def test_a_copy_of_an_inference_tensor_is_stale_after_a_write_that_torch_refuses_too_late() -> None:
+    """Outside inference mode, torch writes to an inference tensor and raises then."""
     zero = spread(torch.tensor([0]), R)
-    for write in (lambda: view.add_(2), lambda: torch._foreach_add_([x], 2), lambda: x.index_fill_(0, zero, 2)):
-        with pytest.raises(InPlaceError, match="made in inference mode, and nothing was written"):
+    for write in (
+        lambda x: x.unsqueeze(0).add_(2),
+        lambda x: torch._foreach_add_([x], 2),
+        lambda x: x.index_fill_(0, zero, 3),
+    ):
+        with torch.inference_mode():
+            x = spread(torch.ones(1, 1), Shard(1)).sum(0)
+        last = x[-1]  # a copy: finding it needs communication
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            write(x)
+        with pytest.raises(InPlaceError, match="written to since"):
+            last * 1
+        close(x[zero][0], x.full_tensor()[0])
+
+
+@on_ranks(2)
+def test_write_to_an_expanded_tensor_is_refused_on_ranks_with_empty_shards_too() -> None:
+    x = spread(torch.ones(1), ROWS).expand(2, -1)
+    for write in (lambda: x.mul_(2), lambda: x.zero_(), lambda: x.copy_(torch.ones_like(x)), lambda: x.cumsum_(0)):
+        with pytest.raises(InPlaceError, match="share memory"):
             write()
-        close(x, torch.zeros(1))
-        close(last, torch.zeros(()))
+    close(x, torch.ones(2, 1))
+
+
+@on_ranks(4)
+def test_write_by_index_that_reads_its_target_is_refused_on_ranks_with_empty_shards_too() -> None:
+    def setitem(x: torch.Tensor) -> None:
+        x[[0, -1, -1], ...] = x
+
+    index = spread(torch.tensor([0]), R)
+    for write in (setitem, lambda x: x.index_copy_(0, index, x), lambda x: x.index_add_(0, index, x)):
+        x = spread(torch.ones(1, 3), Ragged(1, (1, 0, 1, 1)))
+        with pytest.raises(InPlaceError, match="a part of the same memory"):
+            write(x)
+        close(x, torch.ones(1, 3))
+    rows = spread(torch.arange(6.0).view(2, 3), Shard(1))
+    rows[1] = rows[0]  # other elements
+    close(rows, torch.tensor([[0.0, 1.0, 2.0]] * 2))

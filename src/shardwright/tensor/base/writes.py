@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from shardwright.errors import InPlaceError
 from shardwright.layout import Layout
 from shardwright.tensor.base.capture import is_capturing
 from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function
@@ -29,7 +28,6 @@ __all__ = [
     "data_of",
     "has_aliases",
     "memory_version",
-    "refuse_write_outside_inference_mode",
     "storage_of",
     "was_written",
 ]
@@ -95,19 +93,6 @@ def was_written(tensor: DTensorBase, before: MemoryVersion) -> bool:
     """Return whether a tensor's memory may have been written to, or replaced, since `before`."""
     now = memory_version(tensor)
     return now.storage is not before.storage or now.layout is not before.layout or now.counts != before.counts
-
-
-def refuse_write_outside_inference_mode(tensor: Tensor) -> None:
-    """Raise InPlaceError if this is an inference tensor and inference mode is off. Call it if `WATCH.inference` is set.
-
-    torch raises too, but only after it has written, so that the write would not be counted.
-    """
-    with no_torch_function():
-        if tensor.is_inference() and not torch.is_inference_mode_enabled():
-            raise InPlaceError(
-                "cannot write to a tensor that was made in inference mode, and nothing was written: clone() it first, "
-                "or write in inference mode"
-            )
 
 
 def count_write(tensor: Tensor) -> None:

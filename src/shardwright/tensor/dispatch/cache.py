@@ -26,7 +26,7 @@ from shardwright.tensor.base.registry import Op, canonical_name
 from shardwright.tensor.base.strategy import Local, ParameterUse
 from shardwright.tensor.base.strides import has_thin_shards
 from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function
-from shardwright.tensor.base.writes import WATCH, count_write, refuse_write_outside_inference_mode
+from shardwright.tensor.base.writes import WATCH, count_write
 from shardwright.tensor.dispatch.view_outcome import ViewOutcome
 
 __all__ = [
@@ -185,13 +185,14 @@ def _call_uniform(cls: Any, inplace: bool, func: Any, types: Any, args: Any, kwa
                 return NotImplemented
         elif kind is not float and kind is not int and isinstance(value, _NOT_UNIFORM):
             return NotImplemented
-    if inplace and WATCH.inference:
-        refuse_write_outside_inference_mode(first)
-    result = disabled(func, types, args, kwargs or {})
     if inplace:
-        if WATCH.inference:
-            count_write(first)
+        try:
+            disabled(func, types, args, kwargs or {})
+        finally:
+            if WATCH.inference:
+                count_write(first)  # even if torch raises: it writes to an inference tensor first
         return first
+    result = disabled(func, types, args, kwargs or {})
     result.__class__ = cls
     result._layout = layout
     return result

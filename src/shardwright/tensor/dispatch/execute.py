@@ -34,7 +34,7 @@ from shardwright.tensor.base.tagging import (
     tag_results,
     with_dtypes,
 )
-from shardwright.tensor.base.writes import WATCH, MemoryVersion, count_write, refuse_write_outside_inference_mode
+from shardwright.tensor.base.writes import WATCH, MemoryVersion, count_write
 from shardwright.tensor.dispatch.arguments import Call, flatten_call, map_tensors, tensors_in
 from shardwright.tensor.dispatch.autocast import low_precision_cast
 from shardwright.tensor.dispatch.cache import CallPlan, known_plan, remember_fast, remember_plan
@@ -90,12 +90,10 @@ def call_by_rule(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, 
 def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call: Call) -> Any:
     if plan.inplace:
         refuse_copied(plan.name + "_", call.tensors[0])
-        if plan.run is not None:
+        if plan.run is not None or "_strides" in call.tensors[0].__dict__:
             refuse_shared_elements(plan.name, call.tensors[0])
-        if WATCH.inference:
-            refuse_write_outside_inference_mode(call.tensors[0])
         if len(call.tensors) > 1:
-            refuse_overlap(plan.name, call.tensors)
+            refuse_overlap(plan.name, call.tensors, args)
     outcome = view_outcome(plan.outcomes, plan, func, args, kwargs, call.tensors[0]) if plan.view else UNCHANGED
     saving: AbstractContextManager[None] | None = None
     aliased: list[tuple[DTensorBase, MemoryVersion]] = []
@@ -105,14 +103,19 @@ def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call:
         args, kwargs, saving = _moved(plan, args, kwargs, call)
     if outcome.copies and plan.moves[0] is None:
         args, kwargs = _copied_first(args, kwargs)
-    if saving is not None:
-        with saving, no_torch_function():
-            result = func(*args, **kwargs) if plan.run is None else plan.run(func, args, kwargs)
-    elif plan.run is None:
-        result = disabled(func, (), args, kwargs)
-    else:
-        with no_torch_function():
-            result = plan.run(func, args, kwargs)
+    try:
+        if saving is not None:
+            with saving, no_torch_function():
+                result = func(*args, **kwargs) if plan.run is None else plan.run(func, args, kwargs)
+        elif plan.run is None:
+            result = disabled(func, (), args, kwargs)
+        else:
+            with no_torch_function():
+                result = plan.run(func, args, kwargs)
+    except RuntimeError:
+        if plan.inplace and WATCH.inference:
+            count_write(call.tensors[0])  # torch writes to an inference tensor before it raises
+        raise
     if aliased:
         refuse_later_writes(tensors_in((call.tensors[0] if plan.inplace else result,)), aliased)
     if plan.inplace:

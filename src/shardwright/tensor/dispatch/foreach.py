@@ -18,7 +18,7 @@ from shardwright.errors import InPlaceError, TensorError
 from shardwright.layout import Layout
 from shardwright.tensor.base.layout_cache import cache_of
 from shardwright.tensor.base.tagging import DTensorBase, disabled, no_torch_function, tag_replicated
-from shardwright.tensor.base.writes import WATCH, count_write, refuse_write_outside_inference_mode
+from shardwright.tensor.base.writes import WATCH, count_write
 from shardwright.tensor.redistribute.steps import line
 
 __all__ = ["LISTS", "LIST_FUNCTIONS", "call_on_lists"]
@@ -43,15 +43,13 @@ def _elementwise(name: str, inplace: bool, func: Any, args: list[Any], kwargs: d
         return _one_by_one(name, inplace, args, kwargs)
     if inplace:
         _refuse_copies(name, args[0])
-        if WATCH.inference:
-            for tensor in args[0]:
-                refuse_write_outside_inference_mode(tensor)
+        try:
+            return disabled(func, (), tuple(args), kwargs)
+        finally:
+            if WATCH.inference:
+                for tensor in args[0]:
+                    count_write(tensor)  # even if torch raises: it writes to an inference tensor first
     result = disabled(func, (), tuple(args), kwargs)
-    if inplace:
-        if WATCH.inference:
-            for tensor in args[0]:
-                count_write(tensor)
-        return result
     concrete = DTensorBase.concrete
     for tensor, layout in zip(result, layouts, strict=True):
         if layout is not None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
+
+from torch import Tensor
 
 from shardwright.errors import InPlaceError
 from shardwright.tensor.base.copied import is_copied
@@ -17,14 +20,20 @@ from shardwright.tensor.base.writes import storage_of
 __all__ = ["refuse_overlap"]
 
 _BY_VALUE = frozenset(("fill", "masked_fill"))  # torch reads the operand before the first write
+_BY_INDEX = frozenset(  # these write elements to other places than they are read from
+    ("index_put", "index_copy", "index_add", "index_reduce", "scatter", "scatter_add", "scatter_reduce", "put")
+)
 _COPIES = frozenset(("copy", "__setitem__"))  # a copy that looks like a view is written to its base so
 
 
-def refuse_overlap(name: str, tensors: Sequence[DTensorBase]) -> None:
-    """Raise InPlaceError if the first tensor is written while a part of it is broadcast into the result."""
+def refuse_overlap(name: str, tensors: Sequence[DTensorBase], args: Sequence[Any]) -> None:
+    """Raise InPlaceError if the first tensor is written while other elements of it are read into the result."""
     target = tensors[0]
+    same_elements = name not in _BY_INDEX and not (name == "__setitem__" and _has_index_list(args[1]))
     for operand in tensors[1:]:
-        if operand._layout.shape == target._layout.shape or name in _BY_VALUE or 0 in operand._layout.shape:
+        if same_elements and operand._layout.shape == target._layout.shape:
+            continue
+        if name in _BY_VALUE or 0 in operand._layout.shape:
             continue
         with no_torch_function():
             read = [operand] if name in _COPIES else _bases(operand)
@@ -34,6 +43,11 @@ def refuse_overlap(name: str, tensors: Sequence[DTensorBase]) -> None:
                 f"{name}_ writes to {target._layout} while it reads {operand._layout}, a part of the same memory: the "
                 "result would depend on the order of the writes. clone() the part first"
             )
+
+
+def _has_index_list(index: Any) -> bool:
+    """Return whether an index has lists or tensors of positions, beside slices and numbers."""
+    return any(isinstance(each, list | Tensor) for each in (index if isinstance(index, tuple) else (index,)))
 
 
 def _is_whole(tensor: DTensorBase) -> bool:

@@ -124,7 +124,7 @@ def plain_namespace() -> dict[str, Any]:
 
     def redistribute(x: Tensor, placements: Sequence[Placement]) -> Tensor:
         del placements
-        return x.clone()
+        return x.clone(memory_format=torch.contiguous_format)  # as a redistributed tensor is
 
     return _common() | {"leaf": leaf, "redistribute": redistribute}
 
@@ -157,7 +157,7 @@ def sharded_namespace(mesh: tuple[int, ...]) -> dict[str, Any]:
         return tensor.requires_grad_(requires_grad)
 
     def redistribute(x: DTensor, placements: Sequence[Placement]) -> Tensor:
-        return x.redistribute(placements=placements).clone()
+        return x.redistribute(placements=placements).clone(memory_format=torch.contiguous_format)
 
     return _common() | {"leaf": leaf, "redistribute": redistribute}
 
