@@ -25,7 +25,7 @@ from shardwright.checkpoint.format.manifest import Manifest
 from shardwright.checkpoint.format.tiling import tiles
 from shardwright.checkpoint.format.values import DTYPES
 from shardwright.checkpoint.reading.collective_read import read_alone
-from shardwright.checkpoint.reading.current import check_sizes
+from shardwright.checkpoint.reading.contents import check_sizes
 from shardwright.checkpoint.reading.data_reader import FileReader
 from shardwright.checkpoint.reading.targets import Target
 from shardwright.errors import CheckpointError, CorruptionError, FormatError, MissingKeyError, StorageError

@@ -2,7 +2,7 @@
 
 from shardwright.checkpoint.api import async_save, load, read, save
 from shardwright.checkpoint.background import AsyncSave, SaveProgress
-from shardwright.checkpoint.format.values import Codec
+from shardwright.checkpoint.format.values import Codec, Opaque
 from shardwright.checkpoint.manage.clean_up import Removal
 from shardwright.checkpoint.manage.describe import StepInfo
 from shardwright.checkpoint.manage.restore import CheckpointWarning
@@ -47,6 +47,7 @@ __all__ = [
     "LazyTensor",
     "Metadata",
     "MetadataIndex",
+    "Opaque",
     "OptimizerState",
     "PerRank",
     "Removal",

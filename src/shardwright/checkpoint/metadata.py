@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 
 from shardwright import comm
-from shardwright.checkpoint.format.manifest import VERSION, Manifest
+from shardwright.checkpoint.format.manifest import VERSION
 from shardwright.checkpoint.format.replica_split import replica_split
 from shardwright.checkpoint.format.split import boxes_of_range
 from shardwright.checkpoint.format.tensor_table import Pieces, TensorTable
 from shardwright.checkpoint.format.tree import StoredTensor, stored_entries
 from shardwright.checkpoint.format.values import DTYPES
+from shardwright.checkpoint.reading.contents import Contents, format_of
 from shardwright.checkpoint.state.marks import Stateful
-from shardwright.errors import LayoutError, MissingNameError
+from shardwright.errors import LayoutError, MissingNameError, UnsupportedError
+from shardwright.interop.formats import ForeignContents
 from shardwright.layout import Region
 from shardwright.sharded import TensorProperties
 from shardwright.tensor import DTensor
@@ -171,7 +173,7 @@ class Metadata:
     (BytesStorageMetadata(), ('model', 'w'), '1')
     """
 
-    def __init__(self, manifest: Manifest, checkpoint_id: str | None = None) -> None:
+    def __init__(self, manifest: Contents, checkpoint_id: str | None = None) -> None:
         self._manifest, self._checkpoint_id = manifest, checkpoint_id
 
     @cached_property
@@ -191,6 +193,10 @@ class Metadata:
     def storage_data(self) -> Mapping[MetadataIndex, StorageInfo]:
         """The file, offset and length of every chunk. The cost grows with the number of chunks."""
         infos: dict[MetadataIndex, StorageInfo] = {}
+        if isinstance(self._manifest, ForeignContents):
+            raise UnsupportedError(
+                f"the offsets of chunks are not listed for a checkpoint of the format {format_of(self._manifest)!r}"
+            )
         for rank in self._manifest.files:
             file = self._manifest.file(rank)
             plan = file.plan

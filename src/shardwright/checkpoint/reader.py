@@ -20,18 +20,20 @@ from torch import Tensor
 from shardwright.checkpoint.background import wait_for_saves_to
 from shardwright.checkpoint.format.data_file import BLOCK
 from shardwright.checkpoint.format.locate import Part
-from shardwright.checkpoint.format.manifest import Manifest
 from shardwright.checkpoint.format.tree import StoredTensor, StoredValue, stored_entries
 from shardwright.checkpoint.format.values import DTYPES, Codec, EnumValue
 from shardwright.checkpoint.location import as_storage, location_id
 from shardwright.checkpoint.metadata import Metadata
 from shardwright.checkpoint.reading.build_state import build
+from shardwright.checkpoint.reading.contents import Contents, file_reader, format_of, open_file
 from shardwright.checkpoint.reading.current import read_current
 from shardwright.checkpoint.reading.data_reader import Destination, FileReader
+from shardwright.checkpoint.reading.foreign_reader import ForeignFileReader
 from shardwright.checkpoint.reading.host_sharing import blocks_of_part
 from shardwright.checkpoint.reading.indexing import slicing_of
 from shardwright.checkpoint.reading.targets import Target, check_bools
 from shardwright.errors import ArgumentTypeError, CheckpointError, CorruptionError, MissingKeyError, MissingNameError
+from shardwright.interop.formats import ForeignContents
 from shardwright.layout import Holding, Layout, Region
 from shardwright.storage import Reader, Storage
 
@@ -188,7 +190,7 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
     (['model.w'], 3, {'model': {'w': LazyTensor('model.w', [2, 2], float32)}, 'epoch': 3})
     """
 
-    def __init__(self, storage: Storage, manifest: Manifest, readers: dict[int, Reader]) -> None:
+    def __init__(self, storage: Storage, manifest: Contents, readers: dict[int, Reader]) -> None:
         self._storage, self._manifest = storage, manifest
         self._readers = readers
         self._files: dict[int, FileReader] = {}
@@ -205,14 +207,19 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
         return self._manifest.save_id
 
     @property
-    def format(self) -> str:
-        """The format of the checkpoint: "shardwright"."""
-        return "shardwright"
-
-    @property
     def files(self) -> dict[str, int]:
         """The data files, each with its size in bytes."""
-        return {self._manifest.file_name(rank): entry.size for rank, entry in self._manifest.files.items()}
+        manifest = self._manifest
+        if isinstance(manifest, ForeignContents):
+            sizes = {manifest.file_name(rank): self._reader(rank).size for rank in manifest.files}
+            self._close_excess()
+            return sizes
+        return {manifest.file_name(rank): entry.size for rank, entry in manifest.files.items()}
+
+    @property
+    def format(self) -> str:
+        """The format: "shardwright", "dcp" (PyTorch's distributed checkpoints), "huggingface" or "torch"."""
+        return format_of(self._manifest)
 
     @property
     def metadata(self) -> Metadata:
@@ -335,6 +342,11 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
         itemsize = int(self._manifest.tensors.itemsizes[number])
         ranges = []
         for part in self._parts(number, region):
+            if isinstance(self._manifest, ForeignContents):
+                reader = self._file(part.rank)
+                assert isinstance(reader, ForeignFileReader)  # that of this format
+                ranges += [StoredRange(reader.file.name, *bounds) for bounds in reader.stored_ranges(part, itemsize)]
+                continue
             file = self._manifest.file(part.rank)
             begin = file.header_size + int(file.plan.starts[part.chunk])
             blocks = blocks_of_part(part, itemsize)
@@ -347,16 +359,19 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
         """Return the file of a rank, with its header verified."""
         file = self._files.get(rank)
         if file is None:
-            reader = self._readers.get(rank)
-            if reader is None:
-                try:
-                    reader = self._readers[rank] = self._storage.open(self._manifest.file_name(rank))
-                except MissingKeyError as error:
-                    raise CorruptionError(
-                        f"a file is missing: {error}; if another checkpoint was saved here meanwhile, open it again"
-                    ) from error
-            file = self._files[rank] = FileReader(reader, self._manifest.file(rank), self._manifest.files[rank])
+            file = self._files[rank] = file_reader(self._reader(rank), self._manifest, rank)
         return file
+
+    def _reader(self, rank: int) -> Reader:
+        reader = self._readers.get(rank)
+        if reader is None:
+            try:
+                reader = self._readers[rank] = open_file(self._storage, self._manifest, rank)
+            except MissingKeyError as error:
+                raise CorruptionError(
+                    f"a file is missing: {error}; if another checkpoint was saved here meanwhile, open it again"
+                ) from error
+        return reader
 
     def _close_excess(self) -> None:
         """Close files beyond the limit."""
@@ -385,14 +400,14 @@ def open(path: str | os.PathLike[str] | Storage) -> Checkpoint:
     return read_current(storage, lambda manifest: Checkpoint(storage, manifest, _open_files(storage, manifest)))
 
 
-def _open_files(storage: Storage, manifest: Manifest) -> dict[int, Reader]:
+def _open_files(storage: Storage, manifest: Contents) -> dict[int, Reader]:
     """Open all data files, unless there are too many: then each is opened on demand."""
     readers: dict[int, Reader] = {}
     if len(manifest.files) > _MAX_OPEN:
         return readers
     try:
         for rank in manifest.files:
-            readers[rank] = storage.open(manifest.file_name(rank))
+            readers[rank] = open_file(storage, manifest, rank)
     except BaseException:
         for reader in readers.values():
             reader.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import final
 
 import crc32c
@@ -20,86 +19,30 @@ from shardwright.checkpoint.background import wait_for_saves_to
 from shardwright.checkpoint.format.data_file import BLOCK, DataFile, digest
 from shardwright.checkpoint.format.manifest import KEY, Manifest
 from shardwright.checkpoint.location import as_storage, location_id
-from shardwright.checkpoint.reading.current import read_manifest
+from shardwright.checkpoint.reading.current import read_contents, read_manifest
 from shardwright.checkpoint.runtime.parallel import Stop, in_threads
+from shardwright.checkpoint.verify_foreign import verify_foreign
+from shardwright.checkpoint.verify_report import Corruption, VerifyReport
 from shardwright.errors import CheckpointError, CorruptionError, FormatError, MissingKeyError, StorageError
-from shardwright.layout import Region
+from shardwright.interop.formats import ForeignContents
 from shardwright.listing import join_first
-from shardwright.storage import Reader, Storage
+from shardwright.storage import LocalStorage, Reader, Storage
 
 __all__ = ["Corruption", "VerifyReport", "check_files", "verify"]
 
 _WINDOW = 4 * BLOCK  # bytes read in one call
 _MAX_LISTED = 20
-_INDENT = "\n  "
-
-
-@final
-@dataclass(frozen=True)
-class Corruption:
-    """One corruption: its file, and for a corrupted block, its bytes, and the tensor and region that it belongs to.
-
-    The bytes are `first` to `end` (exclusive) of the file.
-
-    >>> print(Corruption("5f3a9c-00000-0.safetensors", "is missing"))
-    5f3a9c-00000-0.safetensors is missing
-    """
-
-    file: str
-    problem: str
-    tensor: str | None = None
-    region: Region | None = None
-    block: int | None = None
-    first: int | None = None
-    end: int | None = None
-
-    def __str__(self) -> str:
-        if self.tensor is None:
-            return f"{self.file} {self.problem}"
-        return f"{self.file}: block {self.block} of {self.region} of tensor {self.tensor!r} {self.problem}"
-
-
-@final
-@dataclass(frozen=True)
-class VerifyReport:
-    """The result of `verify`: true if every byte is as it was written. `stray` files are harmless, and listed.
-
-    >>> bool(VerifyReport("here", files=1, nbytes=4096))
-    True
-    >>> bool(VerifyReport("here", corruptions=(Corruption("a", "is missing"),)))
-    False
-    """
-
-    location: str
-    save_id: str | None = None
-    files: int = 0
-    nbytes: int = 0
-    corruptions: tuple[Corruption, ...] = ()
-    stray: tuple[str, ...] = field(default=())
-
-    def __bool__(self) -> bool:
-        return not self.corruptions
-
-    def __str__(self) -> str:
-        checked = f"{self.files} {'file' if self.files == 1 else 'files'}, {self.nbytes} bytes"
-        if self:
-            lines = [f"{self.location} is intact: {checked}"]
-        else:
-            count = len(self.corruptions)
-            lines = [f"{self.location} is corrupted in {count} {'place' if count == 1 else 'places'} ({checked} read)"]
-            lines.append(f"  {join_first(self.corruptions, _MAX_LISTED, _INDENT)}")
-        lines += [f"  {name} is not part of the checkpoint" for name in self.stray[:_MAX_LISTED]]
-        return "\n".join(lines)
 
 
 def verify(
     path: str | os.PathLike[str] | Storage, progress: Callable[[int, int], None] | None = None, *, threads: int = 2
 ) -> VerifyReport:
-    """Check every byte of a checkpoint without loading it, and report everything that is corrupted.
+    """Check every byte of a checkpoint of any format without loading it, and report everything that is corrupted.
 
-    Raise if there is no checkpoint. If a background save of this process to the same location is running, it is waited
-    for first, as in `load`. It needs a few megabytes per thread, whatever the size of the tensors. `progress` is called
-    with the bytes read and the total.
+    Of files that `torch.save` wrote, and of distributed checkpoints, the CRC-32 of every record is checked, which
+    PyTorch stores and never checks. Raise if there is no checkpoint. If a background save of this process to the same
+    location is running, it is waited for first, as in `load`. It needs a few megabytes per thread, whatever the size of
+    the tensors. `progress` is called with the bytes read and the total.
 
     >>> import tempfile, torch
     >>> from shardwright import checkpoint
@@ -112,14 +55,25 @@ def verify(
     wait_for_saves_to(location_id(storage))
     while True:
         try:
-            manifest = read_manifest(storage)
+            manifest = read_contents(storage)
         except (CorruptionError, FormatError) as error:
-            return VerifyReport(repr(storage), corruptions=(Corruption(KEY, f"cannot be used: {error}"),))
+            name = _name_of_contents(storage)
+            return VerifyReport(repr(storage), corruptions=(Corruption(name, f"cannot be used: {error}"),))
         except StorageError as error:
-            return VerifyReport(repr(storage), corruptions=(Corruption(KEY, f"cannot be read: {error}"),))
+            name = _name_of_contents(storage)
+            return VerifyReport(repr(storage), corruptions=(Corruption(name, f"cannot be read: {error}"),))
+        if isinstance(manifest, ForeignContents):
+            return verify_foreign(manifest, storage, progress, threads)
         report = _Verifying(storage, manifest, progress).run(threads)
         if report or not _replaced(storage, manifest):
             return report
+
+
+def _name_of_contents(storage: Storage) -> str:
+    """Return the name of what lists the contents of a checkpoint that cannot be read."""
+    if isinstance(storage, LocalStorage) and (storage.is_file() or KEY not in storage.list_files()):
+        return os.path.basename(storage.path)
+    return KEY
 
 
 def _replaced(storage: Storage, manifest: Manifest) -> bool:

@@ -42,8 +42,10 @@ def is_folder(calls: Calls, path: str) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
-def open_regular(calls: Calls, path: str, flags: int) -> tuple[int, os.stat_result]:
+def open_regular(calls: Calls, path: str, flags: int, *, follow: bool = False) -> tuple[int, os.stat_result]:
     """Open a file and return its descriptor and status; reject links, pipes and devices, without waiting for them.
+
+    With `follow`, a link to a regular file is accepted.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +55,7 @@ def open_regular(calls: Calls, path: str, flags: int) -> tuple[int, os.stat_resu
     shardwright.errors.StorageError: /.../pipe is not a regular file: a checkpoint holds regular files only; remove it
     """
     try:
-        fd = calls.open(path, flags | _SAFELY)
+        fd = calls.open(path, flags | (os.O_NONBLOCK if follow else _SAFELY))
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):  # EMLINK: FreeBSD
             raise _irregular(path, "is a symbolic link") from None

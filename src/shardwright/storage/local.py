@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -81,6 +82,42 @@ class LocalStorage(Storage):
             except FileNotFoundError:
                 raise MissingKeyError(f"{path} does not exist") from None
         return _LocalReader(self, fd, path, status.st_size)
+
+    def open_file(self, name: str) -> Reader:
+        """Open a file that another program wrote, of any name: a regular one, or a link to one, of this directory.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     LocalStorage(folder).open_file("../secret")
+        Traceback (most recent call last):
+        shardwright.errors.StorageError: '../secret' is not the name of a file: it has a path separator or is empty
+        """
+        if not name or name in (".", "..") or set(name) & {"/", "\\", "\0"}:
+            raise StorageError(f"{name[:200]!r} is not the name of a file: it has a path separator or is empty")
+        path = os.path.join(self.path, name)
+        with self._storage_errors(path, "open"):
+            try:
+                fd, status = open_regular(self._calls, path, os.O_RDONLY, follow=True)
+            except FileNotFoundError:
+                raise MissingKeyError(f"{path} does not exist") from None
+        return _LocalReader(self, fd, path, status.st_size)
+
+    def list_files(self) -> list[str]:
+        """Return the names of everything in the directory, in order."""
+        with self._storage_errors(self.path, "list"):
+            try:
+                return sorted(self._calls.listdir(self.path))
+            except FileNotFoundError:
+                return []
+
+    def is_file(self) -> bool:
+        """Return True if the path is that of a file, or of a link to one."""
+        status = status_of(self._calls, self.path, follow=True)
+        return status is not None and stat.S_ISREG(status.st_mode)
+
+    def parent(self) -> LocalStorage:
+        """Return the directory that holds the path."""
+        return LocalStorage(os.path.dirname(self.path), self._calls, locks=self._locks)
 
     def replace(self, key: str, data: bytes) -> None:
         """Write a temporary file, flush it, rename it into place, and flush the directory."""

@@ -49,10 +49,16 @@ class ChunkLocator:
     [(0, Region[1:2, 0:2]), (1, Region[2:3, 0:2])]
     """
 
-    def __init__(self, table: TensorTable, writers: Mapping[int, FileEntry] | None = None) -> None:
+    def __init__(
+        self,
+        table: TensorTable,
+        writers: Mapping[int, FileEntry] | None = None,
+        plans: Mapping[int, FilePlan] | None = None,
+    ) -> None:
         self.table = table
         self._entries = writers  # the files that were written, if known, by rank
-        self._files: dict[int, FilePlan] = {}
+        self._files: dict[int, FilePlan] = dict(plans or {})
+        self._is_planned = plans is not None  # all files are, because another program wrote them
         self._splits: dict[tuple[int, ...], ReplicaSplit] = {}
         self._kinds: list[int] = table.kinds.tolist()
         self._locations: dict[tuple[int, Region], list[_Location]] = {}
@@ -71,6 +77,8 @@ class ChunkLocator:
     def plan_once(self, rank: int) -> FilePlan:
         """Return the plan of a rank's file without keeping it, for callers that iterate over thousands of files."""
         plan = self._files.get(rank)
+        if self._is_planned and plan is not None:
+            return plan
         if plan is None:
             plan = file_plan(self.table, rank)
         if plan.size != self.data_size(rank):
@@ -81,6 +89,8 @@ class ChunkLocator:
 
     def data_size(self, rank: int) -> int:
         """Return the bytes of data in a rank's file, without planning the file if the manifest lists it."""
+        if self._is_planned:
+            return int(self._files[rank].nbytes.sum())
         if self._entries is None:
             return self.file(rank).size
         entry = self._entries.get(rank)

@@ -19,7 +19,7 @@ import torch
 
 from shardwright.errors import FormatError, StateError
 
-__all__ = ["DTYPES", "NUMPY", "Codec", "EnumValue", "decode_value", "encode_value"]
+__all__ = ["DTYPES", "NUMPY", "Codec", "EnumValue", "Opaque", "decode_value", "encode_value"]
 
 # Names are looked up here, never with getattr: torch would import modules whose name matches.
 DTYPES: Mapping[str, torch.dtype] = {
@@ -133,6 +133,19 @@ class EnumValue:
         return member if isinstance(member, kind) else None
 
 
+@final
+@dataclass(frozen=True)
+class Opaque:
+    """A value of another format's checkpoint that was not read, by the name of its type, and the reason.
+
+    >>> Opaque("numpy.ndarray", "it is not a plain value").reason
+    'it is not a plain value'
+    """
+
+    type_name: str
+    reason: str
+
+
 def decode_value(node: list[Any]) -> Any:
     """Decode a node that `encode_value` returned."""
     try:
@@ -179,6 +192,7 @@ _DECODERS: Mapping[str, Callable[..., Any]] = {
     "dtype": DTYPES.__getitem__,
     "n": _numpy,
     "e": lambda kind, name, node: EnumValue(kind, name, decode_value(node)),
+    "opaque": lambda type_name, reason: Opaque(str(type_name), str(reason)),
 }
 
 

@@ -8,7 +8,7 @@ from typing import final
 from shardwright.checkpoint.manage.catalog import StepCatalog
 from shardwright.checkpoint.manage.record import Record
 from shardwright.checkpoint.manage.steps import Steps
-from shardwright.checkpoint.reading.current import check_sizes
+from shardwright.checkpoint.reading.contents import check_sizes
 from shardwright.errors import (
     CorruptionError,
     FormatError,

@@ -13,7 +13,8 @@ import torch
 
 from shardwright import comm
 from shardwright.checkpoint.format.data_file import BLOCK
-from shardwright.checkpoint.format.manifest import Manifest
+from shardwright.checkpoint.reading.check_together import check_together
+from shardwright.checkpoint.reading.contents import Contents, format_of
 from shardwright.checkpoint.reading.data_reader import Destination
 from shardwright.checkpoint.reading.host_sharing import ReadRequest, shared
 from shardwright.checkpoint.reading.host_window import SLOT, HostWindow, open_window
@@ -58,7 +59,7 @@ class _Plan(NamedTuple):
 
 def read_alone(
     storage: Storage,
-    manifest: Manifest,
+    manifest: Contents,
     targets: Sequence[Target],
     threads: int,
     progress: ProgressCallback | None,
@@ -140,10 +141,17 @@ class CollectiveRead:
                     lambda: self._plan_and_open(peers, window), what="load: opening its files", group=group
                 )
 
-            def read_and_finish() -> T:
+            def read() -> None:
                 with torch.no_grad():
                     _fail_window_on_error(lambda: self._fill(window, own_summary.nbytes), window)
+
+            def read_and_finish() -> T:
+                read()
                 return finish()
+
+            if group.size > 1 and format_of(self._files.manifest) != "shardwright":
+                check_together(self._files, read, group, timeout)
+                return comm.agree(finish, what="load: filling the state", group=group)
 
             return comm.agree(read_and_finish, what="load: reading", group=group, timeout=timeout)
 
@@ -249,7 +257,7 @@ def _fill_shared(
 
 
 def _with_changed_names(
-    error: CorruptionError | StorageError, targets: Sequence[Target], manifest: Manifest, started: Collection[int]
+    error: CorruptionError | StorageError, targets: Sequence[Target], manifest: Contents, started: Collection[int]
 ) -> CorruptionError | StorageError:
     """Return the error with the names of the caller's tensors that may already hold new values."""
     names = dict.fromkeys(

@@ -10,13 +10,15 @@ import msgspec
 
 from shardwright import comm
 from shardwright.checkpoint.format.manifest import KEY, MAX_BYTES, Manifest
+from shardwright.checkpoint.reading.contents import Contents
 from shardwright.checkpoint.reading.host_window import this_host
 from shardwright.errors import CheckpointError, CorruptionError, MissingKeyError, NotACheckpointError, RankFailedError
+from shardwright.interop.formats import read_foreign
 from shardwright.layout.gc import gc_paused
 from shardwright.listing import join_first
 from shardwright.storage import LocalStorage, Storage
 
-__all__ = ["Current", "check_sizes", "read_current", "read_current_on_ranks", "read_manifest"]
+__all__ = ["Current", "read_contents", "read_current", "read_current_on_ranks", "read_manifest"]
 
 T = TypeVar("T")
 
@@ -29,7 +31,7 @@ class Current(NamedTuple):
     """The checkpoint that all ranks of a group read, and an identifier of each rank's host."""
 
     storage: Storage
-    manifest: Manifest
+    manifest: Contents
     hosts: tuple[str, ...]
 
 
@@ -57,30 +59,30 @@ def read_manifest(storage: Storage) -> Manifest:
         return Manifest.decode(bytes(data))
 
 
-def read_current(storage: Storage, work: Callable[[Manifest], T]) -> T:
+def read_contents(storage: Storage) -> Contents:
+    """Read what the current checkpoint contains, whatever its format."""
+    if isinstance(storage, LocalStorage):
+        contents = read_foreign(storage)
+        if contents is not None:
+            return contents
+    return read_manifest(storage)
+
+
+def read_current(storage: Storage, work: Callable[[Contents], T]) -> T:
     """Return `work(manifest)` of the current checkpoint; if it is replaced meanwhile, of the one that replaced it.
 
     A save removes the files of its predecessor, so a missing file may only mean that there is a newer manifest. Open
     files remain readable: `work` opens all it needs before it uses any.
     """
-    manifest = read_manifest(storage)
+    manifest = read_contents(storage)
     while True:
         try:
             return work(manifest)
         except MissingKeyError as error:
-            newer = read_manifest(storage)
+            newer = read_contents(storage)
             if newer.save_id == manifest.save_id:
                 raise CorruptionError(f"a file of the checkpoint is missing: {error}") from error
             manifest = newer
-
-
-def check_sizes(storage: Storage, manifest: Manifest) -> None:
-    """Check that every file exists and has its size, without reading it."""
-    for rank, expected in manifest.files.items():
-        name = manifest.file_name(rank)
-        with storage.open(name) as reader:
-            if reader.size != expected.size:
-                raise CorruptionError(f"{name} has {reader.size} bytes, but the manifest says {expected.size}")
 
 
 def read_current_on_ranks(locate: Callable[[], Storage], group: comm.Group, work: Callable[[Current], T]) -> T:
@@ -109,10 +111,10 @@ def _same_on_ranks(locate: Callable[[], Storage], group: comm.Group) -> Current:
     views: list[_View] = []
     host = this_host()
 
-    def look_up() -> tuple[tuple[Storage, Manifest], bytes]:
+    def look_up() -> tuple[tuple[Storage, Contents], bytes]:
         storage = locate()
         folder = storage.path if isinstance(storage, LocalStorage) else ""
-        manifest = read_manifest(storage)
+        manifest = read_contents(storage)
         return (storage, manifest), msgspec.json.encode(_View(manifest.save_id, repr(storage), folder, host))
 
     for attempt in range(_MAX_TRIES):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import crc32c
 import numpy as np
@@ -20,6 +20,7 @@ from shardwright.checkpoint.format.data_file import BLOCK, DataFile, FileEntry, 
 from shardwright.checkpoint.format.locate import Part
 from shardwright.checkpoint.format.split import boxes_of_range
 from shardwright.checkpoint.format.tensor_table import Integers
+from shardwright.checkpoint.format.write_layout import FilePlan
 from shardwright.checkpoint.reading.host_sharing import Run, blocks_of_part
 from shardwright.checkpoint.runtime.address_space import memory_at
 from shardwright.checkpoint.runtime.parallel import Stop, in_threads, split
@@ -30,7 +31,7 @@ from shardwright.errors import CorruptionError
 from shardwright.layout import Region
 from shardwright.storage import Reader
 
-__all__ = ["Destination", "FileReader", "copy_window"]
+__all__ = ["Destination", "FileReader", "ReadableFile", "copy_window"]
 
 Checksums: TypeAlias = npt.NDArray[np.uint32]
 
@@ -75,8 +76,31 @@ class _Window(NamedTuple):
     blocks: int
 
 
+class ReadableFile(Protocol):
+    """What reading needs to know of a file: its chunks, and how many blocks each has."""
+
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+
+    @property
+    def plan(self) -> FilePlan:
+        """The chunks of the file."""
+
+    @property
+    def blocks(self) -> Integers:
+        """The number of blocks of each chunk."""
+
+    @property
+    def first_blocks(self) -> Integers:
+        """The index of each chunk's first block among the blocks of the file."""
+
+
 class FileReader:
     """An open data file whose header was verified."""
+
+    file: ReadableFile
+    _starts: Integers  # the offset of each chunk in the file
 
     def __init__(self, reader: Reader, file: DataFile, expected: FileEntry) -> None:
         self._reader, self.file = reader, file
@@ -89,6 +113,7 @@ class FileReader:
         if digest(bytes(header)) != expected.digest:
             raise CorruptionError(f"{file.name}: its header is corrupted: its digest does not match the manifest")
         self._checksums = file.checksums(bytes(header))
+        self._starts = file.header_size + file.plan.starts
 
     def read(
         self,
@@ -158,7 +183,7 @@ class FileReader:
         within = indices * BLOCK
         return _Blocks(
             file.first_blocks[chunks] + indices,
-            file.header_size + plan.starts[chunks] + within,
+            self._starts[chunks] + within,
             addresses,
             np.minimum(BLOCK, plan.nbytes[chunks] - within),
         )
@@ -186,21 +211,19 @@ class FileReader:
     def _read_straight(self, blocks: _Blocks, stop: Stop, progress: Progress | None) -> None:
         """Read blocks into place and verify them; adjacent ones with one call."""
         indices, offsets, addresses, sizes = (column.tolist() for column in blocks)
-        stored = self._checksums[blocks.numbers].tolist()
         for first, last in _batches(blocks):
             if stop:
                 return
             views = list(map(memory_at, addresses[first:last], sizes[first:last]))
-            self._read_and_verify(views, indices[first:last], stored[first:last], offsets[first])
+            self._read_and_verify(views, indices[first:last], offsets[first])
             if progress is not None:
                 progress(sum(sizes[first:last]))
 
-    def _read_and_verify(
-        self, views: Sequence[memoryview], indices: Sequence[int], stored: Sequence[int], start: int
-    ) -> None:
+    def _read_and_verify(self, views: Sequence[memoryview], indices: Sequence[int], start: int) -> None:
         """Read adjacent blocks and verify them."""
         self._reader.read(views, start)
         computed = list(map(crc32c.crc32c, views))
+        stored = self._checksums[indices].tolist()
         if computed != stored:
             raise self._corruption(
                 next(n for n, actual, expected in zip(indices, computed, stored, strict=True) if actual != expected)
@@ -218,9 +241,8 @@ class FileReader:
             address = scratch.data_ptr()
             views = [memory_at(address + at, min(BLOCK, nbytes - at)) for at in range(0, nbytes, BLOCK)]
             number = int(file.first_blocks[chunk]) + window.first
-            start = file.header_size + int(plan.starts[chunk]) + begin
-            indices = range(number, number + len(views))
-            self._read_and_verify(views, indices, self._checksums[number : indices.stop].tolist(), start)
+            start = int(self._starts[chunk]) + begin
+            self._read_and_verify(views, list(range(number, number + len(views))), start)
             filled = copy_window(window.destination, scratch, begin, nbytes)
             if progress is not None:
                 progress(filled)
@@ -272,6 +294,8 @@ def copy_window(destination: Destination, scratch: Tensor, begin: int, nbytes: i
     Return the number of stored bytes that were copied.
     """
     part, tensor, frame, stored, _ = destination
+    if scratch.storage_offset() % stored.itemsize:  # files of ours are aligned, those of others may not be
+        scratch = scratch.clone()
     target = bits(tensor) if destination.is_plain else tensor
     data = scratch.view(target.dtype if destination.is_plain else stored)
     if stored == torch.bool and not destination.is_plain and nbytes and int(scratch[:nbytes].max()) > 1:

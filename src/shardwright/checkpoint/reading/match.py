@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.format.tensor_table import TensorTable
 from shardwright.checkpoint.format.tree import StoredEntry, StoredTensor, StoredValue, values_of_other_ranks
-from shardwright.checkpoint.format.values import DTYPES, EnumValue
+from shardwright.checkpoint.format.values import DTYPES, EnumValue, Opaque
 from shardwright.checkpoint.reading.patterns import fits, patterns_of
 from shardwright.checkpoint.reading.request import Cast, LoadRequest, OnMissing, Rename
 from shardwright.checkpoint.state.flatten import (
@@ -300,6 +300,11 @@ def _take_value(match: Match, node: TensorNode | ValueNode, entry: StoredTensor 
         stored = f"an empty {type(entry.value).__name__}"
         match.faults.append(
             f"kind: {node.name!r} is {_brief(node.original)} in the state, but {stored} in the checkpoint"
+        )
+    elif isinstance(entry.value, Opaque):
+        match.faults.append(
+            f"opaque: {node.name!r} is a {entry.value.type_name} in the checkpoint, which was not read: "
+            f"{entry.value.reason}; leave it out with only=, or read it with what wrote it"
         )
     elif isinstance(entry.value, EnumValue) and isinstance(node.original, enum.Enum):
         kind = type(node.original)

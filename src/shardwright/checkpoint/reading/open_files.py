@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import final
 
-from shardwright.checkpoint.format.manifest import Manifest
+from shardwright.checkpoint.reading.contents import Contents, file_reader, open_file
 from shardwright.checkpoint.reading.data_reader import FileReader
+from shardwright.checkpoint.reading.foreign_reader import ForeignFileReader
+from shardwright.checkpoint.reading.record_checks import Piece
 from shardwright.errors import CorruptionError, MissingKeyError
 from shardwright.storage import Storage
 
@@ -18,7 +20,7 @@ __all__ = ["OpenFiles"]
 class OpenFiles:
     """Opened data files; they are closed with `opened`."""
 
-    def __init__(self, storage: Storage, manifest: Manifest, opened: ExitStack) -> None:
+    def __init__(self, storage: Storage, manifest: Contents, opened: ExitStack) -> None:
         self.manifest = manifest
         self._storage, self._opened = storage, opened
         self._readers: dict[int, FileReader] = {}
@@ -27,12 +29,10 @@ class OpenFiles:
         """Return the file of a rank, opening it if needed."""
         opened = self._readers.get(rank)
         if opened is None:
-            expected = self.manifest.files.get(rank)
-            if expected is None:
+            if rank not in self.manifest.files:
                 raise CorruptionError(f"the manifest lists no file of rank {rank}, but tensors are stored in it")
-            file = self.manifest.file(rank)
-            reader = self._opened.enter_context(self._storage.open(file.name))
-            opened = self._readers[rank] = FileReader(reader, file, expected)
+            reader = self._opened.enter_context(open_file(self._storage, self.manifest, rank))
+            opened = self._readers[rank] = file_reader(reader, self.manifest, rank)
         return opened
 
     def open_all(self, ranks: Iterable[int]) -> None:
@@ -47,3 +47,12 @@ class OpenFiles:
             # A missing file may mean that the checkpoint was replaced meanwhile: report it first.
             kind = MissingKeyError if any(isinstance(fault, MissingKeyError) for fault in faults) else CorruptionError
             raise kind("; ".join(map(str, faults))) from faults[0]
+
+    def open_pieces(self) -> list[tuple[int, Piece]]:
+        """Return what was read of records that this rank has not read in full, with the number of their file."""
+        return [
+            (rank, piece)
+            for rank, reader in self._readers.items()
+            if isinstance(reader, ForeignFileReader)
+            for piece in reader.checks.open_pieces()
+        ]

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from shardwright.checkpoint.format.manifest import Manifest
 from shardwright.checkpoint.format.values import DTYPES, Codec
 from shardwright.checkpoint.reading.build_state import build
 from shardwright.checkpoint.reading.collective_read import read_alone
-from shardwright.checkpoint.reading.current import check_sizes, read_current
+from shardwright.checkpoint.reading.contents import Contents, check_sizes
+from shardwright.checkpoint.reading.current import read_current
 from shardwright.checkpoint.reading.targets import Target
 from shardwright.checkpoint.runtime.progress import ProgressCallback
 from shardwright.layout import Region
@@ -30,7 +30,7 @@ def read_state(
     """Return everything that is stored, as a state of plain tensors."""
     by_name = {codec.name: codec for codec in codecs.values()}
 
-    def read(manifest: Manifest) -> Any:
+    def read(manifest: Contents) -> Any:
         check_sizes(storage, manifest)  # size allocations by the files, not by what the manifest claims
         table = manifest.tensors
         tensors: dict[int, torch.Tensor] = {}

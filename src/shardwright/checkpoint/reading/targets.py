@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.format.locate import ChunkLocator
-from shardwright.checkpoint.format.manifest import Manifest
 from shardwright.checkpoint.format.values import DTYPES
+from shardwright.checkpoint.reading.contents import Contents
 from shardwright.checkpoint.reading.data_reader import Destination
 from shardwright.checkpoint.reading.match import TensorMatch
 from shardwright.errors import CorruptionError
@@ -34,7 +34,7 @@ class Target(NamedTuple):
     is_straight: bool = False
 
 
-def targets_of(matches: Sequence[TensorMatch], manifest: Manifest) -> list[Target]:
+def targets_of(matches: Sequence[TensorMatch], manifest: Contents) -> list[Target]:
     """Return the targets of these matches."""
     dtypes = manifest.tensors.dtypes
     return [

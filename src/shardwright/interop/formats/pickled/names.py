@@ -65,7 +65,11 @@ _PLAIN: Table = {
     **{
         (module, name): Kind(f"builtins.{name}", make=make)
         for module in _BUILTINS
-        for name, make in (("set", values.sequence), ("frozenset", values.sequence))
+        for name, make in (
+            ("set", values.unordered),
+            ("frozenset", values.unordered),
+            ("complex", values.complex_number),
+        )
     },
     **{
         key: kind

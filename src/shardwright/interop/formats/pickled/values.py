@@ -17,6 +17,7 @@ __all__ = [
     "StorageRef",
     "TensorRef",
     "as_numpy_dtype",
+    "complex_number",
     "counted",
     "device",
     "encoded",
@@ -30,11 +31,13 @@ __all__ = [
     "tensor",
     "tensor_of_dtype",
     "tensor_of_type",
+    "unordered",
     "wrapped_tensor",
 ]
 
 _MAX_DIMENSIONS = 64
 _MAX_SIZE = 1 << 62
+_PLAIN = (str, int, float, bool, bytes, type(None))
 
 
 class StorageRef(NamedTuple):
@@ -155,6 +158,20 @@ def sequence(values: Any = (), *_more: Any) -> list[Any]:
     if not isinstance(values, tuple | list):
         raise PickleError("a deque of other values than a list")
     return list(values)
+
+
+def unordered(values: Any = ()) -> set[Any]:
+    """Return a set of plain values."""
+    if not isinstance(values, tuple | list) or not all(type(value) in _PLAIN for value in values):
+        raise PickleError("a set of other values than plain ones")
+    return set(values)
+
+
+def complex_number(real: Any, imaginary: Any = 0.0) -> complex:
+    """Return a complex number."""
+    if type(real) not in (int, float) or type(imaginary) not in (int, float):
+        raise PickleError("a complex number of other values than two numbers")
+    return complex(real, imaginary)
 
 
 def device(kind: Any, index: Any = None) -> Any:
