@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardwright as sw
 from shardwright import checkpoint
@@ -52,6 +54,19 @@ def test_every_format_holds_what_was_saved_as_its_own_reader_sees_it(tmp_path: P
     convert(tmp_path / "ours", tmp_path / "again", to="shardwright")
     assert_same(checkpoint.read(tmp_path / "again"), state)
     assert sorted(os.listdir(tmp_path)) == ["again", "hf", "ours", "w.pt"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_loads_a_distributed_checkpoint_that_was_converted(tmp_path: Path) -> None:
+    state = state_of_many_dtypes()
+    state["tied"] = state["w"]
+    checkpoint.save(state, tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "dcp", to="dcp")
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(found, checkpoint_id=tmp_path / "dcp")
+    assert_same(found, state)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "theirs.pt")
+    assert_same(torch.load(tmp_path / "theirs.pt"), state)
 
 
 def test_the_records_of_a_torch_file_are_aligned_and_have_right_checksums(tmp_path: Path) -> None:
@@ -109,7 +124,7 @@ def test_large_tensors_go_through_windows_of_bounded_size(tmp_path: Path) -> Non
             seen += [window.nbytes for window in source.windows(tensor)]
     assert max(seen) <= 1 << 20
     expected = {"a": state["a"].t().contiguous(), "b": state["b"], "c.p": state["c"][:700], "c.q": state["c"][700:]}
-    for to in ("hf", "torch", "shardwright"):
+    for to in ("hf", "dcp", "torch", "shardwright"):
         convert(tmp_path / "ours", tmp_path / to, to=to, mapping=rules, memory=4 << 20)  # type: ignore[arg-type]  # of the three
     assert_same(load_file(tmp_path / "hf/model.safetensors"), expected)
     assert_same(torch.load(tmp_path / "torch"), expected)
@@ -170,7 +185,7 @@ def test_a_folder_to_be_like_may_have_a_configuration_only(tmp_path: Path) -> No
     assert sorted(os.listdir(tmp_path / "hf")) == ["config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize("to", ["hf", "torch", "shardwright"])
+@pytest.mark.parametrize("to", ["hf", "dcp", "torch", "shardwright"])
 def test_an_output_that_exists_is_refused_and_left_as_it_is(to: Any, tmp_path: Path) -> None:
     checkpoint.save({"a": torch.ones(2)}, tmp_path / "ours")
     (tmp_path / "there").write_text("mine")
@@ -180,7 +195,7 @@ def test_an_output_that_exists_is_refused_and_left_as_it_is(to: Any, tmp_path: P
     assert sorted(os.listdir(tmp_path)) == ["ours", "there"]
 
 
-@pytest.mark.parametrize("to", ["hf", "torch", "shardwright"])
+@pytest.mark.parametrize("to", ["hf", "dcp", "torch", "shardwright"])
 def test_a_conversion_that_fails_leaves_nothing(to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path / "ours")
     original, count = ConversionSource.windows, [0]
@@ -211,7 +226,7 @@ def test_a_corrupted_source_is_an_error_and_leaves_nothing(tmp_path: Path) -> No
 def test_wrong_arguments_are_typed_errors(tmp_path: Path) -> None:
     checkpoint.save({"a": torch.ones(2), "n": torch.arange(2)}, tmp_path / "ours")
     ours, new = tmp_path / "ours", tmp_path / "new"
-    with pytest.raises(ArgumentTypeError, match="to must be one of 'hf', 'torch', 'shardwright'"):
+    with pytest.raises(ArgumentTypeError, match="to must be one of 'hf', 'dcp', 'torch', 'shardwright'"):
         convert(ours, new, to="onnx")  # type: ignore[arg-type]  # the mistake
     with pytest.raises(ArgumentTypeError, match=r"mapping must be a shardwright\.Mapping"):
         convert(ours, new, to="hf", mapping="a = b")  # type: ignore[arg-type]  # the mistake
@@ -256,7 +271,7 @@ def test_ranks_share_the_files_of_a_conversion(tmp_path: Path) -> None:
 def test_progress_counts_every_byte(tmp_path: Path) -> None:
     state = {"a": torch.ones(1 << 20)}
     checkpoint.save(state, tmp_path / "ours")
-    for to in ("hf", "torch", "shardwright"):
+    for to in ("hf", "dcp", "torch", "shardwright"):
         seen: list[tuple[int, int]] = []
         convert(tmp_path / "ours", tmp_path / to, to=to, progress=lambda done, total: seen.append((done, total)))  # type: ignore[arg-type]  # noqa: B023  called at once
         assert seen[-1] == (4 << 20, 4 << 20)

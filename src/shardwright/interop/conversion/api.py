@@ -21,9 +21,9 @@ from shardwright.interop.mapping import Mapping
 
 __all__ = ["Format", "convert"]
 
-Format: TypeAlias = Literal["hf", "torch", "shardwright"]
+Format: TypeAlias = Literal["hf", "dcp", "torch", "shardwright"]
 
-_FORMATS = ("hf", "torch", "shardwright")
+_FORMATS = ("hf", "dcp", "torch", "shardwright")
 _MEMORY = 64 << 20
 _MIN_BYTES_PER_SECOND = 5 << 20  # a rank that writes more slowly than this counts as stuck
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -56,7 +56,7 @@ def convert(
     memory: int = _MEMORY,
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Write the tensors of a checkpoint in another format: "hf", "torch" or "shardwright".
+    """Write the tensors of a checkpoint in another format: "hf", "dcp", "torch" or "shardwright".
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -66,8 +66,9 @@ def convert(
     ...     torch.load(f"{folder}/weights.pt")
     {'w.0': tensor([[0., 3.], [1., 4.], [2., 5.]])}
 
-    "hf" is a folder of safetensors files of at most `max_shard_size`, "torch" a file that `torch.load` reads, and
-    "shardwright" a checkpoint of this library. `mapping` gives names and shapes; `only` selects by patterns of the new
+    "hf" is a folder of safetensors files of at most `max_shard_size`, "dcp" a folder that
+    `torch.distributed.checkpoint.load` reads, "torch" a file that `torch.load` reads, and "shardwright" a checkpoint of
+    this library. `mapping` gives names and shapes; `only` selects by patterns of the new
     names; `cast` is a dtype for floating-point tensors, or has dtypes by pattern. `like` is a folder whose other files
     (configuration, tokenizer) are copied, and whose names, shapes and dtypes, if it has weights, the result must have.
     Tied tensors are written once.
@@ -131,6 +132,10 @@ def _writer(to: Format, source: ConversionSource, limit: int, keep: frozenset[st
     match to:
         case "hf":
             return HuggingFaceWriter(source, limit, keep)
+        case "dcp":
+            from shardwright.interop.conversion.distributed_checkpoint import DistributedCheckpointWriter  # it is slow
+
+            return DistributedCheckpointWriter(source)
         case "torch":
             return TorchFileWriter(source)
         case "shardwright":

@@ -9,7 +9,7 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -19,7 +19,7 @@ from shardwright.checkpoint.runtime.address_space import memory_at
 from shardwright.interop.conversion.files import NewFile, storage_errors
 from shardwright.interop.conversion.source import ConversionSource, OutputTensor
 
-__all__ = ["TorchFileWriter"]
+__all__ = ["TorchFileWriter", "write_tensor_archive"]
 
 _ALIGNMENT = 64  # of records, as torch has it
 _ZIP64_EXTRA = 20  # bytes that `zipfile` adds to the header of a record
@@ -44,13 +44,13 @@ class TorchFileWriter:
         if rank:
             return
         with NewFile(path) as out, storage_errors(path), zipfile.ZipFile(out.file, "w") as archive:
-            write_archive(archive, self.names, self._source.windows, progress)
+            _write_archive(archive, self.names, self._source.windows, progress)
 
     def finish(self, folder: str) -> None:
         """Do nothing: the file is complete."""
 
 
-def write_archive(
+def _write_archive(
     archive: zipfile.ZipFile,
     tensors: Sequence[OutputTensor],
     windows: Callable[[OutputTensor], Any],
@@ -58,9 +58,26 @@ def write_archive(
 ) -> None:
     """Write the records of a dict of tensors."""
     keys = {tensor.name: str(key) for key, tensor in enumerate(each for each in tensors if each.tied_to is None)}
-    state = {tensor.name: _Pickled(tensor, keys[tensor.tied_to or tensor.name]) for tensor in tensors}
+    _begin(archive, {tensor.name: _Pickled(tensor, keys[tensor.tied_to or tensor.name]) for tensor in tensors})
+    for tensor in tensors:
+        if tensor.tied_to is None:
+            _write_record(archive, f"data/{keys[tensor.name]}", windows(tensor), progress)
+    _write_record(archive, "version", [b"3\n"])
+
+
+def write_tensor_archive(
+    archive: zipfile.ZipFile, tensor: OutputTensor, windows: Iterable[Tensor], progress: Callable[[int], None]
+) -> None:
+    """Write the records of one tensor."""
+    _begin(archive, _Pickled(tensor, "0"))
+    _write_record(archive, "data/0", windows, progress)
+    _write_record(archive, "version", [b"3\n"])
+
+
+def _begin(archive: zipfile.ZipFile, value: object) -> None:
+    """Write what comes before the storages: the pickled value, and how they are stored."""
     data = io.BytesIO()
-    _Pickler(data).dump(state)
+    _Pickler(data).dump(value)
     for name, content in (
         ("data.pkl", data.getvalue()),
         (".format_version", b"1"),
@@ -68,10 +85,6 @@ def write_archive(
         ("byteorder", b"little"),
     ):
         _write_record(archive, name, [content])
-    for tensor in tensors:
-        if tensor.tied_to is None:
-            _write_record(archive, f"data/{keys[tensor.name]}", windows(tensor), progress)
-    _write_record(archive, "version", [b"3\n"])
 
 
 def _write_record(
