@@ -22,6 +22,7 @@ from shardwright.checkpoint.location import location_id
 from shardwright.checkpoint.reading.current import read_manifest
 from shardwright.checkpoint.writing.leftovers import may_be_removed
 from shardwright.errors import CheckpointError, MissingKeyError, NotACheckpointError, StorageError
+from shardwright.interop.formats import other_format
 from shardwright.listing import join_first
 from shardwright.storage import LocalStorage, Storage, Writer
 
@@ -57,6 +58,7 @@ class Commit:
                 "save to a directory"
             )
         if self._is_first:
+            _refuse_other_formats(self._storage)
             self._storage.prepare()
             self._held.enter_context(self._storage.lock())
             self.save_id = os.urandom(6).hex()
@@ -244,3 +246,13 @@ def _check_same_location(locations: Sequence[str], ranks: Sequence[int]) -> None
         f"ranks save to {len(set(locations))} different locations: {join_first(listed, _MAX_LISTED)}; "
         "give all ranks the same path"
     )
+
+
+def _refuse_other_formats(storage: Storage) -> None:
+    """Raise if the directory has a checkpoint of another format: afterwards it would have two."""
+    if isinstance(storage, LocalStorage) and not storage.is_file():
+        other = other_format(storage.list_files())
+        if other is not None:
+            raise CheckpointError(
+                f"{storage.path} has a checkpoint of another format ({other}); save to a directory of its own"
+            )

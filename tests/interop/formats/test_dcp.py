@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import shutil
 import sys
@@ -34,11 +35,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwright as sw
 from shardwright import checkpoint, comm, sharded
-from shardwright.errors import CheckpointError, CorruptionError, FormatError, RankFailedError
+from shardwright.errors import CheckpointError, CorruptionError, FormatError, PickleError, RankFailedError
 from shardwright.storage import LocalStorage
 from shardwright.testing import run_ranks
 from tests.checkpoint.calls import CountingReads
 
+FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"
 TENSORS = {
     "rows": (torch.float32, (1037, 300)),
     "columns": (torch.bfloat16, (311, 2050)),
@@ -418,6 +420,62 @@ def test_two_formats_in_one_folder_are_refused(tmp_path: Path) -> None:
         shutil.copy(file, tmp_path / "both" / file.name)
     with pytest.raises(FormatError, match=r"two formats: manifest.json and .metadata"):
         checkpoint.read(tmp_path / "both")
+
+
+def test_nothing_is_saved_into_a_folder_of_another_format(tmp_path: Path) -> None:
+    by_hand(tmp_path / "theirs")
+    before = sorted(path.name for path in (tmp_path / "theirs").iterdir())
+    with pytest.raises(CheckpointError, match=r"another format \(.metadata\)"):
+        checkpoint.save({"w": torch.ones(1)}, tmp_path / "theirs")
+    assert sorted(path.name for path in (tmp_path / "theirs").iterdir()) == before
+
+
+def test_metadata_that_would_execute_code_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, raw in enumerate(
+        (
+            b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x0etouch executed\x85R.",
+            b"\x80\x02cposix\nsystem\nX\x0e\0\0\0touch executed\x85R.",
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / ".metadata").write_bytes(raw)
+        before = set(sys.modules)
+        for use in (checkpoint.open, checkpoint.read, lambda path: checkpoint.load({}, path)):
+            with pytest.raises(PickleError, match=r"'posix.system'"):
+                use(folder)
+        assert not checkpoint.verify(folder)
+        assert set(sys.modules) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_every_flipped_bit_of_a_tensor_is_found_by_verify(tmp_path: Path) -> None:
+    """Beside PyTorch, which loads each of them in silence."""
+    generator = torch.Generator().manual_seed(1)
+    state = {f"w{n}": torch.randn(50, 40, generator=generator) for n in range(5)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=str(tmp_path / "step"))
+    with checkpoint.open(tmp_path / "step") as opened:
+        ranges = {name: opened[name].stored_ranges()[0] for name in state}
+    path = tmp_path / "step" / "__0_0.distcp"
+    original = path.read_bytes()
+    flips = 200 if FULL else 15
+    found = silent = 0
+    for flip in range(flips):
+        name = f"w{flip % 5}"
+        data = bytearray(original)
+        data[ranges[name].first + int(torch.randint(8000, (1,), generator=generator))] ^= 1 << flip % 8
+        path.write_bytes(data)
+        report = checkpoint.verify(tmp_path / "step")
+        found += [corruption.tensor for corruption in report.corruptions] == [name]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = {name: torch.zeros(50, 40) for name in state}
+            dcp.load(loaded, checkpoint_id=str(tmp_path / "step"))
+        silent += not all(torch.equal(loaded[each], state[each]) for each in state)
+    assert (found, silent) == (flips, flips)
 
 
 def test_a_value_that_would_execute_code_is_opaque(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from shardwright.checkpoint.format.manifest import KEY
@@ -15,12 +15,13 @@ from shardwright.interop.formats.stored import read_bytes
 from shardwright.interop.formats.torch_file import LEGACY, ZIP, read_torch_file
 from shardwright.storage import LocalStorage
 
-__all__ = ["read_foreign"]
+__all__ = ["other_format", "read_foreign"]
 
 _OURS = b'{"shardwright":'
 _RANK = re.compile(r"__(\d{1,9})\.metadata")
 _OUR_FILE = re.compile(r"[0-9a-z]{6,32}-\d{5,}-0\.safetensors")
 _INDEX = ".safetensors.index.json"
+_MARKS = (".metadata", "model.safetensors")
 _TORCH = (".pt", ".pth", ".bin")
 
 _Read: TypeAlias = Callable[[], ForeignContents]
@@ -35,20 +36,31 @@ def read_foreign(storage: LocalStorage) -> ForeignContents | None:
     if storage.is_file():
         return _read_file(storage)
     names = storage.list_files()
-    found = _found(storage, names)
-    if KEY in names and (not found or _start(storage, KEY).startswith(_OURS)):
-        if found:
+    if KEY in names:
+        other = other_format(names)
+        if other is None:
+            return None
+        if _start(storage, KEY).startswith(_OURS):
             raise FormatError(
-                f"{storage.path} has checkpoints of two formats: {KEY} and {found[0][0]}; move one of them to a folder "
+                f"{storage.path} has checkpoints of two formats: {KEY} and {other}; move one of them to a folder "
                 "of its own"
             )
-        return None
+    found = _found(storage, names)
     if len(found) > 1:
         raise FormatError(
             f"{storage.path} has checkpoints of two formats or of two models: {found[0][0]} and {found[1][0]}; name "
             "the file, or move one of them to a folder of its own"
         )
     return found[0][1]() if found else None
+
+
+def other_format(names: Iterable[str]) -> str | None:
+    """Return the name of a file that only checkpoints of other formats have, if any of these is one.
+
+    >>> other_format(["manifest.json", ".metadata"])
+    '.metadata'
+    """
+    return next((name for name in names if name in _MARKS or _RANK.fullmatch(name) or name.endswith(_INDEX)), None)
 
 
 def _found(storage: LocalStorage, names: list[str]) -> list[tuple[str, _Read]]:
@@ -65,12 +77,12 @@ def _found(storage: LocalStorage, names: list[str]) -> list[tuple[str, _Read]]:
         found += [(name, lambda name=name: read_safetensors_index(storage, name)) for name in indices]  # type: ignore[misc]  # mypy cannot infer a lambda with a default
     elif len(files) == 1:
         found.append((files[0], lambda: read_safetensors_file(storage, files[0])))
-    elif files and KEY not in names:
+    elif files:
         raise FormatError(
             f"{storage.path} has {len(files)} safetensors files and no index that says what belongs together: "
             f"{', '.join(files[:3])}; name one of them"
         )
-    if not found and KEY not in names:
+    if not found:
         archives = [name for name in names if name.endswith(_TORCH) and _start(storage, name).startswith(ZIP)]
         if len(archives) == 1:
             found.append((archives[0], lambda: read_torch_file(storage, archives[0])))
