@@ -436,6 +436,7 @@ MAY_USE: dict[str, tuple[str, ...]] = {
         "errors",
         "interop.mapping",
         "layout",
+        "listing",
         "tensor",
     ),
     "__main__": ("cli",),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,15 +18,18 @@ from tests.cli.conftest import Cli
 
 FOLDER = Path(__file__).parents[2] / "docs" / "how-to" / "command-line"
 PAGES = sorted(FOLDER.glob("*.md"))
-BLOCK = re.compile(r"(?<=^```console\n).*?(?=^```$)|<!-- flip .*? -->", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"(?<=^```console\n).*?(?=^```$)|<!-- (?:flip|copy) .*? -->", re.MULTILINE | re.DOTALL)
 EXIT_CODE = "; echo $?"
 
 
 def run_block(block: str, cli: Cli) -> str:
-    """Run the commands of a block, and return it with what they print; or flip the bit that a comment names."""
+    """Run the commands of a block, and return it with what they print; or do what a comment says."""
     if block.startswith("<!--"):
-        _, _, pattern, at, _ = block.split()
-        flip(pattern, int(at))
+        _, what, first, second, _ = block.split()
+        if what == "flip":
+            flip(first, int(second))
+        else:
+            shutil.copytree(first, second)
         return block
     written = []
     for line in block.splitlines():

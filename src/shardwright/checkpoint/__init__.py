@@ -26,6 +26,8 @@ from shardwright.checkpoint.metadata import (
     write_items,
 )
 from shardwright.checkpoint.reader import Checkpoint, LazyTensor, StoredRange, open
+from shardwright.checkpoint.remove import remove
+from shardwright.checkpoint.repair import RepairedFile, RepairReport, repair
 from shardwright.checkpoint.state.marks import PerRank, Stateful
 from shardwright.checkpoint.state.optimizer import OptimizerState, optimizer_state
 from shardwright.checkpoint.verify import Corruption, VerifyReport, verify
@@ -51,6 +53,8 @@ __all__ = [
     "OptimizerState",
     "PerRank",
     "Removal",
+    "RepairReport",
+    "RepairedFile",
     "SaveProgress",
     "Stateful",
     "StepInfo",
@@ -72,6 +76,8 @@ __all__ = [
     "optimizer_state",
     "read",
     "release_buffers",
+    "remove",
+    "repair",
     "save",
     "verify",
     "write_items",

@@ -36,6 +36,7 @@ MappingOption = Annotated[
 SizeOption = Annotated[
     list[str] | None, typer.Option("--size", metavar="AXIS=N", help="The length of an axis of the mapping; repeatable.")
 ]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and change nothing.")]
 Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout.")]
 
 
@@ -185,3 +186,98 @@ def fingerprint(
     rules = read_mapping(mapping, size or [])
     report = fingerprint_checkpoint(path, only or [], mapping=rules, expected=expect, list_tensors=tensors)
     finish(report, as_json)
+
+
+@app.command()
+def repair(
+    path: Path,
+    sources: Annotated[
+        list[str] | None,
+        typer.Option("--from", metavar="PATH", help="A checkpoint that holds the same tensors; repeatable."),
+    ] = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Restore damaged blocks and files from other copies of the same tensors, bit for bit."""
+    from shardwright.cli.repair import repair_checkpoint
+
+    finish(repair_checkpoint(path, sources or [], dry_run=dry_run), as_json)
+
+
+@app.command()
+def merge(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints to average, or one base.")],
+    out: Annotated[str, typer.Option("--out", metavar="PATH", help="The checkpoint to write; it must not exist.")],
+    weight: Annotated[
+        list[float] | None, typer.Option("--weight", help="A weight for each checkpoint; repeatable.")
+    ] = None,
+    lora: Annotated[
+        str | None, typer.Option("--lora", metavar="PATH", help="A LoRA adapter to add to the base.")
+    ] = None,
+    alpha: Annotated[float | None, typer.Option("--alpha", help="The alpha of the adapter.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Average checkpoints, or add a LoRA adapter to a base, and write the result as a new checkpoint."""
+    from shardwright.cli.merge import add_lora, average
+    from shardwright.errors import UsageError
+
+    if lora is None:
+        if alpha is not None:
+            raise UsageError("--alpha belongs to --lora")
+        finish(average(paths, out, weight or []), as_json)
+        return
+    if len(paths) != 1 or weight:
+        raise UsageError("--lora needs one base, and takes no weights")
+    finish(add_lora(paths[0], lora, out, alpha=alpha), as_json)
+
+
+@app.command()
+def rm(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints to remove.")],
+    force: Annotated[bool, typer.Option("--force", help="Remove even the newest valid step of a run.")] = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Remove checkpoints; the newest valid step of a run only with --force."""
+    from shardwright.cli.remove import remove_checkpoints
+
+    finish(remove_checkpoints(paths, force=force, dry_run=dry_run), as_json)
+
+
+@app.command()
+def gc(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run.")],
+    keep_last: Annotated[int | None, typer.Option("--keep-last", min=1, help="Keep the last N steps.")] = None,
+    keep_every: Annotated[int | None, typer.Option("--keep-every", min=1, help="Keep multiples of K.")] = None,
+    keep_best: Annotated[
+        str | None, typer.Option("--keep-best", metavar="METRIC:N:MODE", help="Keep the best, such as loss:3:min.")
+    ] = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Remove the steps of a run that no rule keeps, and what failed saves left behind."""
+    from shardwright.cli.remove import collect_garbage, parse_keep_best
+
+    best = parse_keep_best(keep_best)
+    report = collect_garbage(root, keep_last=keep_last, keep_every=keep_every, keep_best=best, dry_run=dry_run)
+    finish(report, as_json)
+
+
+@app.command()
+def explain(
+    path: Path,
+    mesh: Annotated[str, typer.Option("--mesh", help="The mesh of ranks, such as dp=8,tp=4.")],
+    plan: Annotated[
+        list[str] | None,
+        typer.Option("--plan", metavar="RULE", help="'*.wq.weight=tp:0', or a file of such lines; repeatable."),
+    ] = None,
+    only: Only = None,
+    ranks_per_host: Annotated[int, typer.Option("--ranks-per-host", min=1, help="Ranks that share reads.")] = 8,
+    as_json: Json = False,
+) -> None:
+    """Explain what a load on a mesh of ranks would read and hold, without the ranks."""
+    from shardwright.cli.explain import explain_load, parse_mesh, parse_plan
+
+    ranks = parse_mesh(mesh)
+    rules = parse_plan(plan or [], ranks)
+    finish(explain_load(path, ranks, rules, only=only or [], ranks_per_host=ranks_per_host), as_json)

@@ -157,12 +157,17 @@ class DataFile:
         text = START + checksums.astype(">u4").tobytes().hex().encode() + self._rest
         return struct.pack("<Q", self.header_size - 8) + text.ljust(self.header_size - 8)
 
+    @property
+    def checksums_start(self) -> int:
+        """The offset in the file at which the checksums begin."""
+        return 8 + len(START)
+
     def checksums(self, header: bytes) -> npt.NDArray[np.uint32]:
         """Return the checksums in a header whose digest was verified.
 
         Everything else in a header follows from the manifest, so it is compared, not parsed.
         """
-        first = 8 + len(START)
+        first = self.checksums_start
         try:
             text = header[first : first + 8 * int(self.blocks.sum())].decode("ascii")
             checksums = np.frombuffer(bytes.fromhex(text), ">u4").astype(np.uint32)

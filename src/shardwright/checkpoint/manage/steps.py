@@ -30,7 +30,7 @@ from shardwright.storage.address import folder_of
 from shardwright.storage.files import explained, is_folder, status_of
 from shardwright.storage.locks import LockFile
 
-__all__ = ["Steps"]
+__all__ = ["Steps", "remove_checkpoint", "version_of"]
 
 _READERS = ".readers"
 _LOCK = ".lock"
@@ -145,29 +145,7 @@ class Steps:
 
         With `if_version`, remove it only if its manifest still has this version; "" means that it has no manifest.
         """
-        storage = self.storage(step)
-        status = status_of(self._calls, storage.path)
-        if status is None or not stat.S_ISDIR(status.st_mode):
-            return
-        try:
-            with storage.lock(), self._exclusive(storage.path):
-                if if_version not in (None, self._version(step)):
-                    return
-                storage.delete(KEY)
-                # Data files may be removed only after this: else a crash could leave a manifest without them.
-                self._sync(storage.path)
-                for key in storage.list_keys():
-                    if may_be_removed(storage, key):
-                        storage.delete(key)
-                for name in (_READERS, _LOCK):
-                    with suppress(FileNotFoundError):
-                        self._calls.unlink(os.path.join(storage.path, name))
-                self._calls.rmdir(storage.path)
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):  # files that are not ours stay
-                raise StorageError(f"cannot remove {storage.path}: {explained(error)}") from error
+        remove_checkpoint(self.storage(step), self._calls, if_version)
 
     def _directories(self) -> list[int]:
         """Return the steps that have a directory, whatever it contains."""
@@ -181,9 +159,7 @@ class Steps:
         return sorted(step for step in steps if os.path.basename(self.path(step)) in names)
 
     def _version(self, step: int) -> str:
-        """Return a version that changes when a step is replaced, "" if it has no manifest; raise if that is unknown."""
-        status = status_of(self._calls, os.path.join(self.path(step), KEY))
-        return "" if status is None else f"{status.st_ino}.{status.st_mtime_ns}.{status.st_size}"
+        return version_of(self._calls, self.path(step))
 
     def _lock_shared(self, path: str) -> LockFile | None:
         """Return `.readers` with a shared lock; None if it neither exists nor can be created."""
@@ -220,19 +196,6 @@ class Steps:
         except FileNotFoundError:
             return LockFile(self._calls, path, os.O_RDONLY | os.O_CREAT)
 
-    @contextmanager
-    def _exclusive(self, path: str) -> Iterator[None]:
-        """Hold an exclusive lock on `.readers`."""
-        file = LockFile(self._calls, os.path.join(path, _READERS), os.O_CREAT | os.O_RDWR)
-        try:
-            try:
-                file.lock()
-            except BlockingIOError:
-                raise StorageBusyError(f"{path} is being read") from None
-            yield
-        finally:
-            file.close()
-
     def _is_locked(self, step: int) -> bool:
         """Return True if a step is being saved or removed; raise `StorageError` if that cannot be determined."""
         path = os.path.join(self.path(step), _LOCK)
@@ -252,12 +215,62 @@ class Steps:
             file.close()
         return False
 
-    def _sync(self, path: str) -> None:
-        fd = self._calls.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+def version_of(calls: Calls, folder: str) -> str:
+    """Return a version that changes when a checkpoint is replaced, "" if there is none; raise if that is unknown."""
+    status = status_of(calls, os.path.join(folder, KEY))
+    return "" if status is None else f"{status.st_ino}.{status.st_mtime_ns}.{status.st_size}"
+
+
+def remove_checkpoint(storage: LocalStorage, calls: Calls, if_version: str | None = None) -> None:
+    """Remove a checkpoint. Idempotent. Raise `StorageBusyError` while it is being saved or read.
+
+    With `if_version`, remove it only if its manifest still has this version; "" means that it has no manifest.
+    """
+    status = status_of(calls, storage.path)
+    if status is None or not stat.S_ISDIR(status.st_mode):
+        return
+    try:
+        with storage.lock(), _exclusive(calls, storage.path):
+            if if_version not in (None, version_of(calls, storage.path)):
+                return
+            storage.delete(KEY)
+            # Data files may be removed only after this: else a crash could leave a manifest without them.
+            _sync(calls, storage.path)
+            for key in storage.list_keys():
+                if may_be_removed(storage, key):
+                    storage.delete(key)
+            for name in (_READERS, _LOCK):
+                with suppress(FileNotFoundError):
+                    calls.unlink(os.path.join(storage.path, name))
+            calls.rmdir(storage.path)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):  # files that are not ours stay
+            raise StorageError(f"cannot remove {storage.path}: {explained(error)}") from error
+
+
+@contextmanager
+def _exclusive(calls: Calls, path: str) -> Iterator[None]:
+    """Hold an exclusive lock on `.readers`."""
+    file = LockFile(calls, os.path.join(path, _READERS), os.O_CREAT | os.O_RDWR)
+    try:
         try:
-            self._calls.fsync(fd)
-        finally:
-            self._calls.close(fd)
+            file.lock()
+        except BlockingIOError:
+            raise StorageBusyError(f"{path} is being read") from None
+        yield
+    finally:
+        file.close()
+
+
+def _sync(calls: Calls, path: str) -> None:
+    fd = calls.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        calls.fsync(fd)
+    finally:
+        calls.close(fd)
 
 
 def _no_checkpoint(path: str) -> NotACheckpointError:
