@@ -67,8 +67,10 @@ def test_the_package_exports_exactly_these_names() -> None:
     assert shardwright.__all__ == [
         "ColwiseParallel",
         "CommunicationWarning",
+        "ContextParallel",
         "DTensor",
         "DeviceMesh",
+        "ExpertParallel",
         "FSDPModule",
         "Ignored",
         "Layout",

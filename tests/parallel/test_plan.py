@@ -13,18 +13,15 @@ import shardwright as sw
 from shardwright import Replicate, Shard
 from shardwright.errors import ArgumentTypeError, PlanError
 from shardwright.layout import Mesh
-from shardwright.parallel.plan.mesh_roles import MeshRoles
+from shardwright.parallel.plan.mesh_roles import MeshRoles, roles_of
 from shardwright.parallel.plan.patterns import Pattern
 from shardwright.parallel.plan.resolve import resolve
 from shardwright.parallel.plan.structure import fans, repeated_blocks
 
 
 def roles(**sizes: int) -> MeshRoles:
-    """Return a mesh of these sizes, which needs no ranks to decide layouts."""
-    mesh = Mesh(tuple(sizes.values()), tuple(sizes))
-    names = list(sizes)
-    data = tuple(names.index(name) for name in ("dp", "replicate") if name in names)
-    return MeshRoles(mesh, data, *(names.index(name) if name in names else None for name in ("dp", "tp")))
+    """Return the roles of a mesh with these dimensions."""
+    return roles_of(sw.Mesh(tuple(sizes.values()), tuple(sizes)))
 
 
 def placements(model: nn.Module, plan: Any, **sizes: int) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from shardwright.parallel.batch import shard_batch
 from shardwright.parallel.context import ContextParallel
+from shardwright.parallel.experts import ExpertParallel
 from shardwright.parallel.fsdp import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from shardwright.parallel.parallelize import parallelize
 from shardwright.parallel.parallelize_module import loss_parallel, parallelize_module
@@ -24,6 +25,7 @@ from shardwright.parallel.units import MixedPrecisionPolicy
 __all__ = [
     "ColwiseParallel",
     "ContextParallel",
+    "ExpertParallel",
     "FSDPModule",
     "Ignored",
     "MixedPrecisionPolicy",

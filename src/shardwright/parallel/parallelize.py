@@ -10,15 +10,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from shardwright.errors import ArgumentTypeError, PlanError
-from shardwright.parallel.context import ContextInstallation, ContextParallel, decide_context
+from shardwright.parallel.context import ContextParallel
+from shardwright.parallel.context.install import ContextInstallation, decide_context
 from shardwright.parallel.distribute import agree_on_plan, distribute_parameter
+from shardwright.parallel.experts import ExpertParallel
+from shardwright.parallel.experts.install import ExpertInstallation, decide_experts
 from shardwright.parallel.forward import ReplicatingMethod, replicate_plain_tensors
 from shardwright.parallel.module_io import install
 from shardwright.parallel.plan.auto import auto_plan
 from shardwright.parallel.plan.mesh_roles import mesh_roles
 from shardwright.parallel.plan.plan import Plan
 from shardwright.parallel.plan.resolve import Resolved, resolve
-from shardwright.parallel.plan.select import selected_modules, unit_groups
+from shardwright.parallel.plan.select import UnitGroup, selected_modules, unit_groups
 from shardwright.parallel.plan.structure import repeated_blocks
 from shardwright.parallel.running import RunningModel
 from shardwright.parallel.units import MixedPrecisionPolicy
@@ -39,6 +42,7 @@ def parallelize(
     reshard_after_forward: bool = True,
     checkpoint: bool | str | list[str] | None = None,
     context: ContextParallel | None = None,
+    experts: ExpertParallel | None = None,
 ) -> nn.Module:
     """Distribute a model over a mesh, in place, and return it; from here it is trained like a plain model.
 
@@ -51,6 +55,8 @@ def parallelize(
       sharding.
     - `cp`: context parallel. Sequences are sharded, and attention is computed as `context` says: a `ContextParallel`,
       by default `ContextParallel("gather")`. Parameters are sharded over `dp` and `cp` together, as if they were one.
+    - `ep`: expert parallel. Every rank has some experts of each layer, and tokens are sent to them: `ExpertParallel`.
+      For all other layers it is like `dp`: `dp`, `cp` and `ep` are as one.
     - `tp`: tensor parallel. Parameters are sharded as the plan says, and stay so; activations are redistributed.
 
     Pass batches through `shard_batch(batch, mesh)`; plain inputs are refused, because each rank may hold others. Plain
@@ -90,10 +96,12 @@ def parallelize(
         if isinstance(plan, str) and plan != "auto":
             raise PlanError(f"parallelize: plan must be 'auto' or a mapping of patterns to styles, got {plan!r}")
         chosen = auto_plan(model, mesh) if isinstance(plan, str) else Plan(plan)
-        resolved = resolve(model, chosen, roles, what="parallelize")
+        distributed = decide_experts(model, experts, roles)
+        names = frozenset[str]() if distributed is None else distributed.parameters
+        resolved = resolve(model, chosen, roles, what="parallelize", experts=names)
         groups = unit_groups(model, resolved, units)
         checkpointed = selected_modules(model, checkpoint, "checkpoint")
-        return _ModelPlan(resolved, groups, checkpointed, precision, decide_context(model, context, roles))
+        return _ModelPlan(resolved, groups, checkpointed, precision, decide_context(model, context, roles), distributed)
 
     decided = agree_on_plan(decide, roles.mesh, "parallelize")
     _distribute(model, mesh, decided.resolved, None if precision is None else precision.param_dtype)
@@ -104,6 +112,8 @@ def parallelize(
     for name in decided.checkpointed:
         modules[name].__dict__["forward"] = _Checkpointed(modules[name])
     blocks = repeated_blocks(model)
+    if decided.experts is not None:
+        decided.experts.install(model)
     attention = None if decided.context is None else decided.context.install(model)
     replicate_plain_tensors([modules[name] for name in dict.fromkeys(["", *blocks, *decided.checkpointed])], attention)
     RunningModel(roles, decided.groups, precision, reshard_after_forward).install(model)
@@ -117,10 +127,11 @@ class _ModelPlan(NamedTuple):
     """What `parallelize` does, the same on all ranks."""
 
     resolved: Resolved
-    groups: tuple[tuple[str, ...], ...]  # the names of the parameters of each unit, that of the model first
+    groups: tuple[UnitGroup, ...]  # that of the model first
     checkpointed: list[str]
     precision: MixedPrecisionPolicy | None
     context: ContextInstallation | None
+    experts: ExpertInstallation | None
 
 
 def _distribute(model: nn.Module, mesh: Any, resolved: Resolved, dtype: torch.dtype | None) -> None:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from shardwright.errors import MeshMismatchError, MixedTensorsError, TensorError
 from shardwright.parallel.plan.mesh_roles import MeshRoles
+from shardwright.parallel.plan.select import UnitGroup
 from shardwright.parallel.units import MixedPrecisionPolicy, Schedule, Unit, unit_of
 from shardwright.parallel.units.reduction import needs_gradient_now
 from shardwright.parallel.units.schedule import in_backward
@@ -41,18 +42,18 @@ def running_model(model: nn.Module) -> RunningModel | None:
 class RunningModel:
     """What the hooks of a parallel model need: its mesh, its precision, and which parameters form a unit.
 
-    `groups` are the names of the parameters of each unit, the one of the model itself first.
+    `groups` are the parameters of each unit, the one of the model itself first.
     """
 
     def __init__(
         self,
         roles: MeshRoles,
-        groups: tuple[tuple[str, ...], ...],
+        groups: tuple[UnitGroup, ...],
         precision: MixedPrecisionPolicy | None,
         reshard_after_forward: bool,
     ) -> None:
         self.roles, self.groups = roles, groups
-        self._group_of = {name: index for index, names in enumerate(groups) for name in names}
+        self._group_of = {name: index for index, group in enumerate(groups) for name in group.names}
         self.precision, self.reshard_after_forward = precision, reshard_after_forward
         self._schedule = Schedule()
         self._units: list[Unit | None] | None = None  # one for each group that has parameters
@@ -154,8 +155,8 @@ class RunningModel:
             if unit is not None:
                 unit.release()
         self._schedule, self._units = Schedule(), []
-        for group in found:
-            unit = self._unit(list(group.values()), list(group)) if group else None
+        for group, (_, mesh_dims) in zip(found, self.groups, strict=True):
+            unit = self._unit(list(group.values()), list(group), mesh_dims) if group else None
             self._units.append(unit)
 
     def _defer_reduction(self) -> None:
@@ -191,10 +192,10 @@ class RunningModel:
                 groups[index][name] = parameter
         return groups
 
-    def _unit(self, parameters: list[Tensor], names: list[str]) -> Unit:
+    def _unit(self, parameters: list[Tensor], names: list[str], mesh_dims: tuple[int, ...]) -> Unit:
         unit = unit_of(
             parameters,
-            self.roles.gathered,
+            mesh_dims,
             replicated=self.roles.replicated,
             precision=self.precision,
             reshard_after_forward=self.reshard_after_forward,

@@ -10,8 +10,9 @@ from shardwright.errors import ArgumentTypeError, PlanError
 from shardwright.parallel.context.attention import scaled_dot_product_attention_by
 from shardwright.parallel.context.loss import use_context_loss
 from shardwright.parallel.context.style import ContextParallel
-from shardwright.parallel.context.transformers_models import check_model, is_transformers_model, use_context_attention
+from shardwright.parallel.context.transformers_models import check_model, use_context_attention
 from shardwright.parallel.plan.mesh_roles import MeshRoles
+from shardwright.parallel.plan.transformers_model import is_transformers_model
 from shardwright.tensor.base.sequence_attention import SequenceAttention
 
 __all__ = ["ContextInstallation", "decide_context"]

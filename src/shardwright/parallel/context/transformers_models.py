@@ -6,8 +6,6 @@ describes masks instead of making tensors of all pairs of positions. On plain te
 
 from __future__ import annotations
 
-import copy
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,19 +16,14 @@ from shardwright.errors import PlanError, UnsupportedError
 from shardwright.parallel.context.attention import Mode, attend, refuse_dropout
 from shardwright.parallel.context.layouts import context_dim
 from shardwright.parallel.context.mask import Mask
+from shardwright.parallel.plan.transformers_model import own_configuration
 from shardwright.tensor.base.sequence_attention import sequence_attention
 from shardwright.tensor.base.tagging import DTensorBase
 
-__all__ = ["check_model", "is_transformers_model", "use_context_attention"]
+__all__ = ["check_model", "use_context_attention"]
 
 # Arguments that change what attention computes, and that are not known here.
 _REFUSED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "cache")
-
-
-def is_transformers_model(model: nn.Module) -> bool:
-    """Return whether a model is one of `transformers`, without importing it."""
-    library = sys.modules.get("transformers.modeling_utils")
-    return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 def check_model(model: Any, mode: Mode, ranks: int, tensor_ranks: int) -> None:
@@ -54,21 +47,11 @@ def use_context_attention(model: Any, mode: Mode) -> None:
     """Make a model of `transformers` use context-parallel attention, by its configuration."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    _own_configuration(model)
+    own_configuration(model)
     name = f"shardwright_{mode}"
     AttentionInterface.register(name, partial(_attention, mode))
     AttentionMaskInterface.register(name, _mask)
     model.set_attn_implementation(name)
-
-
-def _own_configuration(model: nn.Module) -> None:
-    """Give a model a copy of its configuration, because others may be made from the same object."""
-    copies: dict[int, Any] = {}
-    copy.deepcopy(model.config, copies)
-    for module in model.modules():
-        for name, value in list(module.__dict__.items()):
-            if type(value).__module__.startswith("transformers.") and hasattr(value, "_attn_implementation"):
-                module.__dict__[name] = copies.get(id(value), value)
 
 
 def _attention(

@@ -39,7 +39,7 @@ class ParameterLayout:
     layout: Layout | None
     gathered: frozenset[int]  # mesh dimensions over which it is gathered where it is used
     pattern: str | None  # that decides its placement over tp
-    in_unit: bool = False  # whether it can be gathered together with others: sharded the same way over all of them
+    unit_dims: tuple[int, ...] = ()  # the same, if it can be gathered together with others: it is split along one
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,20 @@ class _Candidate(NamedTuple):
 
 
 def resolve(
-    model: nn.Module, plan: Mapping[str, ParallelStyle], roles: MeshRoles, *, what: str, partial: bool = False
+    model: nn.Module,
+    plan: Mapping[str, ParallelStyle],
+    roles: MeshRoles,
+    *,
+    what: str,
+    partial: bool = False,
+    experts: frozenset[str] = frozenset(),
 ) -> Resolved:
     """Return the layout of every parameter under a plan; raise `PlanError` with everything that is wrong.
 
-    A partial plan decides only the parameters that it matches, and the result has only those.
+    `experts` are the names of parameters that are distributed over `ep` by experts. A partial plan decides only the
+    parameters that it matches, and the result has only those.
     """
-    resolver = _Resolver(model, plan, roles)
+    resolver = _Resolver(model, plan, roles, experts)
     resolved = resolver.resolve(partial=partial)
     problems = resolver.problems
     if problems:
@@ -91,8 +98,10 @@ def resolve(
 
 
 class _Resolver:
-    def __init__(self, model: nn.Module, plan: Mapping[str, ParallelStyle], roles: MeshRoles) -> None:
-        self.roles = roles
+    def __init__(
+        self, model: nn.Module, plan: Mapping[str, ParallelStyle], roles: MeshRoles, experts: frozenset[str]
+    ) -> None:
+        self.roles, self.experts = roles, experts
         self.problems: list[str] = []
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -184,7 +193,9 @@ class _Resolver:
         elif decision is not None and over_tp is not None:
             placements[over_tp] = self._over_tp(name, parameter, decision)
         gathering = self.roles.gathered
-        if not any((self.roles.mesh.names or ())[mesh_dim] in explicit for mesh_dim in gathering):
+        if name in self.experts:
+            gathering = self._distribute_experts(name, placements, explicit)
+        elif not any((self.roles.mesh.names or ())[mesh_dim] in explicit for mesh_dim in gathering):
             for mesh_dim in gathering:
                 placements[mesh_dim] = _over_dp(parameter, _REPLICATE if over_tp is None else placements[over_tp])
         gathered = frozenset(mesh_dim for mesh_dim in gathering if placements[mesh_dim].is_shard())
@@ -198,8 +209,23 @@ class _Resolver:
             self.problems.append(f"{name} of shape {tuple(parameter.shape)}{by}: {error}")
             layout = Layout(self.roles.mesh, [_REPLICATE] * self.roles.mesh.ndim, parameter.shape)
         dims = {each.dim for mesh_dim in gathered if isinstance(each := placements[mesh_dim], Shard | Ragged)}
-        in_unit = bool(gathered) and len(gathered) == len(gathering) and len(dims) == 1
-        return ParameterLayout((name,), layout, gathered, pattern, in_unit)
+        together = len(gathered) == len(gathering) and len(dims) == 1
+        return ParameterLayout((name,), layout, gathered, pattern, gathering if together else ())
+
+    def _distribute_experts(
+        self, name: str, placements: list[Placement], explicit: Mapping[str, Placement]
+    ) -> tuple[int, ...]:
+        """Place experts over ep, and each along its first dimension over the others; return those that are gathered."""
+        if explicit:
+            self.problems.append(
+                f"{name} is a parameter of experts, which ep distributes: the plan cannot place it as well. Remove its "
+                "pattern, or use a mesh without ep"
+            )
+        gathering = tuple(mesh_dim for mesh_dim in self.roles.gathered if mesh_dim != self.roles.experts)
+        for mesh_dim in range(len(placements)):
+            kept = Shard(0) if mesh_dim == self.roles.experts else _REPLICATE
+            placements[mesh_dim] = Shard(1) if mesh_dim in gathering else kept
+        return gathering
 
     def _decision(self, name: str) -> _Decision | None:
         """Return the style of the most specific pattern that matches the parameter or a module around it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import nn
 
@@ -11,7 +12,7 @@ from shardwright.parallel.plan.patterns import Pattern
 from shardwright.parallel.plan.resolve import Resolved
 from shardwright.parallel.plan.structure import repeated_blocks
 
-__all__ = ["selected_modules", "unit_groups"]
+__all__ = ["UnitGroup", "selected_modules", "unit_groups"]
 
 
 def selected_modules(model: nn.Module, selection: bool | str | Sequence[str] | None, what: str) -> list[str]:
@@ -32,12 +33,20 @@ def selected_modules(model: nn.Module, selection: bool | str | Sequence[str] | N
     return list(dict.fromkeys(found))
 
 
+class UnitGroup(NamedTuple):
+    """The names of the parameters of a unit, and the mesh dimensions over which they are gathered."""
+
+    names: tuple[str, ...]
+    mesh_dims: tuple[int, ...]
+
+
 def unit_groups(
     model: nn.Module, resolved: Resolved, units: bool | str | Sequence[str] | None
-) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the parameters of each unit, those outside of all selected modules first.
+) -> tuple[UnitGroup, ...]:
+    """Return the parameters of each unit, those outside of all selected modules first.
 
-    A parameter that is tied between units belongs to the first group. Units that overlap raise `PlanError`.
+    A module whose parameters are gathered over different mesh dimensions, as experts are, has a unit for each. A
+    parameter that is tied between units belongs to the first group. Units that overlap raise `PlanError`.
     """
     if units is False:
         return ()
@@ -46,9 +55,11 @@ def unit_groups(
         outer = next((other for other in modules if name.startswith(f"{other}.")), None)
         if outer is not None:
             raise PlanError(f"parallelize: the units {outer!r} and {name!r} overlap: one is inside the other")
-    groups: dict[str, list[str]] = {"": [], **{name: [] for name in modules}}
+    most = max((parameter.unit_dims for parameter in resolved.parameters), key=len, default=())
+    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {(name, most): [] for name in ("", *modules)}
     for parameter in resolved.parameters:
-        if parameter.in_unit:
+        if parameter.unit_dims:
             owners = {next((unit for unit in modules if name.startswith(f"{unit}.")), "") for name in parameter.names}
-            groups[owners.pop() if len(owners) == 1 else ""].append(parameter.names[0])
-    return tuple(map(tuple, groups.values()))
+            owner = owners.pop() if len(owners) == 1 else ""
+            groups.setdefault((owner, parameter.unit_dims), []).append(parameter.names[0])
+    return tuple(UnitGroup(tuple(names), mesh_dims) for (_, mesh_dims), names in groups.items())
