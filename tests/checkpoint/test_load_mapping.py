@@ -220,3 +220,37 @@ def test_a_shipped_mapping_loads_a_hugging_face_llama_into_megatron_names(tmp_pa
     checkpoint.load(state, tmp_path, mapping=sw.Mapping(LLAMA_MEGATRON, d=head))
     q, k, v = (tensor.view(groups, -1, hidden) for tensor in stored.values())
     assert torch.equal(state[name], torch.cat([q, k, v], dim=1).reshape(-1, hidden))
+
+
+def test_an_open_checkpoint_has_the_names_and_slices_of_the_mapping(tmp_path: Path) -> None:
+    checkpoint.save({**stored_state(), "epoch": 3, "old": 4}, tmp_path)
+    mapping = sw.Mapping(RULES + "old = new", **SIZES, pad=5)
+    wanted = expected_state()
+    with checkpoint.open(tmp_path, mapping=mapping) as opened:
+        assert set(opened) == set(wanted)
+        assert opened.plain_values() == {"epoch": 3, "new": 4}
+        assert opened.value("new") == 4
+        for name, tensor in wanted.items():
+            assert list(opened[name].shape) == list(tensor.shape)
+            assert torch.equal(opened[name].tensor(), tensor)
+        assert torch.equal(opened["layers.1.wqkv"][3:21:2, 1:4], wanted["layers.1.wqkv"][3:21:2, 1:4])
+        assert torch.equal(opened["tok.weight"][9:14, -1], wanted["tok.weight"][9:14, -1])
+        assert torch.equal(torch.from_numpy(opened.numpy("layers.0.w13")[2]), wanted["layers.0.w13"][2])
+        assert opened["layers.1.wqkv"].stored_ranges()
+        assert opened["layers.1.wqkv"].holdings() == ()
+        assert opened["final.weight"].stored_name == "norm.weight"
+        assert opened.tree()["epoch"] == 3
+    read = checkpoint.read(tmp_path, mapping=mapping)
+    assert {name: value for name, value in read.items() if name not in wanted} == {"epoch": 3, "new": 4}
+    assert all(torch.equal(read[name], tensor) for name, tensor in wanted.items())
+
+
+def test_tensors_made_of_one_stored_tensor_of_two_names_are_tied(tmp_path: Path) -> None:
+    shared = torch.randn(5, 3)
+    checkpoint.save({"embed": shared, "head": shared, "other": shared.clone()}, tmp_path)
+    mapping = sw.Mapping("{embed,head,other} = {e,h,o} : v d, w d, x d = (v + pad) d, (w + pad) d, (x + pad) d", pad=3)
+    with checkpoint.open(tmp_path, mapping=mapping) as opened:
+        assert [opened[name].stored_name for name in ("e", "h", "o")] == ["e", "e", "o"]
+    tied = torch.zeros(8, 3)
+    checkpoint.load({"e": tied, "h": tied, "o": torch.zeros(8, 3)}, tmp_path, mapping=mapping)
+    assert torch.equal(tied[:5], shared)

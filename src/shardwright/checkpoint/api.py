@@ -12,6 +12,8 @@ from shardwright.checkpoint.background import AsyncSave, raise_failures, start, 
 from shardwright.checkpoint.format.values import Codec
 from shardwright.checkpoint.load import LoadOperation
 from shardwright.checkpoint.location import as_storage, location_id, resolve_group
+from shardwright.checkpoint.reader import LazyTensor
+from shardwright.checkpoint.reader import open as open_checkpoint
 from shardwright.checkpoint.reading.current import read_current_on_ranks
 from shardwright.checkpoint.reading.read_state import read_state
 from shardwright.checkpoint.reading.request import Cast, LoadRequest, OnMissing, Rename
@@ -197,6 +199,7 @@ def load(
 def read(
     path: str | os.PathLike[str] | Storage,
     *,
+    mapping: Rules | None = None,
     codecs: Mapping[type, Codec] | None = None,
     memory: int | None = None,
     threads: int = 2,
@@ -211,12 +214,19 @@ def read(
     {'w': tensor([1., 1.]), 'layers': [tensor([0.])]}
 
     Of `PerRank` values it has those of rank 0; if rank 0 has none, a `PerRank` of all ranks' values by rank. To fill a
-    state that exists, under its own layout, use `load`; to read single tensors or slices, `open`. The arguments are
-    those of `load`.
+    state that exists, under its own layout, use `load`; to read single tensors or slices, `open`. With a `mapping`, it
+    is one dict of tensors and values by name. The arguments are those of `load`.
     """
     storage = as_storage(path)
     check_limits(memory, threads)
     check_codecs(codecs)
+    if mapping is not None:
+        with open_checkpoint(storage, mapping=mapping) as opened:
+            return {name: _read_whole(value) for name, value in opened.tree().items()}
     wait_for_saves_to(location_id(storage))
     with gc_paused():
         return read_state(storage, codecs or {}, threads, progress, memory)
+
+
+def _read_whole(value: Any) -> Any:
+    return value[...] if isinstance(value, LazyTensor) else value

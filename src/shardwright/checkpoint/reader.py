@@ -17,10 +17,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shardwright.checkpoint.arguments import check_mapping
 from shardwright.checkpoint.background import wait_for_saves_to
 from shardwright.checkpoint.format.data_file import BLOCK
 from shardwright.checkpoint.format.locate import Part
-from shardwright.checkpoint.format.tree import StoredTensor, StoredValue, stored_entries
+from shardwright.checkpoint.format.tree import StoredEntry, StoredTensor, StoredValue, stored_entries
 from shardwright.checkpoint.format.values import DTYPES, Codec, EnumValue
 from shardwright.checkpoint.location import as_storage, location_id
 from shardwright.checkpoint.metadata import Metadata
@@ -31,9 +32,13 @@ from shardwright.checkpoint.reading.data_reader import Destination, FileReader
 from shardwright.checkpoint.reading.foreign_reader import ForeignFileReader
 from shardwright.checkpoint.reading.host_sharing import blocks_of_part
 from shardwright.checkpoint.reading.indexing import slicing_of
+from shardwright.checkpoint.reading.mapped_entries import MappedEntries, map_entries, map_values
+from shardwright.checkpoint.reading.mapped_reads import assemble
 from shardwright.checkpoint.reading.targets import Target, check_bools
 from shardwright.errors import ArgumentTypeError, CheckpointError, CorruptionError, MissingKeyError, MissingNameError
 from shardwright.interop.formats import ForeignContents
+from shardwright.interop.mapping import MappedPiece
+from shardwright.interop.mapping import Mapping as Rules
 from shardwright.layout import Holding, Layout, Region
 from shardwright.storage import Reader, Storage
 
@@ -88,12 +93,12 @@ class LazyTensor(Generic[Out]):
     @property
     def shape(self) -> torch.Size:
         """The shape of the tensor."""
-        return torch.Size(self._checkpoint._manifest.tensors.shape(self._number))
+        return torch.Size(self._checkpoint._table.shape(self._number))
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the tensor."""
-        return DTYPES[self._checkpoint._manifest.tensors.dtypes[self._number]]
+        return DTYPES[self._checkpoint._table.dtypes[self._number]]
 
     @property
     def ndim(self) -> int:
@@ -112,16 +117,18 @@ class LazyTensor(Generic[Out]):
     @property
     def stored_name(self) -> str:
         """The name under which the tensor is stored; it differs from `name` if several names lead to one tensor."""
-        return self._checkpoint._manifest.tensors.names[self._number]
+        return self._checkpoint._table.names[self._number]
 
     @property
     def layout(self) -> Layout | None:
-        """The layout that the tensor had when it was saved; None if it was saved as explicit boxes."""
-        sharding = self._checkpoint._manifest.tensors.sharding(self._number)
-        return sharding if isinstance(sharding, Layout) else None
+        """The layout that the tensor had when it was saved; None for explicit boxes, or if a mapping made it."""
+        sharding = self._checkpoint._table.sharding(self._number)
+        return sharding if isinstance(sharding, Layout) and not self._checkpoint._is_made(self._number) else None
 
     def holdings(self) -> tuple[Holding, ...]:
         """Return which ranks held which region when the tensor was saved. Regions without elements are left out.
+
+        A tensor that a mapping makes of others was held by none.
 
         >>> import tempfile
         >>> from shardwright import checkpoint
@@ -130,7 +137,9 @@ class LazyTensor(Generic[Out]):
         ...     checkpoint.open(folder)["w"].holdings()
         (Holding(region=Region[0:2, 0:3], ranks=(0,)),)
         """
-        sharding = self._checkpoint._manifest.tensors.sharding(self._number)
+        if self._checkpoint._is_made(self._number):
+            return ()
+        sharding = self._checkpoint._table.sharding(self._number)
         if isinstance(sharding, Layout):
             return sharding.regions()
         pairs = zip(sharding.regions, sharding.ranks, strict=True)
@@ -190,14 +199,22 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
     (['model.w'], 3, {'model': {'w': LazyTensor('model.w', [2, 2], float32)}, 'epoch': 3})
     """
 
-    def __init__(self, storage: Storage, manifest: Contents, readers: dict[int, Reader]) -> None:
+    def __init__(
+        self, storage: Storage, manifest: Contents, readers: dict[int, Reader], mapping: Rules | None = None
+    ) -> None:
         self._storage, self._manifest = storage, manifest
+        self._mapping, self._table = mapping, manifest.tensors
+        self._mapped: MappedEntries | None = None
         self._readers = readers
         self._files: dict[int, FileReader] = {}
         self._closed = False
         # A tensor's own name comes first; other paths that lead to it are also names of it.
         self._numbers = dict(manifest.tensors.index)
-        for entry in stored_entries(manifest.tree, None):
+        entries = stored_entries(manifest.tree, None)
+        if mapping is not None:
+            mapped = self._mapped = map_entries(entries, manifest.tensors, mapping, {})
+            entries, self._table, self._numbers = mapped.entries, mapped.table, {}
+        for entry in entries:
             if isinstance(entry.content, StoredTensor):
                 self._numbers.setdefault(entry.name, entry.content.number)
 
@@ -244,7 +261,7 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
 
     def value(self, path: str, *, rank: int = 0) -> Any:
         """Return the plain value under a path; of a `PerRank` value, that of `rank`."""
-        leaves = {entry.name: entry.content for entry in stored_entries(self._manifest.tree, rank)}
+        leaves = {entry.name: entry.content for entry in self._entries(rank)}
         leaf = leaves.get(path)
         if isinstance(leaf, StoredValue):
             return leaf.value.value if isinstance(leaf.value, EnumValue) else leaf.value
@@ -265,15 +282,20 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
         """
         return {
             entry.name: entry.content.value.value if isinstance(entry.content.value, EnumValue) else entry.content.value
-            for entry in stored_entries(self._manifest.tree, rank)
+            for entry in self._entries(rank)
             if isinstance(entry.content, StoredValue)
         }
 
     def tree(self, *, rank: int = 0, codecs: Mapping[type, Codec] | None = None) -> Any:
         """Return the state as it was saved, with lazy tensors in place of tensors and arrays.
 
-        Of `PerRank` values, it has that of `rank`; if that rank has none, a `PerRank` of the others'.
+        Of `PerRank` values, it has that of `rank`; if that rank has none, a `PerRank` of the others'. Of a checkpoint
+        that was opened with a mapping, it is one dict of tensors and values by name.
         """
+        if self._mapped is not None:
+            arrays = {entry.name for entry in self._mapped.entries if _is_array(entry)}
+            lazy = {name: self.numpy(name) if name in arrays else self[name] for name in self}
+            return {**lazy, **self.plain_values(rank=rank)}
         names = self._manifest.tensors.names
         return build(
             self._manifest.tree,
@@ -313,6 +335,9 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
         """
         if self._closed:
             raise CheckpointError(f"{self!r} is closed")
+        if self._mapped is not None and self._mapped.is_made(number):
+            made = [assemble(self._mapped, number, region, self._read_one) for region in regions]
+            return made[0] if len(made) == 1 else torch.cat(made, dim)
         parts = [(part, index) for index, region in enumerate(regions) for part in self._parts(number, region)]
         try:
             files = {rank: self._file(rank) for rank in sorted({part.rank for part, _ in parts})}
@@ -335,10 +360,26 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
         check_bools([Target(table.names[number], number, result, Region.whole(size), result.dtype)])
         return result
 
+    def _is_made(self, number: int) -> bool:
+        """Return True if a mapping makes a tensor of others."""
+        return self._mapped is not None and self._mapped.is_made(number)
+
+    def _read_one(self, number: int, region: Region) -> Tensor:
+        return self._read(number, [region])
+
+    def _entries(self, rank: int | None) -> list[StoredEntry]:
+        """Return the stored entries for a rank; with a mapping, the values alone."""
+        stored = stored_entries(self._manifest.tree, rank)
+        return stored if self._mapping is None else map_values(stored, self._mapping)
+
     def _parts(self, number: int, region: Region) -> list[Part]:
         return self._manifest.locator.parts(number, region)
 
     def _stored_ranges(self, number: int, region: Region) -> list[StoredRange]:
+        if self._mapped is not None and self._mapped.is_made(number):
+            pieces = [piece for piece in self._mapped.pieces(number, region) if isinstance(piece, MappedPiece)]
+            found = [self._stored_ranges(self._mapped.numbers[each.name], each.source.region) for each in pieces]
+            return list(dict.fromkeys(each for ranges in found for each in ranges))
         itemsize = int(self._manifest.tensors.itemsizes[number])
         ranges = []
         for part in self._parts(number, region):
@@ -382,7 +423,11 @@ class Checkpoint(Mapping[str, LazyTensor[Tensor]]):
             reader.close()
 
 
-def open(path: str | os.PathLike[str] | Storage) -> Checkpoint:
+def _is_array(entry: StoredEntry) -> bool:
+    return isinstance(entry.content, StoredTensor) and entry.content.is_array
+
+
+def open(path: str | os.PathLike[str] | Storage, *, mapping: Rules | None = None) -> Checkpoint:
     """Open a checkpoint: its contents are known at once, and tensors are read by slices, in this process alone.
 
     >>> import tempfile
@@ -393,11 +438,18 @@ def open(path: str | os.PathLike[str] | Storage) -> Checkpoint:
     ...         saved["layers.0"][1, :2]
     tensor([3, 4])
 
-    If a background save of this process to the same location is running, it is waited for first, as in `load`.
+    With a `mapping`, a `shardwright.Mapping` from what is stored, it has the names and shapes of the mapping; a slice
+    reads what it is made of. If a background save of this process to the same location is running, it is waited for
+    first, as in `load`.
     """
     storage = as_storage(path)
+    check_mapping(mapping, None)
     wait_for_saves_to(location_id(storage))
-    return read_current(storage, lambda manifest: Checkpoint(storage, manifest, _open_files(storage, manifest)))
+
+    def open_contents(manifest: Contents) -> Checkpoint:
+        return Checkpoint(storage, manifest, _open_files(storage, manifest), mapping)
+
+    return read_current(storage, open_contents)
 
 
 def _open_files(storage: Storage, manifest: Contents) -> dict[int, Reader]:

@@ -10,12 +10,12 @@ from typing import final
 import numpy as np
 
 from shardwright.checkpoint.format.tensor_table import TensorTable
-from shardwright.checkpoint.format.tree import StoredEntry, StoredTensor
+from shardwright.checkpoint.format.tree import StoredEntry, StoredTensor, StoredValue
 from shardwright.errors import MappingError
-from shardwright.interop.mapping import BoundMapping, Mapping
-from shardwright.layout import Layout, Mesh, Replicate
+from shardwright.interop.mapping import BoundMapping, MappedPiece, Mapping, Padding
+from shardwright.layout import Layout, Mesh, Region, Replicate
 
-__all__ = ["MappedEntries", "map_entries"]
+__all__ = ["MappedEntries", "map_entries", "map_values"]
 
 
 @final
@@ -35,6 +35,10 @@ class MappedEntries:
     def is_made(self, number: int) -> bool:
         """Return True if a tensor of the table is made of others."""
         return number >= self.stored
+
+    def pieces(self, number: int, region: Region) -> list[MappedPiece | Padding]:
+        """Return the pieces of a region of a tensor that is made of others."""
+        return self.bound.pieces(self.table.names[number], region)
 
 
 def map_entries(
@@ -60,6 +64,7 @@ def map_entries(
         elif (name := mapping.renamed(entry.name)) is not None:
             entries.append(_renamed(entry, name))
     bound = mapping.bind({name: table.shape(number) for name, number in numbers.items()}, targets)
+    keys = _Keys(bound, numbers)
     names: list[str] = []
     dtypes: list[str] = []
     sizes: list[int] = []
@@ -69,7 +74,10 @@ def map_entries(
             entries.append(_renamed(of_tensors[source], name))
             continue
         first = _check_dtypes(bound, name, numbers, table)
-        entries.append(StoredEntry(name, None, StoredTensor(len(table) + len(names), False), path=(name,), within="d"))
+        number = keys.number(name, len(table) + len(names))
+        entries.append(StoredEntry(name, None, StoredTensor(number, False), path=(name,), within="d"))
+        if number < len(table) + len(names):
+            continue  # tied to one before it
         names.append(name)
         dtypes.append(table.dtypes[first])
         sizes.append(int(table.itemsizes[first]))
@@ -86,6 +94,35 @@ def map_entries(
     # Those common to all ranks come first, as in what is stored.
     entries.sort(key=lambda entry: entry.of_rank)
     return MappedEntries(entries, joined, bound, numbers, len(table))
+
+
+@final
+class _Keys:
+    """Finds tied tensors: those made of the same pieces of stored tensors that have several names."""
+
+    def __init__(self, bound: BoundMapping, numbers: MappingABC[str, int]) -> None:
+        self._bound, self._numbers = bound, numbers
+        self._has_ties = len(set(numbers.values())) < len(numbers)
+        self._known: dict[object, int] = {}
+
+    def number(self, name: str, new: int) -> int:
+        """Return the index of an earlier tensor that is tied to this one, or `new`."""
+        if not self._has_ties:
+            return new
+        key = tuple(
+            (self._numbers[piece.name], piece.source, piece.target) if isinstance(piece, MappedPiece) else piece
+            for piece in self._bound.pieces(name)
+        )
+        return self._known.setdefault((self._bound.targets[name], key), new)
+
+
+def map_values(stored: Sequence[StoredEntry], mapping: Mapping) -> list[StoredEntry]:
+    """Return the plain values and empty containers under the names that the mapping gives them."""
+    return [
+        _renamed(entry, name)
+        for entry in stored
+        if isinstance(entry.content, StoredValue) and (name := mapping.renamed(entry.name)) is not None
+    ]
 
 
 def _renamed(entry: StoredEntry, name: str) -> StoredEntry:

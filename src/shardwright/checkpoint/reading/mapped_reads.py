@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, final
 
 import torch
+from torch import Tensor
 
 from shardwright.checkpoint.format.locate import ChunkLocator
 from shardwright.checkpoint.format.tensor_table import TensorTable
@@ -18,8 +19,9 @@ from shardwright.checkpoint.reading.match import TensorMatch
 from shardwright.checkpoint.reading.targets import Target
 from shardwright.checkpoint.state.leaves import Part
 from shardwright.interop.mapping import MappedPiece, Padding
+from shardwright.layout import Region
 
-__all__ = ["MappedReads"]
+__all__ = ["MappedReads", "assemble"]
 
 _BUFFER = 64 << 20  # bytes of the buffer, unless `memory` bounds it
 _MIN_REGION = 4 << 20  # bytes; smaller regions are read together with what lies between them, or through the buffer
@@ -53,7 +55,7 @@ class MappedReads:
         for name, leaf, number in matches:
             assert mapped is not None  # else no tensor is made of others
             for part in leaf.parts:
-                for piece in mapped.bound.pieces(mapped.table.names[number], part.region):
+                for piece in mapped.pieces(number, part.region):
                     if isinstance(piece, Padding):
                         self._padding.append((piece, part))
                     else:
@@ -98,6 +100,23 @@ class MappedReads:
                 read.piece.copy(target.tensor, read.part.tensor, target.region, read.part.region)
         for padding, part in self._padding:
             padding.fill(part.tensor, part.region)
+
+
+def assemble(
+    mapped: MappedEntries, number: int, region: Region, read: Callable[[int, Region], Tensor], memory: int = _BUFFER
+) -> Tensor:
+    """Return a region of a tensor that is made of others, each read by `read`, at most `memory` bytes at a time."""
+    dtype = DTYPES[mapped.table.dtypes[number]]
+    result = torch.empty(region.size, dtype=dtype)
+    for piece in mapped.pieces(number, region):
+        if isinstance(piece, Padding):
+            piece.fill(result, region)
+            continue
+        for dense in piece.dense(_MIN_REGION // dtype.itemsize):
+            for part in dense.limited(memory // dtype.itemsize):
+                box = part.source.region
+                part.copy(read(mapped.numbers[part.name], box), result, box, region)
+    return result
 
 
 def _limited(reads: Iterable[_Read], budget: int) -> Iterator[_Read]:

@@ -82,11 +82,11 @@ def convert(
     with comm.unwrap_common_error(group), ExitStack() as closing:
 
         def prepare() -> tuple[_Writer, bytes]:
-            limit = _check_arguments(to, mapping, max_shard_size, memory)
+            limit = _check_arguments(to, max_shard_size, memory)
             _check_destination(path)
             expected = None if like is None else expected_tensors(os.fspath(like))
-            opened = closing.enter_context(checkpoint.open(source_path))
-            source = ConversionSource(opened, mapping, only, cast, memory)
+            opened = closing.enter_context(checkpoint.open(source_path, mapping=mapping))
+            source = ConversionSource(opened, only, cast, memory)
             writer = _writer(to, source, limit, frozenset(expected or ()), is_whole=mapping is None and only is None)
             if expected is not None:
                 tied = {tensor.name: tensor.tied_to or "" for tensor in source.tensors}
@@ -145,12 +145,10 @@ def _writer(to: Format, source: ConversionSource, limit: int, keep: frozenset[st
             return OwnFormatWriter(source, manifest.tree if keeps_tree else None)
 
 
-def _check_arguments(to: object, mapping: object, max_shard_size: int | str, memory: object) -> int:
+def _check_arguments(to: object, max_shard_size: int | str, memory: object) -> int:
     """Validate the arguments; return the limit of a file in bytes."""
     if to not in _FORMATS:
         raise ArgumentTypeError(f"to must be one of {', '.join(map(repr, _FORMATS))}, got {to!r}")
-    if mapping is not None and not isinstance(mapping, Mapping):
-        raise ArgumentTypeError(f"mapping must be a shardwright.Mapping, got {type(mapping).__name__}")
     if isinstance(memory, bool) or not isinstance(memory, int):
         raise ArgumentTypeError(f"memory must be an int, got {type(memory).__name__}: {memory!r}")
     if memory < 4 << 20:
