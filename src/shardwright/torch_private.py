@@ -42,6 +42,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "torch._C._FunctionBase": "saved_tensors of a user's autograd.Function must be DTensors again",
     "torch.autograd.function._SingleLevelFunction": "apply of a user's autograd.Function runs on local tensors",
     "torch.autograd.Variable._execution_engine": "queue_callback: an action at the end of the backward pass",
+    "torch.autograd.grad_mode._force_original_view_tracking": "views of empty shards keep their graph after a write",
     "torch.autograd.graph._engine_run_backward": "backward of DTensors: gradients are redistributed before and after",
     "torch._C._current_graph_task_id": "tells whether this is a backward pass",
     "torch._C._will_engine_execute_node": "tells whether a backward pass accumulates gradients or returns them",
@@ -84,6 +85,11 @@ PRIVATE_NAMES: dict[str, str] = {
     "torch.distributed._shard": "PyTorch's ShardedTensor is converted to ours and back",
     "torch.distributed.remote_device._remote_device": "the placement of a shard of PyTorch's ShardedTensor",
     "torch.distributed.tensor.placement_types._StridedShard": "how FSDP2 with tensor parallelism shards twice",
+    # Files of others, in `interop` alone.
+    "torch._utils._rebuild_tensor_v2": "torch.load calls it for each tensor of a file, so the file names it",
+    "torch._utils._rebuild_tensor_v3": "torch.load calls it for tensors of dtypes without a storage class",
+    "torch.distributed.checkpoint.filesystem._StorageInfo": "where a distributed checkpoint has each chunk",
+    "torch.storage._dtype_to_storage_type_map": "files name the storage class of a dtype",
     # Tests.
     "torch.testing._internal": "torch's database of operators, with sample inputs",
 }

@@ -14,6 +14,7 @@ import shardwright as sw
 from shardwright import comm
 from shardwright.errors import MixedTensorsError, TensorError, UnsupportedError
 from shardwright.testing import on_ranks, run_ranks
+from tests.tensor.values import close, spread
 
 R, S0, S1, P = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()
 
@@ -442,3 +443,19 @@ def test_gradients_of_gradients_of_a_write_to_empty_shards_match_torch_or_are_re
             outcome = "refused"
         assert len(set(comm.gather_bytes(outcome.encode()))) == 1
         assert axis or outcome == "right"
+
+
+@on_ranks(2)
+def test_views_of_empty_shards_keep_the_graph_of_gradients_after_a_write_to_their_base() -> None:
+    """torch replaces such a view by as_strided, whose gradient has no graph where there are no elements."""
+    for view in (lambda x: x.view_as(x), lambda x: x.view(1, 2, 2), lambda x: x.t(), lambda x: x[:, 1:]):
+        found = []
+        for x in (torch.tensor([[2.0, 0.0, 1.0, -1.0]]), spread(torch.tensor([[2.0, 0.0, 1.0, -1.0]]), sw.Shard(0))):
+            x.requires_grad_()
+            viewed = view(x)
+            x.detach().mul_(2)  # shares the version counter
+            (first,) = torch.autograd.grad((viewed**3).sum(), [x], create_graph=True)
+            assert first.requires_grad
+            (second,) = torch.autograd.grad((first * first).sum(), [x])
+            found.append(second)
+        close(found[1], found[0])

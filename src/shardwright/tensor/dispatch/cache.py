@@ -119,6 +119,9 @@ class CallPlan:
     shares: bool  # the results have memory of their own, so that a redistributed input can serve other operators, too
     casts: tuple[torch.dtype | None, ...] | None  # the dtypes that parameters are cast to for the call
     use: ParameterUse | None  # of the results, if they are computed from parameters alone
+    replays: (
+        bool  # autograd replays the view after a write to its base; as_strided would lose the graph of empty shards
+    )
 
 
 def torch_function(passed: frozenset[Any], call_known: Callable[..., Any], intercept: Callable[..., Any]) -> Any:

@@ -27,6 +27,7 @@ from shardwright.tensor.base.parameter_use import set_parameter_use
 from shardwright.tensor.base.registry import Op
 from shardwright.tensor.base.rounding import without_rounding
 from shardwright.tensor.base.strategy import Local, LocalContext, MeshStrategy, Operand, Strategies
+from shardwright.tensor.base.strides import has_thin_shards
 from shardwright.tensor.base.tagging import (
     DTensorBase,
     disabled,
@@ -104,14 +105,11 @@ def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call:
     if outcome.copies and plan.moves[0] is None:
         args, kwargs = _copied_first(args, kwargs)
     try:
-        if saving is not None:
-            with saving, no_torch_function():
-                result = func(*args, **kwargs) if plan.run is None else plan.run(func, args, kwargs)
-        elif plan.run is None:
-            result = disabled(func, (), args, kwargs)
+        if plan.replays:
+            with torch.autograd.grad_mode._force_original_view_tracking(True):
+                result = _call_locally(plan, func, args, kwargs, saving)
         else:
-            with no_torch_function():
-                result = plan.run(func, args, kwargs)
+            result = _call_locally(plan, func, args, kwargs, saving)
     except RuntimeError:
         if plan.inplace and WATCH.inference:
             count_write(call.tensors[0])  # torch writes to an inference tensor before it raises
@@ -141,6 +139,19 @@ def _execute(plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], call:
     elif plan.view and "_copied_by" in call.tensors[0].__dict__:  # a view of a copy
         mark_copied(tagged, call.tensors[0]._copied_by, call.tensors[0], sharing=call.tensors[0])
     return tagged
+
+
+def _call_locally(
+    plan: CallPlan, func: Any, args: Any, kwargs: dict[str, Any], saving: AbstractContextManager[None] | None
+) -> Any:
+    """Call the operator on local tensors, in the context `saving` if there is one."""
+    if saving is not None:
+        with saving, no_torch_function():
+            return func(*args, **kwargs) if plan.run is None else plan.run(func, args, kwargs)
+    if plan.run is None:
+        return disabled(func, (), args, kwargs)
+    with no_torch_function():
+        return plan.run(func, args, kwargs)
 
 
 def _copied_first(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -236,6 +247,7 @@ def _make_plan(op: Op, inplace: bool, func: Any, args: Any, kwargs: dict[str, An
         answer.fresh and not copied,
         casts,
         None if inplace else operands[0].use if isinstance(answer, MeshStrategy) else use_of_result(operands),
+        not answer.fresh and any(map(has_thin_shards, outs)),
     )
 
 

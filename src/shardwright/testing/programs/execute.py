@@ -229,8 +229,12 @@ class _Run:
                 return f"{name} {next((text for text in problems if text and not text.startswith(_REFUSED)), '')}"
             if len({bool(text) for text in problems}) > 1:
                 return f"{name} cannot be read on some ranks: {problems}"
-            if not problems[0] and differences.get(name) and metadata_difference(*self._pair(name)):
-                return f"{name} {differences[name]}"
+            if problems[0]:
+                continue
+            differing = differences.get(name) if metadata_difference(*self._pair(name)) else None
+            found = [text for text in self.witness.gather(differing) if text]
+            if found:
+                return f"{name} {found[0]}"
         return ""
 
     def _pair(self, name: str) -> tuple[Any, Any]:
