@@ -444,6 +444,7 @@ MAY_USE: dict[str, tuple[str, ...]] = {
         "checkpoint.runtime",
         "comm",
         "errors",
+        "interop.conversion",
         "interop.mapping",
         "layout",
         "listing",

@@ -37,7 +37,8 @@ def test_the_entry_point_is_declared_and_the_module_is_the_same_command(step: Pa
 def test_help_names_every_command_and_exit_codes_and_completion() -> None:
     done = command("--help")
     assert done.returncode == 0
-    for word in ("show", "ls", "cat", "stats", "--install-completion", "--version", "Exit codes: 0 well"):
+    commands = "show ls cat stats verify diff fingerprint repair merge convert rm gc explain".split()
+    for word in (*commands, "--install-completion", "--version", "Exit codes: 0 well"):
         assert word in done.stdout
 
 

@@ -281,3 +281,38 @@ def explain(
     ranks = parse_mesh(mesh)
     rules = parse_plan(plan or [], ranks)
     finish(explain_load(path, ranks, rules, only=only or [], ranks_per_host=ranks_per_host), as_json)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="FROM", help="A checkpoint of any format.")],
+    output: Annotated[str, typer.Argument(metavar="TO", help="What to write; it must not exist.")],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="hf, dcp, torch or shardwright.")],
+    mapping: MappingOption = None,
+    size: SizeOption = None,
+    only: Only = None,
+    cast: Annotated[
+        list[str] | None,
+        typer.Option("--cast", metavar="DTYPE", help="A dtype for floats, or PATTERN=DTYPE; repeatable."),
+    ] = None,
+    like: Annotated[
+        str | None, typer.Option("--like", metavar="FOLDER", help="Copy its other files, and check names and shapes.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="The largest file of hf.")] = "5GB",
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint in another format."""
+    from shardwright.cli.convert import convert_checkpoint
+    from shardwright.cli.sources import read_mapping
+
+    report = convert_checkpoint(
+        source,
+        output,
+        to,
+        mapping=read_mapping(mapping, size or []),
+        only=only or [],
+        cast_to=cast or [],
+        like=like,
+        max_shard_size=max_shard_size,
+    )
+    finish(report, as_json)

@@ -17,11 +17,11 @@ from shardwright import checkpoint
 from shardwright.checkpoint import Checkpoint, LazyTensor
 from shardwright.cli.blocks import boxes, read_box
 from shardwright.cli.opening import open_checkpoint
-from shardwright.cli.progress import progress_bar
+from shardwright.cli.progress import progress_bar, progress_callback
 from shardwright.cli.report import Report
 from shardwright.cli.scratch import check_output, new_checkpoint, scratch_tensors, with_tensors
 from shardwright.cli.text import plural, printable, shape_text, size
-from shardwright.errors import UsageError
+from shardwright.errors import CorruptionError, UsageError
 from shardwright.layout import Region
 from shardwright.listing import join_first
 
@@ -66,7 +66,7 @@ def average(paths: Sequence[str], output: str, weights: Sequence[float] = ()) ->
     shares = _shares(weights or [1.0] * len(paths), len(paths))
     check_output(output)
     with ExitStack() as stack:
-        opened = [stack.enter_context(open_checkpoint(path)) for path in paths]
+        opened = [stack.enter_context(_open_verified(path)) for path in paths]
         for path, other in zip(paths[1:], opened[1:], strict=True):
             _check_same(paths[0], opened[0], path, other)
 
@@ -98,7 +98,7 @@ def add_lora(base: str, adapter: str, output: str, *, alpha: float | None = None
     beside the adapter, unless it is given; with `use_rslora`, it is divided by the square root of r.
     """
     check_output(output)
-    with open_checkpoint(base) as opened, open_checkpoint(adapter) as parts:
+    with _open_verified(base) as opened, _open_verified(adapter) as parts:
         config = _config(adapter)
         updates = _updates(opened, parts, config, alpha)
 
@@ -144,6 +144,19 @@ def _write(
                     advance(box.volume * tensor.dtype.itemsize)
         checkpoint.save(with_tensors(opened.tree(), tensors), os.path.join(folder, "result"))
     return MergeReport(output, inputs, weights, len(stored), len(changed), nbytes)
+
+
+def _open_verified(path: str) -> Checkpoint:
+    """Open a checkpoint; one of another format is verified first, as its checksums are not those of small blocks."""
+    opened = open_checkpoint(path)
+    if opened.format == "shardwright":
+        return opened
+    with progress_callback(f"verifying {printable(path)}") as progress:
+        report = checkpoint.verify(path, progress)
+    if not report:
+        opened.close()
+        raise CorruptionError(f"{path} is damaged: {join_first(report.corruptions, _MAX_LISTED, '; ')}")
+    return opened
 
 
 def _shares(weights: Sequence[float], number: int) -> list[float]:

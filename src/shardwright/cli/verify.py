@@ -102,7 +102,7 @@ def _verify(path: str, threads: int) -> Verified:
         save_id=report.save_id,
         files=report.files,
         nbytes=report.nbytes,
-        unchecked_bytes=getattr(report, "unchecked", 0),
+        unchecked_bytes=report.unchecked,
         damage=tuple(map(_row, report.corruptions)),
         damaged_tensors=tuple(tensors),
         stray=report.stray,
