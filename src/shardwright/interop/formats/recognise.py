@@ -13,6 +13,7 @@ from shardwright.interop.formats.dcp import COMMON, read_dcp
 from shardwright.interop.formats.hugging_face import read_safetensors_file, read_safetensors_index
 from shardwright.interop.formats.stored import read_bytes
 from shardwright.interop.formats.torch_file import LEGACY, ZIP, read_torch_file
+from shardwright.interop.formats.torch_ranks import read_torch_ranks, sets_of_ranks
 from shardwright.storage import LocalStorage
 
 __all__ = ["other_format", "read_foreign"]
@@ -84,7 +85,10 @@ def _found(storage: LocalStorage, names: list[str]) -> list[tuple[str, _Read]]:
         )
     if not found:
         archives = [name for name in names if name.endswith(_TORCH) and _start(storage, name).startswith(ZIP)]
-        if len(archives) == 1:
+        sets = sets_of_ranks(archives)
+        if sets is not None:
+            found.append((archives[0], lambda: read_torch_ranks(storage, sets)))
+        elif len(archives) == 1:
             found.append((archives[0], lambda: read_torch_file(storage, archives[0])))
         elif archives:
             raise FormatError(

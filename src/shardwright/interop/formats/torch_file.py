@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwright.checkpoint.format.data_file import digest
-from shardwright.errors import FormatError, UnsupportedError
+from shardwright.errors import FormatError
 from shardwright.interop.formats.contents import ForeignContents, StoredChunk, TableBuilder
 from shardwright.interop.formats.inert_tree import TreeBuilder
 from shardwright.interop.formats.pickled.values import DTensorRef, TensorRef
@@ -44,7 +44,7 @@ def tree_of(archive: Archive, file: str, table: TableBuilder, prefix: str = "") 
 
     def add(name: str, value: TensorRef | DTensorRef) -> int:
         if isinstance(value, DTensorRef):
-            raise UnsupportedError(
+            raise FormatError(
                 f"{file}: {name!r} is one rank's part of a DTensor: open the folder that has the files of all ranks"
             )
         number = numbers.get(value)
