@@ -12,6 +12,7 @@ from shardwright import comm
 from shardwright.checkpoint.format.tensor_table import TensorTable
 from shardwright.checkpoint.format.tree import StoredEntry, stored_entries
 from shardwright.checkpoint.reading.collective_read import CollectiveRead, ReadSummary
+from shardwright.checkpoint.reading.contents import format_of
 from shardwright.checkpoint.reading.current import Current
 from shardwright.checkpoint.reading.fill import fill
 from shardwright.checkpoint.reading.mapped_entries import MappedEntries, map_entries
@@ -21,6 +22,7 @@ from shardwright.checkpoint.reading.mismatch import Mismatches, mismatches_of, r
 from shardwright.checkpoint.reading.missing_state import StateCompleter, create_missing
 from shardwright.checkpoint.reading.open_files import OpenFiles
 from shardwright.checkpoint.reading.request import LoadRequest
+from shardwright.checkpoint.reading.torch_optimizers import optimizer_names, options_by_parameter
 from shardwright.checkpoint.state.flatten import (
     CodecNode,
     ContainerNode,
@@ -50,6 +52,7 @@ class _RankReport(NamedTuple):
 class LoadOperation:
     """One load into `state` on this rank, from the checkpoint `current`."""
 
+    _optimizers: list[str]  # names of those that are loaded from another format
     _flat: FlatState
     _completer: StateCompleter
     _stored: list[StoredEntry]
@@ -65,6 +68,7 @@ class LoadOperation:
 
     def run(self) -> Any:
         """Fill the state and return it. Collective; nothing is changed before everything has been checked."""
+        self._optimizers = self._find_optimizers()
         with ExitStack() as opened:
             files = OpenFiles(self._current.storage, self._current.manifest, opened)
             reports = self._check(files)
@@ -80,6 +84,18 @@ class LoadOperation:
             # What another load cannot undo waits until every rank has read its tensors.
             filled = self._read.run(reads, (lambda: None) if sets_values else fill_state)
         return comm.agree(fill_state, what="load: filling the state", group=self._group) if sets_values else filled
+
+    def _find_optimizers(self) -> list[str]:
+        """Return the names of optimizers, on any rank, that are loaded from another format. Collective if it is one."""
+        if format_of(self._current.manifest) == "shardwright":
+            return []
+        _, gathered = comm.agree(
+            lambda: (None, msgspec.json.encode(optimizer_names(self._state))),
+            what="load: finding optimizers",
+            group=self._group,
+            gather=True,
+        )
+        return sorted({name for names in gathered for name in msgspec.json.decode(names, type=list[str])})
 
     def _check(self, files: OpenFiles) -> list[_RankReport]:
         """Match the checkpoint against the target on every rank.
@@ -113,7 +129,7 @@ class LoadOperation:
 
     def _flatten_target(self) -> None:
         group, request, manifest = self._group, self._request, self._current.manifest
-        stored = stored_entries(manifest.tree, group.global_rank)
+        stored = options_by_parameter(stored_entries(manifest.tree, group.global_rank), self._optimizers)
         self._table, self._mapped = manifest.tensors, None
         if request.mapping is None:
             self._stored, self._faults = rename_entries(stored, request.rename)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -220,6 +220,27 @@ def test_a_model_and_its_optimizer_are_loaded_into_state_dicts_of_pytorch(writte
     assert same(loaded["model"], expected["model"])
     assert same(loaded["optim"]["state"], expected["optim"]["state"])
     assert loaded["optim"]["param_groups"][0]["lr"] == 0.125
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_an_optimizer_is_loaded_by_the_names_of_its_parameters(is_flat: bool, tmp_path: Path) -> None:
+    source, optimizer = model_and_optimizer(1)
+    source(torch.ones(3, 6)).square().mean().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trained, optimized = get_state_dict(source, optimizer, options=options)
+        dcp.save({"model": trained, "optim": optimized}, checkpoint_id=str(tmp_path / "step"))
+    model, _ = model_and_optimizer(2)
+    fresh = torch.optim.AdamW(reversed(list(model.parameters())), lr=9.0)  # without state, in another order
+    checkpoint.load({"model": model, "optim": checkpoint.optimizer_state(model, fresh)}, tmp_path / "step")
+    assert fresh.param_groups[0]["lr"] == 0.125
+    assert fresh.param_groups[0]["betas"] == (0.5, 0.75)
+    for (name, parameter), other in zip(model.named_parameters(), source.parameters(), strict=True):
+        assert torch.equal(parameter, other), name
+        assert torch.equal(fresh.state[parameter]["exp_avg_sq"], optimizer.state[other]["exp_avg_sq"]), name
+        assert fresh.state[parameter]["step"] == 1
 
 
 def test_a_model_is_loaded_as_an_object(written: tuple[Path, Any]) -> None:
