@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -110,3 +111,28 @@ def test_sizes_that_are_inferred_are_the_sizes_that_were_drawn() -> None:
         inferred += 1
         assert bound.targets == shapes
     assert inferred > 50
+
+
+def test_random_rules_load_from_a_checkpoint_into_strided_targets_and_slices(tmp_path: Path) -> None:
+    """`load` and `open` read the pieces of random rules from files, through tiny buffers and direct views alike."""
+    for seed in range(5000, 5000 + (300 if PER_BLOCK == 100 else 30)):
+        rng = random.Random(seed)
+        rule = draw_rule(rng)
+        arrays = rule.sources()
+        wanted = rule.expected(arrays)
+        mapping = sw.Mapping(rule.text, **rule.sizes)
+        path = tmp_path / str(seed)
+        sw.checkpoint.save(as_tensors(arrays), path)
+        state = {
+            name: torch.full(array.shape[::-1], -1).permute(tuple(range(array.ndim))[::-1])
+            for name, array in wanted.items()
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("shardwright.checkpoint.reading.mapped_reads._MIN_REGION", rng.choice([8, 64, 1 << 20]))
+            sw.checkpoint.load(state, path, mapping=mapping)
+            assert_equal(state, wanted)
+            with sw.checkpoint.open(path, mapping=mapping) as opened:
+                for name, array in wanted.items():
+                    region = random_region(rng, array.shape)
+                    read = opened[name][region.slices()]
+                    assert np.array_equal(read.numpy(), array[region.slices()]), (seed, rule.text, region)
