@@ -236,6 +236,8 @@ def test_wrong_arguments_are_typed_errors(tmp_path: Path) -> None:
         convert(ours, new, to="hf", cast=torch.int8)
     with pytest.raises(ArgumentTypeError, match="cast must be a dtype"):
         convert(ours, new, to="hf", cast="float31")
+    with pytest.raises(StorageError, match="the scheme s3:// is not supported"):
+        convert(ours, "s3://bucket/new", to="hf")
     with pytest.raises(CheckpointError, match="memory must be at least"):
         convert(ours, new, to="hf", memory=1)
     with pytest.raises(CheckpointError, match="there is nothing to convert, only='x'"):

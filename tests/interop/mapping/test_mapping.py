@@ -283,6 +283,23 @@ def test_a_piece_of_a_fused_tensor_can_be_read_without_what_lies_between() -> No
     assert max(part.source.region.volume for part in piece.limited(20)) <= 20
 
 
+def test_absurd_numbers_of_tensors_are_refused_at_once() -> None:
+    mapping = sw.Mapping("e.{x} = w : f = x f")
+    with pytest.raises(MappingError, match=r"missing: 'e\.1', 'e\.2', .*'e\.8', \.\.\."):
+        mapping.bind({"e.0": (2,), "e.999999999999": (2,)})
+    with pytest.raises(MappingError, match=r"it would make 999999999999 tensors 'e\.\{x\}' of 'w'"):
+        mapping.inverse().bind({"w": (999999999999, 2)})
+
+
+def test_a_star_is_bound_in_rules_with_indices() -> None:
+    mapping = sw.Mapping("*.q, *.k = *.qk : d, d = (d + d)")
+    state = {f"{start}.{name}": torch.randn(2) for start in ("a", "b.0.c") for name in ("q", "k")}
+    mapped = mapping.apply(state)
+    assert mapped.keys() == {"a.qk", "b.0.c.qk"}
+    assert torch.equal(mapped["b.0.c.qk"], torch.cat([state["b.0.c.q"], state["b.0.c.k"]]))
+    assert mapping.inverse().apply(mapped).keys() == state.keys()
+
+
 def test_a_mapping_of_ten_thousand_experts_is_bound_quickly() -> None:
     """No step takes a time that grows with the number of elements, or with the square of the number of tensors."""
     shapes = {

@@ -18,6 +18,7 @@ from shardwright.interop.conversion.own_format import OwnFormatWriter
 from shardwright.interop.conversion.source import CastTo, ConversionSource, OutputTensor
 from shardwright.interop.conversion.torch_file import TorchFileWriter
 from shardwright.interop.mapping import Mapping
+from shardwright.storage import LocalStorage
 
 __all__ = ["Format", "convert"]
 
@@ -78,7 +79,7 @@ def convert(
     ranks of a process group may call it together; for "hf" they share the files among them.
     """
     group = comm.world()
-    source_path, path = os.fspath(src), os.path.abspath(os.fspath(dst))
+    source_path, path = os.fspath(src), LocalStorage(dst).path
     with comm.unwrap_common_error(group), ExitStack() as closing:
 
         def prepare() -> tuple[_Writer, bytes]:

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import islice, product
+from math import prod
 from typing import NamedTuple, TypeAlias, final
 
 from shardwright.errors import MappingError, RegionError
@@ -33,6 +34,7 @@ Values: TypeAlias = dict[str, str]
 _Key: TypeAlias = tuple[int, tuple[tuple[str, str], ...]]  # of an instance: its rule, and the values that names share
 
 _MAX_LISTED = 8
+_MAX_TENSORS = 1 << 20  # that a rule may make of one: more than any model has experts
 
 
 class _Source(NamedTuple):
@@ -255,6 +257,9 @@ class BoundMapping:
             sizes = {axis: 0 for axis in axes if not axis.isdecimal()} | sizes
         check_known(rule, known, sizes)
         self._check_complete(rule, values, sources, sizes)
+        for name in rule.right.names:
+            if (count := prod(sizes[axis] for axis in name.bindings & rule.axes)) > _MAX_TENSORS:
+                raise rule.error(f"it would make {count} tensors {str(name)!r} of {sources[0].name!r}")
         instance = _Instance(rule, values, sizes)
         for tensor, (name, expression) in enumerate(zip(rule.right.names, rule.right.expressions or (), strict=True)):
             for indices in _indices(name, rule.axes, sizes):
@@ -286,14 +291,13 @@ class BoundMapping:
 
     def _check_complete(self, rule: Rule, values: Values, sources: Sequence[_Source], sizes: Mapping[str, int]) -> None:
         present = {source.name for source in sources}
-        missing = [
-            full
-            for name in rule.left.names
-            for indices in _indices(name, rule.axes, sizes)
-            if (full := name.name({**values, **indices})) not in present
-        ]
+        names = (
+            name.name({**values, **indices}) for name in rule.left.names for indices in _indices(name, rule.axes, sizes)
+        )
+        # No more than are listed: a stray name such as `experts.999999999.w` would have a billion others missing.
+        missing = list(islice((name for name in names if name not in present), _MAX_LISTED + 1))
         if missing:
-            shown = join_first([repr(name) for name in missing], _MAX_LISTED)
+            shown = ", ".join(map(repr, missing[:_MAX_LISTED])) + (", ..." if len(missing) > _MAX_LISTED else "")
             raise rule.error(f"the rule joins {sources[0].name!r} with tensors that are missing: {shown}")
 
 
@@ -320,9 +324,17 @@ def _known_targets(rules: Sequence[Rule], shapes: Mapping[str, Shape]) -> dict[_
 
 def _indices(name: NamePattern, axes: frozenset[str], sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Yield the indices of all tensors of a name along the axes in it."""
-    bound = sorted(name.bindings & axes)
-    for chosen in product(*(range(sizes[axis]) for axis in bound)):
-        yield dict(zip(bound, chosen, strict=True))
+    yield from _indices_along(sorted(name.bindings & axes), sizes)
+
+
+def _indices_along(axes: Sequence[str], sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield the indices along these axes one by one, however many there are."""
+    if not axes:
+        yield {}
+        return
+    for index in range(sizes[axes[0]]):
+        for others in _indices_along(axes[1:], sizes):
+            yield {axes[0]: index, **others}
 
 
 @final
