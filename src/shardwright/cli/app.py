@@ -155,7 +155,7 @@ def diff(
     """Compare names, shapes, dtypes and values of two checkpoints, exactly unless there is a tolerance."""
     from shardwright.cli.diff import compare_checkpoints
     from shardwright.cli.differences import Tolerance
-    from shardwright.cli.sources import read_mapping
+    from shardwright.cli.mapping_option import read_mapping
 
     report = compare_checkpoints(
         a,
@@ -181,7 +181,7 @@ def fingerprint(
 ) -> None:
     """Compute a digest of all tensors that does not depend on layout, format or the order of names."""
     from shardwright.cli.fingerprint import fingerprint_checkpoint
-    from shardwright.cli.sources import read_mapping
+    from shardwright.cli.mapping_option import read_mapping
 
     rules = read_mapping(mapping, size or [])
     report = fingerprint_checkpoint(path, only or [], mapping=rules, expected=expect, list_tensors=tensors)
@@ -303,7 +303,7 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format."""
     from shardwright.cli.convert import convert_checkpoint
-    from shardwright.cli.sources import read_mapping
+    from shardwright.cli.mapping_option import read_mapping
 
     report = convert_checkpoint(
         source,

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from shardwright.cli.blocks import boxes
+from torch import Tensor
+
+from shardwright.checkpoint import Checkpoint, LazyTensor
+from shardwright.cli.blocks import boxes, read_box
 from shardwright.cli.differences import Tally, Tolerance
 from shardwright.cli.exit_codes import FOUND, OK
 from shardwright.cli.opening import open_checkpoint
 from shardwright.cli.progress import Advance, progress_bar
 from shardwright.cli.report import Report, new_table, plain
 from shardwright.cli.selection import select_all
-from shardwright.cli.sources import Source, sources_of
 from shardwright.cli.text import plural, printable, shape_text
 from shardwright.errors import UsageError
 from shardwright.interop.mapping import Mapping as TensorMapping
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 __all__ = ["DiffReport", "compare_checkpoints"]
+
+Lazy: TypeAlias = LazyTensor[Tensor]
 
 _MAX_SHOWN = 50
 _BLOCK = 8 << 20
@@ -136,9 +140,8 @@ def compare_checkpoints(
     tolerance = tolerance or Tolerance()
     if not (tolerance.rtol >= 0 and tolerance.atol >= 0 and math.isfinite(tolerance.rtol + tolerance.atol)):
         raise UsageError(f"tolerances must be numbers of 0 or more, got rtol {tolerance.rtol}, atol {tolerance.atol}")
-    with open_checkpoint(a) as opened_a, open_checkpoint(b) as opened_b:
-        left, right = sources_of(opened_a, mapping=mapping), sources_of(opened_b)
-        names = select_all({**left, **right}, only)
+    with open_checkpoint(a, mapping) as left, open_checkpoint(b) as right:
+        names = select_all(dict.fromkeys([*left, *right]), only)
         both = [name for name in names if name in left and name in right]
         shapes = [name for name in both if left[name].shape != right[name].shape]
         comparable = [name for name in both if name not in set(shapes)]
@@ -146,7 +149,7 @@ def compare_checkpoints(
             values = [_compare(left[name], right[name], tolerance, advance) for name in comparable]
         plain_values: tuple[NameDifference, ...] = ()
         if not (ignore_values or only or mapping):
-            plain_values = _compare_plain(opened_a.plain_values(), opened_b.plain_values())
+            plain_values = _compare_plain(left.plain_values(), right.plain_values())
         return DiffReport(
             a=a,
             b=b,
@@ -164,20 +167,20 @@ def compare_checkpoints(
         )
 
 
-def _compare(a: Source, b: Source, tolerance: Tolerance, advance: Advance) -> ValueDifference | None:
+def _compare(a: Lazy, b: Lazy, tolerance: Tolerance, advance: Advance) -> ValueDifference | None:
     tally = Tally(tolerance)
     for box in boxes(Region.whole(a.shape), max(a.dtype.itemsize, b.dtype.itemsize), _BLOCK):
-        block = a.read(box)
-        tally.add(box, block, b.read(box))
+        block = read_box(a, box)
+        tally.add(box, block, read_box(b, box))
         advance(block.nbytes)
     if tally.index is None or tally.pair is None:
         return None
     elements = math.prod(a.shape)
     largest = tally.largest, tally.largest_relative
-    return ValueDifference(a.name, a.shape, elements, tally.differing, *largest, tally.index, *tally.pair)
+    return ValueDifference(a.name, tuple(a.shape), elements, tally.differing, *largest, tally.index, *tally.pair)
 
 
-def _dtypes(names: Sequence[str], left: Mapping[str, Source], right: Mapping[str, Source]) -> Iterator[NameDifference]:
+def _dtypes(names: Sequence[str], left: Checkpoint, right: Checkpoint) -> Iterator[NameDifference]:
     for name in names:
         dtypes = [str(source[name].dtype).removeprefix("torch.") for source in (left, right)]
         if dtypes[0] != dtypes[1]:

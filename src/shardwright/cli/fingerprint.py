@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from shardwright.checkpoint import LazyTensor
+from shardwright.cli.blocks import read_blocks
 from shardwright.cli.exit_codes import FOUND, OK
 from shardwright.cli.opening import open_checkpoint
 from shardwright.cli.progress import Advance, progress_bar
 from shardwright.cli.report import Report
-from shardwright.cli.sources import Source, sources_of
+from shardwright.cli.selection import select_all
 from shardwright.cli.text import printable
 from shardwright.errors import UsageError
 from shardwright.interop.mapping import Mapping
@@ -67,21 +70,21 @@ def fingerprint_checkpoint(
     """Return the fingerprint of a checkpoint's tensors, or of those that are selected; through a mapping if given."""
     if expected is not None and (len(expected) != _DIGITS or set(expected.lower()) - set("0123456789abcdef")):
         raise UsageError(f"--expect needs a fingerprint of {_DIGITS} hexadecimal digits, got {expected!r}")
-    with open_checkpoint(path) as opened:
-        sources = sources_of(opened, only, mapping)
-        by_key = {source.key: source for source in sources.values()}  # a tensor with several names is read once
-        with progress_bar("reading", sum(source.nbytes for source in by_key.values())) as advance:
-            digests = {key: _digest(source, advance) for key, source in by_key.items()}
-    tensors = {name: digests[sources[name].key] for name in sorted(sources, key=str.encode)}
+    with open_checkpoint(path, mapping) as opened:
+        chosen = {name: opened[name] for name in sorted(select_all(opened, only), key=str.encode)}
+        distinct = {tensor.stored_name: tensor for tensor in chosen.values()}  # one with several names is read once
+        with progress_bar("reading", sum(tensor.nbytes for tensor in distinct.values())) as advance:
+            digests = {name: _digest(tensor, advance) for name, tensor in distinct.items()}
+        tensors = {name: digests[tensor.stored_name] for name, tensor in chosen.items()}
     lines = "".join(f"{digest} {json.dumps(name)}\n" for name, digest in tensors.items())
     total = hashlib.blake2b(lines.encode(), digest_size=32).hexdigest()
     return Fingerprint(path, total, tensors, None if expected is None else expected.lower(), list_tensors)
 
 
-def _digest(source: Source, advance: Advance) -> str:
-    dtype = str(source.dtype).removeprefix("torch.")
-    digest = hashlib.blake2b(f"{dtype}[{','.join(map(str, source.shape))}]\n".encode(), digest_size=32)
-    for _, block in source.blocks():
+def _digest(tensor: LazyTensor[Tensor], advance: Advance) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    digest = hashlib.blake2b(f"{dtype}[{','.join(map(str, tensor.shape))}]\n".encode(), digest_size=32)
+    for _, block in read_blocks(tensor):
         digest.update(block.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         advance(block.nbytes)
     return digest.hexdigest()

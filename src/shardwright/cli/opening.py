@@ -8,14 +8,15 @@ from shardwright import checkpoint
 from shardwright.checkpoint import Checkpoint, CheckpointManager
 from shardwright.cli.text import plural
 from shardwright.errors import NotACheckpointError, StorageError
+from shardwright.interop.mapping import Mapping
 
 __all__ = ["no_checkpoint", "open_checkpoint", "steps_under"]
 
 
-def open_checkpoint(path: str) -> Checkpoint:
-    """Open a checkpoint; if there is none, raise an error that names the remedy."""
+def open_checkpoint(path: str, mapping: Mapping | None = None) -> Checkpoint:
+    """Open a checkpoint, through a mapping if one is given; if there is none, raise an error that names the remedy."""
     try:
-        return checkpoint.open(path)
+        return checkpoint.open(path, mapping=mapping)
     except NotACheckpointError as error:
         raise no_checkpoint(path, error) from error
 
