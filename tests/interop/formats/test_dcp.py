@@ -368,6 +368,15 @@ def set_info(metadata: Any, **fields: Any) -> None:
     first.__dict__.update(fields)
 
 
+def immense(metadata: Any, files: Any) -> None:
+    metadata.state_dict_metadata["w"].size = torch.Size([1 << 40, 5])
+    metadata.state_dict_metadata["w"].chunks[0].sizes = torch.Size([(1 << 40) - 1, 5])
+    metadata.state_dict_metadata["w"].chunks[1].offsets = torch.Size([(1 << 40) - 1, 0])
+    _, second, *_ = metadata.storage_data.items()
+    del metadata.storage_data[second[0]]
+    metadata.storage_data[MetadataIndex("w", ((1 << 40) - 1, 0))] = second[1]
+
+
 def drop_entry(metadata: Any, files: Any) -> None:
     del metadata.storage_data[MetadataIndex("w", (3, 0))]
 
@@ -407,6 +416,7 @@ BAD: dict[str, tuple[Callable[[Any, Any], None], str]] = {
     "chunks that overlap": (overlapping, "do not tile it: overlap"),
     "a chunk that is missing": (missing, "do not tile it: gap"),
     "a chunk outside": (outside, "do not tile it|not stored"),
+    "a tensor larger than its entry": (immense, "needs 21990232555500 bytes, but its entry"),
     "another dtype": (other_dtype, "int32"),
     "a file that is truncated": (truncated, "truncated"),
     "a file that is missing": (no_file, "missing|does not exist"),

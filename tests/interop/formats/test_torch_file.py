@@ -21,6 +21,7 @@ import shardwright as sw
 from shardwright import checkpoint
 from shardwright.errors import CheckpointError, CorruptionError, FormatError, PickleError
 from shardwright.storage import LocalStorage
+from shardwright.testing import run_ranks
 from tests.checkpoint.calls import CountingReads
 
 FULL = os.environ.get("SHARDWRIGHT_BUDGET") == "full"
@@ -80,6 +81,26 @@ def test_views_are_read_with_their_strides(view: str, tmp_path: Path) -> None:
     if value.dim() > 1:
         with checkpoint.open(path) as opened:
             assert torch.equal(opened["view"][:, -1:], value[:, -1:])
+
+
+def test_a_tensor_that_repeats_one_byte_a_trillion_times_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"x": torch.ones(1).expand(1 << 40)})
+    with pytest.raises(FormatError, match="repeats its 4 bytes too often"):
+        checkpoint.read(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float8_e4m3fn, torch.bool], ids=str)
+def test_strided_tensors_of_any_itemsize_are_read_in_parts(dtype: torch.dtype, tmp_path: Path) -> None:
+    value = (torch.arange(600).reshape(20, 30) % 2).to(dtype).t()
+    path = saved(tmp_path, {"x": value})
+
+    def load(path: str) -> torch.Tensor:
+        mesh = sw.init_device_mesh("cpu", (2,))
+        target = sw.distribute_tensor(torch.zeros(30, 20, dtype=dtype), mesh, [sw.Shard(1)])
+        checkpoint.load({"x": target}, path)
+        return target.full_tensor().view(torch.uint8)
+
+    assert run_ranks(2, load, str(path))[0].equal(value.contiguous().view(torch.uint8))
 
 
 def test_tied_tensors_are_one(tmp_path: Path) -> None:

@@ -121,6 +121,11 @@ class _Folder:
                 return self._in_safetensors(reader, name, tensor, region, entry)
 
             return in_safetensors
+        if entry.length < nbytes:  # before memory is allocated for what the metadata claims
+            raise CorruptionError(
+                f"{self._where}: {region} of tensor {name!r} needs {nbytes} bytes, but its entry in {entry.file!r} has "
+                f"{entry.length}"
+            )
         self._add_archive(name, entry)
 
         def in_archive(reader: Reader) -> Location:

@@ -20,7 +20,7 @@ from shardwright.storage import LocalStorage
 
 __all__ = ["read_safetensors_file", "read_safetensors_index"]
 
-_MAX_INDEX = 1 << 27
+_MAX_INDEX = 1 << 25
 
 
 def read_safetensors_file(storage: LocalStorage, name: str) -> ForeignContents:

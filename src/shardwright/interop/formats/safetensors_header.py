@@ -15,7 +15,7 @@ from shardwright.storage import Reader
 
 __all__ = ["SAFETENSORS_DTYPES", "HeaderEntry", "SafetensorsHeader", "read_header"]
 
-_MAX_HEADER = 100_000_000  # the limit of the safetensors library
+_MAX_HEADER = 1 << 25  # bytes: 200,000 tensors; parsing takes ten times as much memory
 _MAX_DIMENSIONS = 64
 _MAX_SIZE = 1 << 62
 _HALVES = "F4"  # two elements share a byte
@@ -68,8 +68,10 @@ def read_header(reader: Reader, base: int, where: str) -> SafetensorsHeader:
     if available < 10:
         raise CorruptionError(f"{where} is not a safetensors file: it has {available} bytes")
     (length,) = struct.unpack("<Q", read_bytes(reader, base, 8))
-    if length > _MAX_HEADER or 8 + length > available:
+    if 8 + length > available:
         raise CorruptionError(f"{where}: its header has {length} bytes, but {available - 8} follow: truncated?")
+    if length > _MAX_HEADER:
+        raise FormatError(f"{where}: its header has {length} bytes, and at most {_MAX_HEADER} are read")
     try:
         parsed = json.loads(read_bytes(reader, base + 8, length), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:

@@ -17,6 +17,7 @@ from shardwright.storage import Reader
 __all__ = ["Archive", "locate", "row_major"]
 
 _MAX_PICKLE = 1 << 27
+_MAX_EXPANSION = 1 << 10  # a tensor may be this many times larger than the bytes that are stored for it
 
 
 @final
@@ -85,6 +86,10 @@ def locate(tensor: TensorRef, record: Record) -> Location:
     elements = 1 + sum((n - 1) * step for n, step in zip(tensor.size, tensor.stride, strict=True))
     span = 0 if 0 in tensor.size else elements * itemsize
     strides = None if row_major(tensor.size, tensor.stride) else tensor.stride
+    if prod(tensor.size) * itemsize > _MAX_EXPANSION * max(span, 1 << 20):
+        raise FormatError(
+            f"record {record.name!r}: a tensor of sizes {list(tensor.size)[:8]} repeats its {span} bytes too often"
+        )
     return Location(record.start + tensor.offset * itemsize, span, strides, record)
 
 

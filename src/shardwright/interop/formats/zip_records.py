@@ -16,7 +16,7 @@ from shardwright.storage import Reader
 __all__ = ["ZipEntry", "read_directory"]
 
 _TAIL = 1024  # bytes read at once: holds the directory of an archive with one tensor
-_MAX_DIRECTORY = 1 << 27
+_MAX_DIRECTORY = 1 << 24  # bytes: 200,000 records
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
