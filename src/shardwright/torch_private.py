@@ -34,6 +34,9 @@ PRIVATE_NAMES: dict[str, str] = {
     "torch._C._dispatch_tls_is_dispatch_key_included": "tells whether a pre-dispatch trace (torch.export) is active",
     "torch.utils._python_dispatch": "TorchDispatchMode, the public base class of modes, has no public path",
     "torch._subclasses.fake_tensor": "shapes of results on ranks outside the mesh are computed with fake tensors",
+    # Kernels.
+    "torch.ops.aten._scaled_dot_product_flash_attention": "the log-sum-exp by which blocks of attention are merged",
+    "torch.ops.aten._scaled_dot_product_flash_attention_backward": "takes the log-sum-exp over all blocks",
     # Autocast.
     "torch._C._is_any_autocast_enabled": "plans are cached by the autocast state",
     "torch._C._dispatch_get_all_op_names": "which operators autocast casts is read from torch's own registry",

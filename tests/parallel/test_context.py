@@ -331,3 +331,16 @@ def test_batches_are_sharded_along_the_sequence() -> None:
 
     for shown in run_ranks(4, work):
         assert shown == ["(dp: S(0), cp: S(1))", "(dp: S(0), cp: S(1))", "(dp: S(0), cp: R)", "(dp: S(0), cp: R)"]
+
+
+def test_joining_a_sequence_with_nothing_keeps_it_sharded() -> None:
+    """As an empty cache of keys is joined with the first ones."""
+
+    def work() -> str:
+        mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        keys = sw.distribute_tensor(torch.arange(14.0).view(1, 2, 7), mesh, [sw.Shard(2)])
+        joined = torch.cat([sw.zeros(0, mesh=mesh), keys], dim=-1)
+        assert torch.equal(joined.full_tensor(), keys.full_tensor())
+        return str(joined.sharding)
+
+    assert set(run_ranks(2, work)) == {"[1, 2, 7] (cp: S(2))"}

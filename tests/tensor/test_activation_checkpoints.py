@@ -214,3 +214,18 @@ def parameters_alone() -> None:
 
 def test_a_reentrant_checkpoint_of_a_plain_input_gives_the_gradients_of_plain_torch() -> None:
     run_ranks(2, parameters_alone)
+
+
+def test_results_that_an_operator_saves_are_recomputed_with_their_local_shape() -> None:
+    """`topk` saves its indices, which need no gradient and become a DTensor afterwards."""
+
+    def work() -> bool:
+        mesh = sw.init_device_mesh("cpu", (2,))
+        values = torch.arange(15.0, dtype=torch.float64).view(5, 3).sin()
+        x = sw.distribute_tensor(values, mesh, [S0]).requires_grad_()
+        plain = values.clone().requires_grad_()
+        for tensor in (x, plain):
+            later(lambda x: (x.topk(2).values ** 3).sum(), tensor).backward()
+        return torch.allclose(x.grad.full_tensor(), plain.grad)
+
+    assert all(run_ranks(2, work))

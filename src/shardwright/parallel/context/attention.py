@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwright import comm
-from shardwright.errors import UnsupportedError
+from shardwright.errors import TensorError, UnsupportedError
 from shardwright.layout import Layout, Placement, Replicate
 from shardwright.parallel.context.gather import Ring, attend_blocks
 from shardwright.parallel.context.heads import attend_by_heads
@@ -37,6 +37,7 @@ def attend(mode: Mode, query: Any, key: Any, value: Any, mask: Mask, scale: floa
     """
     if not all(isinstance(each, DTensorBase) for each in (query, key, value)):
         return NotImplemented
+    query, key, value = _cast((query, key, value))
     mesh = query._layout.mesh
     over, rank = context_dim(mesh), comm.rank()
     if over is None or rank not in mesh or {key._layout.mesh, value._layout.mesh} != {mesh}:
@@ -60,6 +61,19 @@ def attend(mode: Mode, query: Any, key: Any, value: Any, mask: Mask, scale: floa
         compute = attend_by_heads if mode == "heads" else attend_blocks
         out = compute(rows, keys, values, own, ring, query.shape[-1] ** -0.5 if scale is None else float(scale))
         return tag(alias(out) if out.grad_fn is None else out, layouts.out)
+
+
+def _cast(tensors: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    """Return query, key and value in one dtype: that of autocast, if it is enabled, as for torch's operator."""
+    kind = tensors[0].device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        first, second, third = (each.to(dtype) for each in tensors)
+        return first, second, third
+    dtypes = [each.dtype for each in tensors]
+    if len(set(dtypes)) > 1:
+        raise TensorError(f"attention: query, key and value must have the same dtype, got {dtypes}")
+    return tensors
 
 
 def _check(mode: Mode, layouts: AttentionLayouts, ranks: int) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwright.parallel.context.flash import flash_block, flash_gradients, seen_by_flash
 from shardwright.parallel.context.mask import Mask, key_range, tile_mask
 
 __all__ = ["Merged", "accumulation_dtype", "add_block", "block_gradients", "grouped"]
@@ -56,6 +57,14 @@ def add_block(
     merged: Merged, query: Tensor, key: Tensor, value: Tensor, mask: Mask, queries: range, keys: range, scale: float
 ) -> None:
     """Add the attention to one block of keys to `merged`, in place. `queries` and `keys` are their positions."""
+    seen = seen_by_flash(query, key, value, mask, queries, keys)
+    if seen is not None:
+        block, block_lse = flash_block(query, key, value, seen, scale)
+        both = torch.logaddexp(merged.lse, block_lse)
+        merged.out.mul_((merged.lse - both).exp_().unsqueeze(-1))
+        merged.out.addcmul_(block.to(merged.out.dtype), (block_lse - both).exp_().unsqueeze(-1))
+        merged.lse.copy_(both)
+        return
     for rows, columns in _tiles(query, mask, queries, keys):
         scores = _scores(query, key, mask, queries, keys, rows, columns, scale)
         own, before = slice(rows.start - queries.start, rows.stop - queries.start), merged.lse
@@ -75,6 +84,7 @@ def add_block(
 
 def block_gradients(
     gradient: Tensor,
+    out: Tensor,
     delta: Tensor,
     lse: Tensor,
     query: Tensor,
@@ -88,9 +98,14 @@ def block_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of one block of keys and values, and add that of the queries to `query_gradient`.
 
-    `delta` is the sum of the result times its gradient, for each query.
+    `out` is the result over all blocks, and `delta` the sum of it times its gradient, for each query.
     """
     dtype = query_gradient.dtype
+    seen = seen_by_flash(query, key, value, mask, queries, keys)
+    if seen is not None:
+        own, *others = flash_gradients(gradient, out, lse, query, key, value, seen, scale)
+        query_gradient += own
+        return others[0].to(dtype), others[1].to(dtype)
     key_gradient = torch.zeros(key.shape, dtype=dtype, device=key.device)
     value_gradient = torch.zeros(value.shape, dtype=dtype, device=value.device)
     for rows, columns in _tiles(query, mask, queries, keys):

@@ -83,7 +83,8 @@ class _AttendBlocks(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
         rows, upper = grouped(query, key.shape[1]), grouped(gradient, key.shape[1])
-        delta = (grouped(out, key.shape[1]).to(lse.dtype) * upper).sum(-1)
+        results = grouped(out, key.shape[1])
+        delta = (results.to(lse.dtype) * upper).sum(-1)
         query_gradient = torch.zeros(rows.shape, dtype=lse.dtype, device=query.device)
         own = ring.queries[ring.group.rank]
         gradients = _BlockGradients(ring, ctx.mask, key, value, lse.dtype)
@@ -91,7 +92,7 @@ class _AttendBlocks(torch.autograd.Function):
             computed = None
             if block is not None:
                 computed = block_gradients(
-                    upper, delta, lse, rows, *block, ctx.mask, own, ring.keys[owner], ctx.scale, query_gradient
+                    upper, results, delta, lse, rows, *block, ctx.mask, own, ring.keys[owner], ctx.scale, query_gradient
                 )
             gradients.return_to(owner, computed)
             del block, computed

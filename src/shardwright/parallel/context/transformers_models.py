@@ -75,10 +75,11 @@ def _attention(
                 f"context-parallel attention: {type(module).__name__} passes {(given or ['output_attentions'])[0]!r}, "
                 "which is not supported: use a mesh without cp"
             )
-        if isinstance(attention_mask, Tensor):
+        if attention_mask is not None and not isinstance(attention_mask, Mask):
+            shape = tuple(getattr(attention_mask, "shape", ()))
             raise UnsupportedError(
-                f"context-parallel attention: a mask of shape {tuple(attention_mask.shape)} would need all pairs of "
-                "positions on every rank: pass a padding mask of shape (samples, positions), or none"
+                f"context-parallel attention: a mask of shape {shape} ({type(attention_mask).__name__}) would need all "
+                "pairs of positions on every rank: pass a padding mask of shape (samples, positions), or none"
             )
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         mask = attention_mask if isinstance(attention_mask, Mask) else Mask(causal=causal and query.shape[2] > 1)

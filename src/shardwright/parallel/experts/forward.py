@@ -14,6 +14,7 @@ from shardwright.layout import Layout, Mesh, Placement, Replicate, Shard
 from shardwright.parallel.experts.products import compute_experts
 from shardwright.parallel.experts.route import route
 from shardwright.parallel.plan.mesh_roles import EXPERTS, TENSOR
+from shardwright.tensor.base.capture import is_capturing
 from shardwright.tensor.base.copied import refuse_stale
 from shardwright.tensor.base.gradient_types import ENTERED
 from shardwright.tensor.base.parameter_use import parameter_use
@@ -37,10 +38,11 @@ def experts_forward(module: nn.Module, tokens: Any, chosen: Any, weights: Any) -
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, tokens, chosen, weights)
-    if tokens.is_meta:
+    if tokens.is_meta or is_capturing():
         raise UnsupportedError(
             f"{type(module).__name__}: how many tokens go to which rank depends on values, which tensors on the meta "
-            "device do not have: predict the step on a mesh without ep"
+            "device do not have, and sw.compile does not see: predict the step on a mesh without ep, and compile other "
+            "parts of the model"
         )
     mesh = tokens._layout.mesh
     for each in (tokens, chosen, weights):

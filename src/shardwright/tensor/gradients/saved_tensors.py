@@ -54,7 +54,9 @@ def _exit(_: saved_tensors_hooks, *__: object) -> None:
 
 def _pack_plain(pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
     if not isinstance(tensor, DTensorBase):
-        return pack(tensor)
+        # An operator on local tensors may save its result, the indices of topk for example, which is tagged afterwards.
+        may_be_tagged = not tensor.requires_grad and not torch._C._is_torch_function_enabled()
+        return pack(alias(tensor) if may_be_tagged else tensor)
     plain = alias(tensor)
     with torch._C._EnableTorchFunction():
         return pack(plain)
