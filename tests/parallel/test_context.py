@@ -16,6 +16,8 @@ import shardwright as sw
 from shardwright import comm
 from shardwright.errors import ArgumentTypeError, MeshError, PlanError, UnsupportedError
 from shardwright.parallel.context.attention import attend
+from shardwright.parallel.context.blocks import Merged, add_block, block_gradients, grouped
+from shardwright.parallel.context.flash import seen_by_flash
 from shardwright.parallel.context.heads import HeadRanges
 from shardwright.parallel.context.mask import Mask
 from shardwright.testing import run_ranks, same_as_one_rank
@@ -344,3 +346,30 @@ def test_joining_a_sequence_with_nothing_keeps_it_sharded() -> None:
         return str(joined.sharding)
 
     assert set(run_ranks(2, work)) == {"[1, 2, 7] (cp: S(2))"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_flash_kernels_merge_blocks_as_one_attention() -> None:
+    make: dict[str, Any] = {"device": "cuda", "generator": torch.Generator("cuda").manual_seed(0)}
+    query, key, value, upper = (torch.randn(2, heads, 64, 32, **make).bfloat16() for heads in (4, 2, 2, 4))
+    plain = [each.float().requires_grad_() for each in (query, key, value)]
+    expected = scaled_dot_product_attention(*plain, is_causal=True, enable_gqa=True)
+    wanted = torch.autograd.grad(expected[:, :, 24:], plain, upper[:, :, 24:].float())
+    mask, own, blocks = Mask(causal=True), range(24, 64), [range(24), range(24, 64)]
+    rows, gradient = grouped(query[:, :, 24:], 2), grouped(upper[:, :, 24:], 2)
+    merged = Merged.empty(rows, 32)
+    pieces = [(key[:, :, each.start : each.stop], value[:, :, each.start : each.stop]) for each in blocks]
+    for piece, each in zip(pieces, blocks, strict=True):
+        assert seen_by_flash(rows, *piece, mask, own, each) is not None
+        add_block(merged, rows, *piece, mask, own, each, 32**-0.5)
+    out = merged.out.bfloat16()
+    delta = (out.float() * gradient).sum(-1)
+    query_gradient = torch.zeros(rows.shape, device="cuda")
+    found = [
+        block_gradients(gradient, out, delta, merged.lse, rows, *piece, mask, own, each, 32**-0.5, query_gradient)
+        for piece, each in zip(pieces, blocks, strict=True)
+    ]
+    results = [merged.out, query_gradient, *(torch.cat([pair[part] for pair in found], 2) for part in (0, 1))]
+    references = [expected[:, :, 24:], wanted[0][:, :, 24:], *wanted[1:]]
+    for result, reference_value in zip(results, references, strict=True):
+        assert torch.allclose(result.view(reference_value.shape), reference_value, atol=0.02)
