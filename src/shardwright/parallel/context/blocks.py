@@ -103,8 +103,8 @@ def block_gradients(
     dtype = query_gradient.dtype
     seen = seen_by_flash(query, key, value, mask, queries, keys)
     if seen is not None:
-        own, *others = flash_gradients(gradient, out, lse, query, key, value, seen, scale)
-        query_gradient += own
+        own_gradient, *others = flash_gradients(gradient, out, lse, query, key, value, seen, scale)
+        query_gradient += own_gradient
         return others[0].to(dtype), others[1].to(dtype)
     key_gradient = torch.zeros(key.shape, dtype=dtype, device=key.device)
     value_gradient = torch.zeros(value.shape, dtype=dtype, device=value.device)
