@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -210,6 +213,33 @@ def test_a_conversion_that_fails_leaves_nothing(to: Any, tmp_path: Path, monkeyp
     with pytest.raises(sw.errors.ShardwrightError, match="No space left"):
         convert(tmp_path / "ours", tmp_path / "new", to=to)
     assert os.listdir(tmp_path) == ["ours"]
+
+
+KILLED = """
+import os, signal, sys
+from shardwright.interop import convert
+from shardwright.interop.conversion.source import ConversionSource
+windows, count = ConversionSource.windows, [0]
+def killing(self, tensor):
+    count[0] += 1
+    if count[0] == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return windows(self, tensor)
+ConversionSource.windows = killing
+convert(sys.argv[1], sys.argv[2], to="hf")
+"""
+
+
+def test_a_conversion_that_is_killed_leaves_nothing_under_its_name(tmp_path: Path) -> None:
+    state = {"a": torch.ones(2), "b": torch.ones(3)}
+    checkpoint.save(state, tmp_path / "ours")
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "ours", tmp_path / "hf"], check=False, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    left = sorted(set(os.listdir(tmp_path)) - {"ours"})
+    assert len(left) == 1
+    assert left[0].startswith(".hf.")
+    convert(tmp_path / "ours", tmp_path / "hf", to="hf")
+    assert_same(load_file(tmp_path / "hf/model.safetensors"), state)
 
 
 def test_a_corrupted_source_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
