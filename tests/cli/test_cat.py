@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from shardwright import checkpoint
+from shardwright.cli.cat import write_raw
 from tests.cli.conftest import Cli
 from tests.cli.example import weights
 
@@ -58,6 +60,16 @@ def test_rows_of_text_hold_every_bit_of_the_tensor(cli: Cli, tmp_path: Path, dty
     if dtype in (torch.uint64, torch.int64):
         numbers = [[int(value) for value in row] for row in rows]
     assert torch.equal(torch.tensor(numbers).to(dtype).view(torch.uint8), whole.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_raw_bytes_are_those_of_the_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
+    whole = (torch.randn(50, 70) * 3).abs().to(dtype)
+    checkpoint.save({"w": whole}, tmp_path / "c")
+    for wanted, expected in (("w", whole), ("w[3:40:5, -1]", whole[3:40:5, -1])):
+        stream = io.BytesIO()
+        write_raw(str(tmp_path / "c"), wanted, stream)
+        assert stream.getvalue() == expected.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def test_a_row_longer_than_a_block_is_one_line(cli: Cli, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -111,6 +112,28 @@ def test_damage_in_an_input_leaves_no_output(cli: Cli, folder: Path) -> None:
     data[4200] ^= 1
     file.write_bytes(data)
     assert cli("merge", folder / "c0", folder / "c1", "--out", folder / "out").code == 1
+    assert sorted(os.listdir(folder)) == ["c0", "c1", "c2"]
+
+
+def test_an_interrupt_or_a_full_disk_leaves_no_output(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = "merge", folder / "c0", folder / "c1", "--out", folder / "out"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        done = cli(*arguments)
+    assert done.code == 3
+    assert "No space left on device" in done.err
+    for module in ("merge.read_box", "merge.with_tensors"):  # while tensors are merged, and before they are saved
+        with monkeypatch.context() as patched:
+            patched.setattr(f"shardwright.cli.{module}", interrupted)
+            done = cli(*arguments)
+        assert (done.code, done.err) == (130, "shardwright: interrupted\n")
     assert sorted(os.listdir(folder)) == ["c0", "c1", "c2"]
 
 

@@ -7,8 +7,8 @@ from shardwright.errors import (
     CorruptionError,
     FormatError,
     LayoutError,
+    LoadMismatchError,
     MappingError,
-    MissingExtraError,
     MissingNameError,
     PlanError,
     UsageError,
@@ -39,5 +39,5 @@ def exit_code_of(error: BaseException) -> int:
         return FOUND
     if isinstance(error, FormatError):  # also a ValueError, but of the checkpoint, not of an argument
         return UNREADABLE
-    misuse = (UsageError, MissingNameError, ArgumentTypeError, LayoutError, MappingError, PlanError, MissingExtraError)
+    misuse = (UsageError, MissingNameError, LoadMismatchError, MappingError, ArgumentTypeError, LayoutError, PlanError)
     return MISUSE if isinstance(error, misuse) else UNREADABLE

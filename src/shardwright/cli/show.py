@@ -77,7 +77,7 @@ class CheckpointReport(Report):
 
 @dataclass(frozen=True)
 class HoldingRow:
-    """A region of a tensor, and the ranks that held it when it was saved."""
+    """A region of a tensor, and the ranks that held it when it was saved; none if the format does not say."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -120,12 +120,13 @@ class TensorReport(Report):
             layout = Layout.from_json(self.layout)
             yield picture(layout, f"saved as {layout}")
         else:
-            yield f"saved as {plural(len(self.held), 'box')[:-1]}es" if len(self.held) != 1 else "saved as 1 box"
-            regions = new_table("REGION", "RANKS")
+            yield "saved as 1 box" if len(self.held) == 1 else f"saved as {len(self.held)} boxes"
+            has_ranks = any(held.ranks for held in self.held)
+            regions = new_table("REGION", *(["RANKS"] if has_ranks else []))
             for held in self.held:
                 ends = (offset + extent for offset, extent in zip(held.offset, held.size, strict=True))
                 ranges = (f"{first}:{end}" for first, end in zip(held.offset, ends, strict=True))
-                regions.add_row(f"[{', '.join(ranges)}]", number_ranges(held.ranks))
+                regions.add_row(f"[{', '.join(ranges)}]", *([number_ranges(held.ranks)] if has_ranks else []))
             yield regions
         yield ""
         files = new_table("FILE", "BYTES", "SIZE", right=("SIZE",))
@@ -137,12 +138,13 @@ class TensorReport(Report):
 def describe_checkpoint(path: str, names: Sequence[str] = (), *, patterns: bool = False, flat: bool = False) -> Report:
     """Return the contents of a checkpoint, or of the names given; of a single tensor, all that is known of it."""
     with open_checkpoint(path) as opened:
+        has_ranks = opened.format == "shardwright"  # in others, pieces are numbered by their files
         values = opened.plain_values()
         chosen = select_all([*opened, *(name for name in values if name not in opened)], names)
         if len(names) == 1 and chosen == list(names) and chosen[0] in opened:
-            return _describe_tensor(path, opened[chosen[0]])
+            return _describe_tensor(path, opened[chosen[0]], has_ranks=has_ranks)
         tensors = {name: opened[name] for name in chosen if name in opened}
-        rows = tuple(_rows(tensors, patterns=patterns))
+        rows = tuple(_rows(tensors, patterns=patterns, has_ranks=has_ranks))
         stored = {tensor.stored_name: tensor for tensor in tensors.values()}
         dtypes: Counter[str] = Counter()
         for tensor in stored.values():
@@ -150,7 +152,7 @@ def describe_checkpoint(path: str, names: Sequence[str] = (), *, patterns: bool 
         return CheckpointReport(
             path=path,
             format=opened.format,
-            save_id=opened.save_id,
+            save_id=opened.save_id if has_ranks else None,
             files=len(opened.files),
             file_bytes=sum(opened.files.values()),
             tensors=len(stored),
@@ -163,7 +165,7 @@ def describe_checkpoint(path: str, names: Sequence[str] = (), *, patterns: bool 
         )
 
 
-def _describe_tensor(path: str, tensor: LazyTensor[torch.Tensor]) -> TensorReport:
+def _describe_tensor(path: str, tensor: LazyTensor[torch.Tensor], *, has_ranks: bool) -> TensorReport:
     layout = tensor.layout
     return TensorReport(
         path=path,
@@ -174,18 +176,20 @@ def _describe_tensor(path: str, tensor: LazyTensor[torch.Tensor]) -> TensorRepor
         elements=tensor.numel(),
         nbytes=tensor.nbytes,
         layout=None if layout is None else layout.to_json(),
-        held=tuple(HoldingRow(region.offset, region.size, ranks) for region, ranks in tensor.holdings()),
+        held=tuple(
+            HoldingRow(region.offset, region.size, ranks if has_ranks else ()) for region, ranks in tensor.holdings()
+        ),
         stored=tuple(RangeRow(*stored) for stored in tensor.stored_ranges()),
     )
 
 
-def _rows(tensors: Mapping[str, LazyTensor[torch.Tensor]], *, patterns: bool) -> Iterator[TensorRow]:
+def _rows(tensors: Mapping[str, LazyTensor[torch.Tensor]], *, patterns: bool, has_ranks: bool) -> Iterator[TensorRow]:
     layouts: dict[Any, tuple[str, str]] = {}  # most tensors share a few
 
     def row(name: str, tensor: LazyTensor[torch.Tensor]) -> TensorRow:
         key = tensor.layout or tensor.stored_name
         if key not in layouts:
-            layouts[key] = _layout_text(tensor)
+            layouts[key] = _layout_text(tensor, has_ranks)
         same_as = tensor.stored_name if tensor.stored_name != name else None
         return TensorRow(name, _dtype(tensor), tuple(tensor.shape), tensor.nbytes, *layouts[key], same_as=same_as)
 
@@ -209,12 +213,13 @@ def _rows(tensors: Mapping[str, LazyTensor[torch.Tensor]], *, patterns: bool) ->
         )
 
 
-def _layout_text(tensor: LazyTensor[torch.Tensor]) -> tuple[str, str]:
+def _layout_text(tensor: LazyTensor[torch.Tensor], has_ranks: bool) -> tuple[str, str]:
     """Return how a tensor was laid out, and over which ranks."""
     layout = tensor.layout
     if layout is None:
         held = tensor.holdings()
-        return f"{len(held)} boxes", number_ranges(rank for _, ranks in held for rank in ranks)
+        boxes = f"{len(held)} boxes" if len(held) > 1 else "whole"
+        return boxes, number_ranges(rank for _, ranks in held for rank in ranks) if has_ranks else ""
     placements = str(layout).partition("] ")[2]
     return placements, number_ranges(layout.mesh.ranks)
 
