@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import pickle
@@ -361,6 +362,18 @@ def test_a_folder_of_the_old_kind_is_read(tmp_path: Path) -> None:
     assert same(checkpoint.read(tmp_path / "old"), {"w": whole, "n": {"a": 1}})
     loaded = checkpoint.load({"w": torch.zeros(4, 5), "n": {"a": 0}}, tmp_path / "old")
     assert same(loaded, {"w": whole, "n": {"a": 1}})
+
+
+def test_a_folder_of_megatron_has_its_common_values(tmp_path: Path) -> None:
+    whole = by_hand(tmp_path / "torch_dist")
+    common = {"args": argparse.Namespace(num_layers=2), "iteration": 7, "n": "is stored apart", "rng": torch.ones(3)}
+    torch.save(common, tmp_path / "torch_dist" / "common.pt")
+    state = checkpoint.read(tmp_path / "torch_dist")
+    assert same(state["w"], whole)
+    assert state["args"] == {"num_layers": 2}
+    assert (state["iteration"], state["n"]) == (7, {"a": 1})
+    assert torch.equal(state["rng"], torch.ones(3))
+    assert checkpoint.verify(tmp_path / "torch_dist")
 
 
 def set_info(metadata: Any, **fields: Any) -> None:
