@@ -56,7 +56,9 @@ class Reduction:
         early = scale != 1 and any(tensor.dtype is torch.float16 for tensor in tensors)
         given = [tensor * scale for tensor in tensors] if early else tensors
         self._scale = 1.0 if early else scale
-        self._group, self._given = group, given
+        self._group, self._device = group, given[0].device if given else torch.device("cpu")
+        self._dtypes = [tensor.dtype for tensor in given]
+        self._rests = [tensor.shape[1:] for tensor in given]
         if group.size == 1:
             own: list[Tensor | None] = [each if has else None for each, has in zip(given, present, strict=True)]
             self._pending = comm.Pending("reduce_scatter_many", group, (), lambda: own)
@@ -89,10 +91,9 @@ class Reduction:
         pieces = self._pending.wait()
         if self._replicas is not None and self._replicas.size > 1:
             shapes = [
-                (split.sizes[self._group.rank], *tensor.shape[1:])
-                for split, tensor in zip(self._splits, self._given, strict=True)
+                (split.sizes[self._group.rank], *rest) for split, rest in zip(self._splits, self._rests, strict=True)
             ]
-            pieces = _sum_over(pieces, shapes, self._given, self._replicas)
+            pieces = _sum_over(pieces, shapes, self._dtypes, self._device, self._replicas)
         return [
             None if piece is None else _finished(piece, parameter.dtype, self._scale, split)
             for piece, parameter, split in zip(pieces, self.parameters, self._splits, strict=True)
@@ -100,7 +101,11 @@ class Reduction:
 
 
 def _sum_over(
-    pieces: Sequence[Tensor | None], shapes: Sequence[tuple[int, ...]], like: Sequence[Tensor], replicas: comm.Group
+    pieces: Sequence[Tensor | None],
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    replicas: comm.Group,
 ) -> list[Tensor | None]:
     """Return the pieces summed over the replicas, in one collective for each dtype.
 
@@ -108,13 +113,13 @@ def _sum_over(
     that have it is summed with the pieces.
     """
     found: dict[int, Tensor | None] = {}
-    for dtype in dict.fromkeys(each.dtype for each in like):
-        indices = [index for index, each in enumerate(like) if each.dtype is dtype]
+    for dtype in dict.fromkeys(dtypes):
+        indices = [index for index, each in enumerate(dtypes) if each is dtype]
         given = [pieces[index] for index in indices]
-        counts = torch.ones(len(given), dtype=dtype, device=like[0].device)
+        counts = torch.ones(len(given), dtype=dtype, device=device)
         missing = any(piece is None for piece in given)
         if missing:  # otherwise the host need not wait for the device
-            counts = torch.tensor([piece is not None for piece in given], dtype=dtype, device=like[0].device)
+            counts = torch.tensor([piece is not None for piece in given], dtype=dtype, device=device)
         flat = [
             torch.zeros(math.prod(shapes[index]), dtype=dtype, device=counts.device)
             if piece is None

@@ -87,10 +87,11 @@ class Schedule:
         self.peak_bytes = 0  # the most bytes of gathered parameters at a time
         self.reduction: InFlight | None = None  # one unit's gradients at a time
         self._ahead: Scheduled | None = None
-        self._needed: list[Scheduled] = []  # in this step, in order
+        self._needed: list[tuple[Scheduled, bool]] = []  # in this step, in order, and whether in backward
+        self._postponed: Scheduled | None = None  # gathered ahead when the backward pass begins
         self._training = False  # whether this step records gradients
-        self._last: dict[bool, list[Scheduled]] = {}  # what the last step of each kind needed
-        self._expected: list[Scheduled] | None = None  # what this step is expected to need; None: not known
+        self._last: dict[bool, list[tuple[Scheduled, bool]]] = {}  # what the last step of each kind needed
+        self._expected: list[tuple[Scheduled, bool]] | None = None  # in this step; None: not known
         self.running = 0  # how many forwards of modules with units run, one inside another
         self._tasks: list[int] = []  # backward passes at whose end we are called, the innermost last
 
@@ -119,18 +120,23 @@ class Schedule:
                 other.release()
 
     def advance(self, unit: Scheduled) -> None:
-        """Record that this unit was needed and had to be gathered, and start gathering the next one."""
+        """Record that this unit was needed and had to be gathered, and start gathering the next one.
+
+        One that backward needs is not gathered in forward: the loss, where memory is short, comes between them.
+        """
         if not self._needed:
             self._training = torch.is_grad_enabled()
             self._expected = self._last.get(self._training)
         index = len(self._needed)
-        self._needed.append(unit)
+        backward = in_backward()
+        self._needed.append((unit, backward))
         expected = self._expected
-        if expected is not None and (index >= len(expected) or expected[index] is not unit):
+        if expected is not None and (index >= len(expected) or expected[index] != (unit, backward)):
             expected = self._expected = None
-        following = expected[index + 1] if expected is not None and index + 1 < len(expected) else None
+        following, later = expected[index + 1] if expected is not None and index + 1 < len(expected) else (None, False)
         self._ahead = following
-        if following is not None and following.gathers_ahead():
+        self._postponed = following if later and not backward else None
+        if following is not None and self._postponed is None and following.gathers_ahead():
             following.start()
 
     def call_at_end_of_backward(self) -> None:
@@ -139,6 +145,9 @@ class Schedule:
         if task != -1 and (not self._tasks or self._tasks[-1] != task):
             self._tasks.append(task)
             _engine.queue_callback(partial(self._end, task))
+            postponed, self._postponed = self._postponed, None
+            if postponed is not None and postponed.gathers_ahead():
+                postponed.start()
 
     def _end(self, task: int) -> None:
         self.land()
@@ -174,4 +183,4 @@ class Schedule:
         for unit in list(self.gathered):
             if not unit.keeps_at_rest(evaluated):
                 unit.release()
-        self._needed, self._expected, self._ahead = [], None, None
+        self._needed, self._expected, self._ahead, self._postponed = [], None, None, None
