@@ -152,7 +152,8 @@ def test_importing_the_package_does_not_import_testing_or_the_tensors_of_torch()
     program = """
 import sys
 import shardwright
-heavy = "shardwright.interop.tensors", "shardwright.testing", "torch.distributed.tensor", "pytest", "hypothesis"
+ours = "shardwright.interop.tensors", "shardwright.testing"
+heavy = *ours, "torch.distributed.tensor", "pytest", "hypothesis", "cloudpickle"
 print([name for name in heavy if name in sys.modules], {"interop", "testing"} <= set(dir(shardwright)))
 print(hasattr(shardwright, "intorep"), [name for name in heavy if name in sys.modules])
 """
