@@ -53,7 +53,10 @@ def test_a_closed_pipe_ends_the_command_quietly(tmp_path: Path) -> None:
 def test_an_interrupt_ends_the_command_with_130_and_one_line(tmp_path: Path) -> None:
     checkpoint.save({"w": torch.zeros(30_000_000, dtype=torch.int8)}, tmp_path / "c")
     with subprocess.Popen(
-        [*COMMAND, "cat", str(tmp_path / "c"), "w", "--all"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*COMMAND, "cat", str(tmp_path / "c"), "w", "--all"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # it is ignored in jobs of the background
     ) as running:
         assert running.stdout is not None
         assert running.stderr is not None

@@ -18,11 +18,11 @@ import msgspec
 from shardwright import comm
 from shardwright.checkpoint.format.data_file import FileEntry
 from shardwright.checkpoint.format.manifest import KEY, Manifest
+from shardwright.checkpoint.format.other_formats import other_format
 from shardwright.checkpoint.location import location_id
 from shardwright.checkpoint.reading.current import read_manifest
 from shardwright.checkpoint.writing.leftovers import may_be_removed
 from shardwright.errors import CheckpointError, MissingKeyError, NotACheckpointError, StorageError
-from shardwright.interop.formats import other_format
 from shardwright.listing import join_first
 from shardwright.storage import LocalStorage, Storage, Writer
 

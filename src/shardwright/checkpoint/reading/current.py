@@ -10,6 +10,7 @@ import msgspec
 
 from shardwright import comm
 from shardwright.checkpoint.format.manifest import KEY, MAX_BYTES, Manifest
+from shardwright.checkpoint.format.other_formats import is_only_ours
 from shardwright.checkpoint.reading.contents import Contents
 from shardwright.checkpoint.reading.host_window import this_host
 from shardwright.errors import CheckpointError, CorruptionError, MissingKeyError, NotACheckpointError, RankFailedError
@@ -61,7 +62,7 @@ def read_manifest(storage: Storage) -> Manifest:
 
 def read_contents(storage: Storage) -> Contents:
     """Read what the current checkpoint contains, whatever its format."""
-    if isinstance(storage, LocalStorage):
+    if isinstance(storage, LocalStorage) and (storage.is_file() or not is_only_ours(storage.list_files())):
         contents = read_foreign(storage)
         if contents is not None:
             return contents

@@ -41,6 +41,13 @@ class ForeignContents:
     """A checkpoint of another format: `format` says which; `save_id` identifies what was read of it.
 
     The other fields are those of our manifest; `files` are numbered as ours are by rank.
+
+    >>> import tempfile, torch
+    >>> from shardwright.interop.formats import read_foreign
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save({"w": torch.ones(2)}, f"{folder}/state.pt")
+    ...     list(read_foreign(LocalStorage(folder)).tensors.names)
+    ['w']
     """
 
     format: str

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeAlias
 
 from shardwright.checkpoint.format.manifest import KEY
+from shardwright.checkpoint.format.other_formats import INDEX_SUFFIX, RANK_METADATA, is_only_ours, other_format
 from shardwright.errors import FormatError, NotACheckpointError
 from shardwright.interop.formats.contents import ForeignContents
 from shardwright.interop.formats.dcp import COMMON, read_dcp
@@ -16,13 +17,10 @@ from shardwright.interop.formats.torch_file import LEGACY, ZIP, read_torch_file
 from shardwright.interop.formats.torch_ranks import read_torch_ranks, sets_of_ranks
 from shardwright.storage import LocalStorage
 
-__all__ = ["other_format", "read_foreign"]
+__all__ = ["read_foreign"]
 
 _OURS = b'{"shardwright":'
-_RANK = re.compile(r"__(\d{1,9})\.metadata")
 _OUR_FILE = re.compile(r"[0-9a-z]{6,32}-\d{5,}-0\.safetensors")
-_INDEX = ".safetensors.index.json"
-_MARKS = (".metadata", "model.safetensors")
 _TORCH = (".pt", ".pth", ".bin")
 
 _Read: TypeAlias = Callable[[], ForeignContents]
@@ -33,19 +31,23 @@ def read_foreign(storage: LocalStorage) -> ForeignContents | None:
 
     Raise `FormatError` if a folder has checkpoints of two formats, or several files and none that says how they belong
     together.
+
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save({"w": torch.ones(2)}, f"{folder}/state.pt")
+    ...     read_foreign(LocalStorage(folder)).format
+    'torch'
     """
     if storage.is_file():
         return _read_file(storage)
     names = storage.list_files()
-    if KEY in names:
-        other = other_format(names)
-        if other is None:
-            return None
-        if _start(storage, KEY).startswith(_OURS):
-            raise FormatError(
-                f"{storage.path} has checkpoints of two formats: {KEY} and {other}; move one of them to a folder "
-                "of its own"
-            )
+    if is_only_ours(names):
+        return None
+    if KEY in names and _start(storage, KEY).startswith(_OURS):
+        raise FormatError(
+            f"{storage.path} has checkpoints of two formats: {KEY} and {other_format(names)}; move one of them to a "
+            "folder of its own"
+        )
     found = _found(storage, names)
     if len(found) > 1:
         raise FormatError(
@@ -55,24 +57,15 @@ def read_foreign(storage: LocalStorage) -> ForeignContents | None:
     return found[0][1]() if found else None
 
 
-def other_format(names: Iterable[str]) -> str | None:
-    """Return the name of a file that only checkpoints of other formats have, if any of these is one.
-
-    >>> other_format(["manifest.json", ".metadata"])
-    '.metadata'
-    """
-    return next((name for name in names if name in _MARKS or _RANK.fullmatch(name) or name.endswith(_INDEX)), None)
-
-
 def _found(storage: LocalStorage, names: list[str]) -> list[tuple[str, _Read]]:
     """Return what says that a folder has a checkpoint of another format: the name of the file, and how to read it."""
     found: list[tuple[str, _Read]] = []
-    ranks = sorted((int(match[1]), match[0]) for name in names if (match := _RANK.fullmatch(name)))
+    ranks = sorted((int(match[1]), match[0]) for name in names if (match := RANK_METADATA.fullmatch(name)))
     if ".metadata" in names:
         found.append((".metadata", lambda: read_dcp(storage, [".metadata"], COMMON in names)))
     elif ranks:
         found.append((ranks[0][1], lambda: read_dcp(storage, [name for _, name in ranks], False)))
-    indices = [name for name in names if name.endswith(_INDEX)]
+    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
     files = [name for name in names if name.endswith(".safetensors") and not _OUR_FILE.fullmatch(name)]
     if indices:
         found += [(name, lambda name=name: read_safetensors_index(storage, name)) for name in indices]  # type: ignore[misc]  # mypy cannot infer a lambda with a default
@@ -106,7 +99,7 @@ def _read_file(storage: LocalStorage) -> ForeignContents:
     folder = storage.parent()
     name = storage.path.removeprefix(folder.path).lstrip("/")
     start = _start(folder, name)
-    if name.endswith(_INDEX):
+    if name.endswith(INDEX_SUFFIX):
         return read_safetensors_index(folder, name)
     if start.startswith(ZIP) or (start and start.startswith(LEGACY)):
         return read_torch_file(folder, name)

@@ -21,7 +21,11 @@ __all__ = ["ArchiveRange", "Find", "ForeignFile", "Location", "Record", "read_by
 
 
 class Record(NamedTuple):
-    """Bytes of a file under one CRC-32, and their name for messages."""
+    """Bytes of a file under one CRC-32, and their name for messages.
+
+    >>> Record("archive/data/0", start=64, nbytes=16, crc32=0).nbytes
+    16
+    """
 
     name: str
     start: int
@@ -34,6 +38,9 @@ class Location(NamedTuple):
 
     `strides` are those of its elements, in elements; None if they are row-major without gaps. `span` is the number of
     bytes from the first to the last.
+
+    >>> Location(start=64, span=16).strides is None
+    True
     """
 
     start: int
@@ -59,6 +66,14 @@ class ForeignFile:
     """A file of another format: its name, the chunks that it holds, and where they are.
 
     `archives` are those that `torch.save` wrote into it. `least_size` is the size that it must have at least.
+
+    >>> import tempfile, torch
+    >>> from shardwright.interop.formats import read_foreign
+    >>> from shardwright.storage import LocalStorage
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save({"w": torch.ones(2)}, f"{folder}/state.pt")
+    ...     [file.name for file in read_foreign(LocalStorage(folder)).files.values()]
+    ['state.pt']
     """
 
     def __init__(

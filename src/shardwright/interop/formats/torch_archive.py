@@ -22,7 +22,16 @@ _MAX_EXPANSION = 1 << 10  # a tensor may be this many times larger than the byte
 
 @final
 class Archive:
-    """The archive in a range of an open file. `value` has `TensorRef`s in place of tensors; nothing else is read."""
+    """The archive in a range of an open file. `value` has `TensorRef`s in place of tensors; nothing else is read.
+
+    >>> import tempfile, torch
+    >>> from shardwright.storage import LocalStorage
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save({"step": 3}, f"{folder}/state.pt")
+    ...     with LocalStorage(folder).open_file("state.pt") as reader:
+    ...         Archive(reader, 0, reader.size, "state.pt").value
+    {'step': 3}
+    """
 
     def __init__(self, reader: Reader, base: int, length: int, where: str) -> None:
         self._reader, self._where = reader, where

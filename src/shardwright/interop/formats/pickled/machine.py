@@ -36,6 +36,9 @@ class Kind:
     `make` is the function of ours that is applied where the pickle calls the global; None if it must not be called.
     `value` is what a constant stands for. `is_type` is True if the pickle may create an instance of it and set its
     fields.
+
+    >>> Kind("torch.float32", value="float32").value
+    'float32'
     """
 
     __slots__ = ("is_type", "make", "name", "value")
@@ -54,6 +57,9 @@ class Instance:
     """An instance of a type that a pickle names: its kind, arguments and state, of which nothing is interpreted.
 
     Compared by identity.
+
+    >>> Instance(Kind("pathlib.PosixPath", is_type=True), ("a",))
+    Instance('pathlib.PosixPath')
     """
 
     __slots__ = ("arguments", "kind", "state")
