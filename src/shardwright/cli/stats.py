@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StatsReport", "TensorStats", "tensor_stats"]
 
-_BLOCK = 4 << 20  # bytes of a tensor at a time: as float64 they are up to eight times as many
+_BLOCK = 2 << 20  # bytes of a tensor at a time: as float64, with what is computed from them, up to forty times as many
 _KEPT = 16 << 20  # bytes up to which a tensor is kept in memory for the second pass
 _BARS = " ▁▂▃▄▅▆▇█"
 
