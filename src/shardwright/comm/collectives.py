@@ -20,10 +20,8 @@ from torch import Tensor
 from shardwright.comm.exchange import Operation, as_bytes, begin, dense, post
 from shardwright.comm.group import Group, world
 from shardwright.comm.native import is_small, native
-from shardwright.comm.packing import bits
 from shardwright.comm.pending import Pending
 from shardwright.comm.simulate import device_type
-from shardwright.comm.through_memory import Form, ThroughMemory, may_go_through_memory
 from shardwright.comm.traffic import report
 from shardwright.errors import CollectiveArgumentError
 
@@ -63,11 +61,8 @@ def start_all_gather(
 
 def gather(tensor: Tensor, group: Group, sizes: Sequence[int], dim: int, operation: Operation) -> Pending[Tensor]:
     """Start concatenating all pieces, unreported: other collectives are built on it."""
-    shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]) for size in sizes]
-    forms = [[Form(shape, tensor.dtype)] for shape in shapes]
-    if may_go_through_memory(group, tensor, forms):
-        return _gather_through_memory(tensor, group, forms, sizes, dim, operation)
     piece = dense(tensor)
+    shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]) for size in sizes]
     # If `dim` is the outermost dimension of extent > 1, pieces are contiguous and received in place.
     in_place = tensor.shape[:dim].numel() == 1
     if in_place:
@@ -89,27 +84,6 @@ def gather(tensor: Tensor, group: Group, sizes: Sequence[int], dim: int, operati
         return whole if in_place else _cat(pieces, dim)
 
     return Pending(operation.kind, group, flights, finish, operation.number)
-
-
-def _gather_through_memory(
-    tensor: Tensor, group: Group, forms: list[list[Form]], sizes: Sequence[int], dim: int, operation: Operation
-) -> Pending[Tensor]:
-    through = ThroughMemory(group, operation)
-    others = others_in(group)
-    through.send([tensor], others)
-    for peer in others:
-        through.expect(peer, forms[peer])
-    whole = torch.empty((*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :]), **like(tensor))
-    pieces = torch.split(bits(whole), list(sizes), dim)
-    pieces[group.rank].copy_(bits(tensor.detach().resolve_conj().resolve_neg()))
-
-    def finish() -> Tensor:
-        for peer in others:
-            pieces[peer].copy_(bits(through.received(peer, forms[peer])[0]))
-        through.finish()
-        return whole
-
-    return Pending(operation.kind, group, through.flights, finish, operation.number)
 
 
 # A dtype of each width that torch can concatenate: it does not support all.

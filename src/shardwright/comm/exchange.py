@@ -23,7 +23,7 @@ from shardwright.comm.shared_memory import Introduction, SharedMemory, is_sharea
 from shardwright.comm.traffic import report
 from shardwright.errors import CollectiveArgumentError, CommError
 
-__all__ = ["Failed", "Operation", "Unsent", "as_bytes", "begin", "dense", "exchange", "post", "start_exchange"]
+__all__ = ["Operation", "as_bytes", "begin", "dense", "exchange", "post", "start_exchange"]
 
 
 class Operation(NamedTuple):
@@ -37,6 +37,7 @@ class Operation(NamedTuple):
     number: int | None
 
 
+_PAYLOAD = code("payload")
 _EXCHANGE = Operation("exchange", code("exchange"), None)
 
 
@@ -212,7 +213,7 @@ def post(
         return [Flight(work) for work in dist.batch_isend_irecv(batch)]
     ledger, kind, number = group.ledger, operation.code, operation.number
     if number is not None and ledger.shared is not None:
-        flights, sends, receives = _post_shared(sends, receives, operation, ledger.shared)
+        flights, sends, receives = _post_shared(sends, receives, group, operation, ledger.shared)
     else:
         flights = []
     failed = []
@@ -222,81 +223,96 @@ def post(
             work = process_group.recv([data], peer, tag(nth, kind, data.nbytes))
             flights.append(Flight(work, peer, nth, data.nbytes))
         except RuntimeError as error:
-            failed.append(Flight(Failed(error), peer, nth, data.nbytes))
+            failed.append(Flight(_Failed(error), peer, nth, data.nbytes))
     for peer, data in sends:
         nth = ledger.send(peer, data.nbytes) if number is None else number
         try:
             work = process_group.send([data], peer, tag(nth, kind, data.nbytes))
             flights.append(Flight(work, peer, nth, data.nbytes, incoming=False))
         except RuntimeError as error:
-            failed.append(Flight(Failed(error), peer, nth, data.nbytes, incoming=False))
+            failed.append(Flight(_Failed(error), peer, nth, data.nbytes, incoming=False))
     return [*failed, *flights] if failed else flights
 
 
 def _post_shared(
     sends: Sequence[tuple[int, Tensor]],
     receives: Sequence[tuple[int, Tensor]],
+    group: Group,
     operation: Operation,
     shared: SharedMemory,
 ) -> tuple[list[Flight], list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
     """Start messages through shared memory; return them, and what is left to gloo because it is too large."""
     kind, number = operation.code, operation.number
     assert number is not None
-    messages: dict[tuple[int, int], tuple[Tensor, list[int]]] = {}  # by address and size: several ranks may get one
+    left: list[tuple[int, Tensor]] = []
+    flights: list[Flight] = []
+    places: dict[tuple[int, int], tuple[int, int]] = {}  # by address and size: what several ranks get is copied once
     for peer, data in sends:
-        if is_shareable(data.nbytes):
-            messages.setdefault((data.data_ptr(), data.nbytes), (data, []))[1].append(peer)
-    flights = [
-        Flight(_Reading(shared, operation, peer, data), peer, number, data.nbytes)
+        nbytes = data.nbytes
+        if not is_shareable(nbytes):
+            left.append((peer, data))
+            continue
+        key = data.data_ptr(), nbytes
+        place = places.get(key)
+        if place is None:
+            readers = tuple(reader for reader, other in sends if (other.data_ptr(), other.nbytes) == key)
+            place = places[key] = shared.put(data, readers)
+        try:
+            if not shared.send(peer, tag(number, kind, nbytes), place):
+                flights.append(Flight(_Unsent(shared, peer), peer, number, nbytes, incoming=False))
+            if place[0] < 0:  # there was no room
+                assert group.process_group is not None
+                work = group.process_group.send([data], peer, _payload_tag(number, kind, nbytes))
+                flights.append(Flight(work, peer, number, nbytes, incoming=False))
+        except RuntimeError as error:
+            flights.append(Flight(_Failed(error), peer, number, nbytes, incoming=False))
+    expected = [
+        Flight(_Reading(shared, group, operation, peer, data), peer, number, data.nbytes)
         for peer, data in receives
         if is_shareable(data.nbytes)
     ]
-    for data, peers in messages.values():
-        readers = tuple(peers)
-        place, room = shared.room(data.nbytes, readers)
-        room.copy_(data)
-        try:
-            if not shared.send(readers, tag(number, kind, data.nbytes), place, room):
-                flights.append(Flight(Unsent(shared), peers[0], number, data.nbytes, incoming=False))
-        except RuntimeError as error:
-            flights.append(Flight(Failed(error), peers[0], number, data.nbytes, incoming=False))
-    large_sends = [(peer, data) for peer, data in sends if not is_shareable(data.nbytes)]
-    return flights, large_sends, [(peer, data) for peer, data in receives if not is_shareable(data.nbytes)]
+    return [*expected, *flights], left, [(peer, data) for peer, data in receives if not is_shareable(data.nbytes)]
+
+
+def _payload_tag(number: int, kind: int, nbytes: int) -> int:
+    """Return the tag of a message that had no room in shared memory, and goes through gloo."""
+    return tag(number, kind ^ _PAYLOAD, nbytes)
 
 
 class _Reading:
     """A message in shared memory."""
 
-    __slots__ = ("_operation", "_peer", "_shared", "_target")
+    __slots__ = ("_group", "_operation", "_peer", "_shared", "_target")
 
-    def __init__(self, shared: SharedMemory, operation: Operation, peer: int, target: Tensor) -> None:
-        self._shared, self._operation, self._peer, self._target = shared, operation, peer, target
+    def __init__(self, shared: SharedMemory, group: Group, operation: Operation, peer: int, target: Tensor) -> None:
+        self._shared, self._group, self._operation, self._peer, self._target = shared, group, operation, peer, target
 
     def wait(self) -> None:
-        target, (_, kind, number) = self._target, self._operation
+        target, peer, (_, kind, number) = self._target, self._peer, self._operation
         assert number is not None
-        self._shared.receive(self._peer, tag(number, kind, target.nbytes), target)
+        if not self._shared.receive(peer, tag(number, kind, target.nbytes), target):
+            assert self._group.process_group is not None
+            payload = _payload_tag(number, kind, target.nbytes)
+            self._group.process_group.recv([target], peer, payload).wait()
 
 
-class Unsent:
-    """A message for which there was no room yet."""
+class _Unsent:
+    """A note about a message for which the socket had no room yet."""
 
-    def __init__(self, shared: SharedMemory) -> None:
-        self._shared = shared
+    def __init__(self, shared: SharedMemory, peer: int) -> None:
+        self._shared, self._peer = shared, peer
 
     def wait(self) -> None:
-        """Send it."""
-        self._shared.flush()
+        self._shared.flush(self._peer)
 
 
-class Failed:
+class _Failed:
     """A message that could not be started."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
 
     def wait(self) -> None:
-        """Raise the error."""
         raise self._error
 
 

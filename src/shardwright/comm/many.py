@@ -26,7 +26,6 @@ from shardwright.comm.native import native
 from shardwright.comm.pending import Pending
 from shardwright.comm.reduce import NATIVE_OPERATIONS, backend_reduces, is_little_padding
 from shardwright.comm.simulate import device_type
-from shardwright.comm.through_memory import Form, ThroughMemory, forms_of, may_go_through_memory
 from shardwright.comm.traffic import report
 from shardwright.errors import CollectiveArgumentError
 
@@ -101,9 +100,6 @@ def start_all_gather_many(
     operation = begin(group, "all_gather_many", torch.uint8, *plan.details)
     if device_type(sent[0]) != "cpu" and group.moves(sent[0].device):
         return _gather_natively(sent, wholes, table, group, operation)
-    messages = [_forms_of_rank(sent, table, rank) for rank in range(group.size)]
-    if may_go_through_memory(group, sent[0], messages):
-        return _gather_through_memory(sent, wholes, table, messages, group, operation)
     return _gather_point_to_point(sent, wholes, table, plan, group, operation)
 
 
@@ -129,37 +125,6 @@ def _gather_point_to_point(
         return wholes
 
     return Pending("all_gather_many", group, flights, finish, operation.number)
-
-
-def _forms_of_rank(tensors: Sequence[Tensor], sizes: Sizes, rank: int) -> list[Form]:
-    """Return the forms of a rank's pieces."""
-    return [Form((size[rank], *tensor.shape[1:]), tensor.dtype) for tensor, size in zip(tensors, sizes, strict=True)]
-
-
-def _gather_through_memory(
-    sent: list[Tensor],
-    wholes: list[Tensor],
-    sizes: Sizes,
-    messages: list[list[Form]],
-    group: Group,
-    operation: Operation,
-) -> Pending[list[Tensor]]:
-    """Gather by shared memory: pieces are copied from where they are to where they go."""
-    through = ThroughMemory(group, operation)
-    others = others_in(group)
-    through.send(sent, others)
-    for peer in others:
-        through.expect(peer, messages[peer])
-    slots = [torch.split(whole, list(size)) for whole, size in zip(wholes, sizes, strict=True)]
-    _copy_all([slot[group.rank] for slot in slots], sent)
-
-    def finish() -> list[Tensor]:
-        for peer in others:
-            _copy_all([slot[peer] for slot in slots], through.received(peer, messages[peer]))
-        through.finish()
-        return wholes
-
-    return Pending("all_gather_many", group, through.flights, finish, operation.number)
 
 
 def _gather_natively(
@@ -238,11 +203,6 @@ def start_reduce_scatter_many(
         backend_reduces(tensor, op) and is_little_padding(list(size)) for tensor, size in zip(given, table, strict=True)
     ):
         return _scatter_natively(given, table, present, group, operation, op)
-    flags = _flags(present, given[0].device)
-    header = [] if flags is None else forms_of([flags])
-    messages = [[*header, *_forms_of_rank(given, table, rank)] for rank in range(group.size)]
-    if may_go_through_memory(group, given[0], messages):
-        return _scatter_through_memory(given, table, messages, present, group, operation, op)
     return _scatter_point_to_point(given, table, plan, present, group, operation, op)
 
 
@@ -283,38 +243,6 @@ def _scatter_point_to_point(
         return _without_absent(results, present, None if group.simulated else counts)
 
     return Pending("reduce_scatter_many", group, flights, finish, operation.number)
-
-
-def _scatter_through_memory(
-    given: list[Tensor],
-    sizes: Sizes,
-    messages: list[list[Form]],
-    present: Sequence[bool] | None,
-    group: Group,
-    operation: Operation,
-    op: str,
-) -> Pending[list[Tensor | None]]:
-    """Reduce by shared memory: the pieces of the others are added from where they are; the tensors are not kept."""
-    flags = _flags(present, given[0].device)
-    header = [] if flags is None else [flags]
-    others, me = others_in(group), group.rank
-    through = ThroughMemory(group, operation)
-    parts = [torch.split(tensor, list(size)) for tensor, size in zip(given, sizes, strict=True)]
-    for peer in others:
-        through.send([*header, *(part[peer] for part in parts)], [peer])
-        through.expect(peer, messages[me])
-    own = [part[me].clone() for part in parts]
-
-    def finish() -> list[Tensor | None]:
-        received = {peer: through.received(peer, messages[me]) for peer in others}
-        received[me] = [*header, *own]
-        first = len(header)
-        results = [fold([received[peer][first + index] for peer in range(group.size)], op) for index in range(len(own))]
-        counts = None if flags is None else torch.stack([received[peer][0] for peer in range(group.size)]).sum(0)
-        through.finish()
-        return _without_absent(results, present, counts)
-
-    return Pending("reduce_scatter_many", group, through.flights, finish, operation.number)
 
 
 def _scatter_natively(

@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.collectives import bad_sizes, gather, like, others_in, wrap_dim
-from shardwright.comm.exchange import Operation, begin, dense, post
+from shardwright.comm.exchange import begin, dense, post
 from shardwright.comm.fold import ReduceOp, check, fold
 from shardwright.comm.group import Group, world
 from shardwright.comm.native import is_small, native
 from shardwright.comm.pending import Pending
 from shardwright.comm.simulate import device_type
-from shardwright.comm.through_memory import Form, ThroughMemory, forms_of, may_go_through_memory
 from shardwright.comm.traffic import report
 from shardwright.errors import CollectiveArgumentError
 
@@ -160,12 +159,7 @@ def start_reduce_scatter(
     natively = device_type(tensor) != "cpu" and group.moves(tensor.device) and is_little_padding(parts)
     if natively and tensor.numel() and group.size > 1 and backend_reduces(tensor, op):
         return _reduce_scatter_natively(tensor, group, parts, dim, op)
-    split = torch.split(tensor, parts, dim)
-    forms = [forms_of([piece]) for piece in split]
-    if group.size > 1 and may_go_through_memory(group, tensor, forms):
-        operation = begin(group, "reduce_scatter", tensor.dtype, tuple(tensor.shape), tuple(parts), dim, op=op)
-        return _reduce_scatter_through_memory(split, forms[group.rank], group, operation, op)
-    outgoing = {peer: dense(piece) for peer, piece in enumerate(split) if peer != group.rank}
+    outgoing = {peer: dense(piece) for peer, piece in enumerate(torch.split(tensor, parts, dim)) if peer != group.rank}
     pieces = [torch.empty(own.shape, **like(tensor)) for _ in parts]
     pieces[group.rank] = dense(own)
     others = others_in(group)
@@ -179,25 +173,6 @@ def start_reduce_scatter(
         return fold(pieces, op)
 
     return Pending("reduce_scatter", group, flights, finish, operation.number)
-
-
-def _reduce_scatter_through_memory(
-    split: Sequence[Tensor], forms: list[Form], group: Group, operation: Operation, op: str
-) -> Pending[Tensor]:
-    through = ThroughMemory(group, operation)
-    others = others_in(group)
-    for peer in others:
-        through.send([split[peer]], [peer])
-        through.expect(peer, forms)
-    own = dense(split[group.rank])
-
-    def finish() -> Tensor:
-        pieces = [own if peer == group.rank else through.received(peer, forms)[0] for peer in range(group.size)]
-        result = fold(pieces, op)
-        through.finish()
-        return result
-
-    return Pending("reduce_scatter", group, through.flights, finish, operation.number)
 
 
 def _parts(tensor: Tensor, group: Group, sizes: Sequence[int] | None, dim: int) -> list[int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import select
 import socket
 import struct
 import sys
@@ -23,7 +24,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, final
+from typing import NamedTuple, final
 from weakref import finalize
 
 import torch
@@ -41,10 +42,9 @@ _HEADER = _SLOTS * _MAX_RANKS  # a byte for each message and rank: whether the r
 _MAX_BYTES = _SIZE // 4
 _ALIGNMENT = 64
 _SLICE = 0.5  # seconds per wait, after which another thread may have read the note
-_PAUSE = 0.001  # seconds between two attempts to send what there was no room for
 
 _HELLO = struct.Struct("!64s32sQQ")  # host, name of the socket, process, file descriptor; an empty host shares nothing
-_NOTE = struct.Struct("!QQQQ")  # the tag of a message, its slot, its offset and its bytes
+_NOTE = struct.Struct("!QqQ")  # the tag of a message, its slot (-1: it follows through gloo) and its offset
 
 
 def is_shareable(nbytes: int) -> bool:
@@ -61,16 +61,6 @@ def may_share(process_group: dist.ProcessGroup | None) -> bool:
     if process_group is None or not 1 < process_group.size() <= _MAX_RANKS:
         return False
     return "gloo" in dist.get_backend_config(process_group)
-
-
-Arrived: TypeAlias = tuple[int, Tensor]  # the slot of a message and its memory; a negative slot: private memory
-Place: TypeAlias = tuple[int, int]  # of a message: its slot and its offset; a negative slot has no room
-
-
-class _Unplaced(NamedTuple):
-    tag: int
-    data: Tensor
-    readers: tuple[int, ...]
 
 
 class _Message(NamedTuple):
@@ -95,27 +85,28 @@ class _Own:
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("shardwright")
         os.ftruncate(self.descriptor, _SIZE)
-        self.mapped = _Mapped(self.descriptor)
+        self._mapped = _Mapped(self.descriptor)
         self._messages: dict[int, _Message] = {}  # that are not read yet, by slot
         self._unused = list(range(_SLOTS))
         self._lock = threading.Lock()
         finalize(self, os.close, self.descriptor)
 
-    def reserve(self, nbytes: int, readers: tuple[int, ...]) -> Place:
-        """Return the slot and the offset of memory for a message to these ranks; (-1, 0) if there is no room."""
+    def put(self, data: Tensor, readers: tuple[int, ...]) -> tuple[int, int]:
+        """Copy a message for these ranks and return its slot and offset; (-1, 0) if there is no room."""
         with self._lock:
             self._free_read()
-            offset = self._room(nbytes)
+            offset = self._room(data.nbytes)
             if not self._unused or offset < 0:
                 return -1, 0
             slot = self._unused.pop()
-            self._messages[slot] = _Message(offset, nbytes, readers)
+            self._messages[slot] = _Message(offset, data.nbytes, readers)
         for reader in readers:
-            self.mapped.map[slot * _MAX_RANKS + reader] = 0
+            self._mapped.map[slot * _MAX_RANKS + reader] = 0
+        self._mapped.bytes[offset : offset + data.nbytes].copy_(data)
         return slot, offset
 
     def _free_read(self) -> None:
-        flags = self.mapped.map
+        flags = self._mapped.map
         for slot, message in list(self._messages.items()):
             first = slot * _MAX_RANKS
             if all(flags[first + reader] for reader in message.readers):
@@ -141,7 +132,7 @@ class _Peer:
         seconds, fraction = divmod(_SLICE, 1)
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(fraction * 1e6)))
-        self.arrived: dict[int, deque[Arrived]] = {}  # by tag
+        self.arrived: dict[int, deque[tuple[int, int]]] = {}  # slots and offsets, by tag
         self.unsent: deque[bytes] = deque()  # notes for which the socket had no room
 
 
@@ -151,61 +142,48 @@ class SharedMemory:
 
     def __init__(self, own: _Own, peers: dict[int, _Peer], rank: int, timeout: float) -> None:
         self._own, self._peers, self._rank, self._timeout = own, peers, rank, timeout
-        self._unplaced: deque[_Unplaced] = deque()  # messages for which shared memory had no room
         self._lock = threading.Lock()
 
-    def room(self, nbytes: int, readers: tuple[int, ...]) -> tuple[Place, Tensor]:
-        """Return memory for a message to these ranks, to be filled and passed to `send` with its place.
+    def put(self, data: Tensor, readers: tuple[int, ...]) -> tuple[int, int]:
+        """Copy a message for these ranks; return where it is, for `send`. A negative slot: there was no room for it."""
+        return self._own.put(data, readers)
 
-        If shared memory is full, it is private memory, which `send` copies when there is room.
-        """
-        place = self._own.reserve(nbytes, readers)
-        if place[0] < 0:
-            return place, torch.empty(nbytes, dtype=torch.uint8)
-        return place, self._own.mapped.bytes[place[1] : place[1] + nbytes]
-
-    def send(self, readers: tuple[int, ...], tag: int, place: Place, data: Tensor) -> bool:
-        """Tell ranks where a message is; return False if it has to wait for room, see `flush`.
-
-        Raise RuntimeError if a rank is gone.
-        """
+    def send(self, peer: int, tag: int, place: tuple[int, int]) -> bool:
+        """Tell a rank where a message is; return False if that needs `flush`. Raise RuntimeError if it is gone."""
+        to = self._peers[peer]
         with self._lock:
-            if place[0] < 0:
-                self._unplaced.append(_Unplaced(tag, data, readers))
-                return False
-            return self._tell(readers, tag, place, data.nbytes)
+            to.unsent.append(_NOTE.pack(tag, *place))
+            return self._push(to)
 
-    def flush(self) -> None:
-        """Return when all messages are sent; raise RuntimeError if that takes too long."""
+    def flush(self, peer: int) -> None:
+        """Send what could not be sent yet."""
+        to = self._peers[peer]
         deadline = time.monotonic() + self._timeout
-        while not self._pump():
-            self._pause(deadline)
+        poll = select.poll()
+        poll.register(to.sock, select.POLLOUT)
+        while to.unsent:
+            poll.poll(1000 * _SLICE)
+            with self._lock:
+                self._push(to)
+            self._check(deadline)
 
-    def receive(self, peer: int, tag: int, target: Tensor) -> None:
-        """Wait for a message and read it; raise RuntimeError if none comes."""
-        slot, message = self.arrive(peer, tag)
-        target.copy_(message)
-        self.free(peer, slot)
-
-    def arrive(self, peer: int, tag: int) -> Arrived:
-        """Wait for a message and return its slot, for `free`, and its memory; raise RuntimeError if none comes."""
+    def receive(self, peer: int, tag: int, target: Tensor) -> bool:
+        """Wait for a message and read it; return False if it follows through gloo. Raise RuntimeError if none comes."""
         other = self._peers[peer]
         arrived = other.arrived
         if tag not in arrived:
             self._wait(other, tag)
-        with self._lock:
-            messages = arrived[tag]
-            message = messages.popleft()
-            if not messages:
-                del arrived[tag]
-        return message
-
-    def free(self, peer: int, slot: int) -> None:
-        """Tell the sender of a message that this rank has read it."""
+        notes = arrived[tag]
+        slot, offset = notes.popleft()
+        if not notes:
+            del arrived[tag]
         if slot < 0:
-            return
+            return False
+        memory = other.memory
+        target.copy_(memory.bytes[offset : offset + target.nbytes])
         with self._lock:  # the message is read before the flag is set, on every processor
-            self._peers[peer].memory.map[slot * _MAX_RANKS + self._rank] = 1
+            memory.map[slot * _MAX_RANKS + self._rank] = 1
+        return True
 
     def abort(self) -> None:
         """End all waits, here and on the other ranks: their connections close."""
@@ -217,95 +195,43 @@ class SharedMemory:
         """Read notes until that of a message has come."""
         deadline = 0.0
         while tag not in other.arrived:
-            if not self._pump():  # others may wait for what this rank could not send yet
-                deadline = deadline or time.monotonic() + self._timeout
-                self._pause(deadline)
-                continue
-            if not _read(other, 0):  # a slice of the wait is over
+            if any(peer.unsent for peer in self._peers.values()):
+                self._push_all()
+            try:
+                notes = other.sock.recv(_NOTE.size * 64)  # a whole number of them: each is sent at once
+            except BlockingIOError:  # a slice of the wait is over
                 deadline = deadline or time.monotonic() + self._timeout - _SLICE
-                self._make_room()
                 self._check(deadline)
+                continue
+            except OSError as error:
+                raise RuntimeError(f"connection closed by peer: {error}") from error
+            if not notes:
+                raise RuntimeError("connection closed by peer")
+            for found, slot, offset in _NOTE.iter_unpack(notes):
+                other.arrived.setdefault(found, deque()).append((slot, offset))
 
     def _check(self, deadline: float) -> None:
         if time.monotonic() > deadline:
             self.abort()
             raise RuntimeError(f"timed out after {self._timeout:g} s waiting for a message in shared memory")
 
-    def _pause(self, deadline: float) -> None:
-        """Read all notes that have come, so that the others can send more, and wait a little."""
-        for peer in self._peers.values():
-            while _read(peer, socket.MSG_DONTWAIT):
-                pass
-        self._make_room()
-        time.sleep(_PAUSE)
-        self._check(deadline)
-
-    def _make_room(self) -> None:
-        """Copy what has arrived to private memory: what this rank waits for may have no room, where the sender is."""
-        for index, peer in self._peers.items():
-            with self._lock:
-                messages = [each for each in peer.arrived.values() if any(slot >= 0 for slot, _ in each)]
-                copied = [(slot, message) for each in messages for slot, message in each if slot >= 0]
-                for each in messages:
-                    each.extend([(-1, message if slot < 0 else message.clone()) for slot, message in each])
-                    for _ in range(len(each) // 2):
-                        each.popleft()
-            for slot, _ in copied:
-                self.free(index, slot)
-
-    def _pump(self) -> bool:
-        """Send what there is room for; return whether everything is sent."""
-        if not self._unplaced and not any(peer.unsent for peer in self._peers.values()):
-            return True
+    def _push_all(self) -> None:
         with self._lock:
             for peer in self._peers.values():
-                _push(peer)
-            while self._unplaced:
-                tag, data, readers = self._unplaced[0]
-                slot, offset = place = self._own.reserve(data.nbytes, readers)
-                if slot < 0:
-                    return False
-                self._own.mapped.bytes[offset : offset + data.nbytes].copy_(data)
-                self._unplaced.popleft()
-                self._tell(readers, tag, place, data.nbytes)
-            return not any(peer.unsent for peer in self._peers.values())
+                if peer.unsent:
+                    self._push(peer)
 
-    def _tell(self, readers: tuple[int, ...], tag: int, place: Place, nbytes: int) -> bool:
-        note = _NOTE.pack(tag, *place, nbytes)
-        sent = True
-        for reader in readers:
-            to = self._peers[reader]
-            to.unsent.append(note)
-            sent = _push(to) and sent
-        return sent
-
-
-def _push(to: _Peer) -> bool:
-    """Send notes as long as the socket has room; return whether all are sent."""
-    try:
-        while to.unsent:
-            to.sock.send(to.unsent[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-            to.unsent.popleft()
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise RuntimeError(f"connection closed by peer: {error}") from error
-    return True
-
-
-def _read(other: _Peer, flags: int) -> bool:
-    """Read notes; return False if none has come."""
-    try:
-        notes = other.sock.recv(_NOTE.size * 64, flags)  # a whole number of them: each is sent at once
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise RuntimeError(f"connection closed by peer: {error}") from error
-    if not notes:
-        raise RuntimeError("connection closed by peer")
-    for tag, slot, offset, nbytes in _NOTE.iter_unpack(notes):
-        other.arrived.setdefault(tag, deque()).append((slot, other.memory.bytes[offset : offset + nbytes]))
-    return True
+    def _push(self, to: _Peer) -> bool:
+        """Send notes as long as the socket has room; return whether all are sent."""
+        try:
+            while to.unsent:
+                to.sock.send(to.unsent[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                to.unsent.popleft()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise RuntimeError(f"connection closed by peer: {error}") from error
+        return True
 
 
 @final
