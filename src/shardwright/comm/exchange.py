@@ -1,15 +1,14 @@
 """Point-to-point exchange, on which the uneven collectives are built.
 
 Tensors are sent as bytes, so every dtype is supported; empty tensors are not sent. The tag of a message matches only
-that of the same message of the same operation on the other rank, see ledger.py. Ranks of one host send them through
-shared memory, see shared_memory.py.
+that of the same message of the same operation on the other rank, see ledger.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,6 @@ from shardwright.comm.flight import Flight, Work
 from shardwright.comm.group import Group, world
 from shardwright.comm.ledger import code, current_tensor, of_tensor, tag
 from shardwright.comm.pending import Pending
-from shardwright.comm.shared_memory import Introduction, SharedMemory, is_shareable, may_share
 from shardwright.comm.traffic import report
 from shardwright.errors import CollectiveArgumentError, CommError
 
@@ -37,7 +35,6 @@ class Operation(NamedTuple):
     number: int | None
 
 
-_PAYLOAD = code("payload")
 _EXCHANGE = Operation("exchange", code("exchange"), None)
 
 
@@ -52,53 +49,7 @@ def begin(
     if tensor:
         details = (*details, f"tensor {tensor} of its mesh")
     number = group.ledger.begin(kind, (dtype, *details, op), sent)
-    if number <= _INTRODUCED:
-        _introduce(group, kind, number)
     return Operation(kind, of_tensor(code((kind, dtype, op)), tensor), number)
-
-
-_INTRODUCED = 3  # the number of the first collective in which messages may go through shared memory
-
-
-def _introduce(group: Group, kind: str, number: int) -> None:
-    """Find out whether the ranks of a group share memory, in its first collectives; see shared_memory.py."""
-    ledger = group.ledger
-    if number == 1 and may_share(group.process_group):
-        introduction = Introduction(group.rank, _timeout(group))
-        replies = _tell(group, kind, number, introduction.hello())
-
-        def answer() -> None:
-            answers = _tell(group, kind, number + 1, introduction.answer(replies.wait()))
-
-            def decide() -> None:
-                ledger.shared, ledger.introducing = introduction.result(answers.wait()), None
-
-            ledger.introducing = decide
-
-        ledger.introducing = answer
-    elif number > 1 and ledger.introducing is not None:
-        ledger.introducing()
-
-
-def _timeout(group: Group) -> float:
-    """Return the timeout of the group's process group, in seconds."""
-    backend: Any = group.process_group._get_backend(torch.device("cpu"))  # type: ignore[union-attr]  # there is one
-    seconds: float = backend.options._timeout.total_seconds()
-    return seconds
-
-
-def _tell(group: Group, kind: str, number: int, what: bytes) -> Pending[dict[int, bytes]]:
-    """Send some bytes to all other ranks, and receive as many from each."""
-    data = torch.frombuffer(bytearray(what), dtype=torch.uint8)
-    replies = {peer: torch.empty_like(data) for peer in range(group.size) if peer != group.rank}
-    operation = Operation(kind, code("introduction"), number)
-    flights = post([(peer, data) for peer in replies], list(replies.items()), group, operation)
-
-    def finish() -> dict[int, bytes]:
-        _ = data  # must stay alive until it is sent
-        return {peer: bytes(reply.tolist()) for peer, reply in replies.items()}
-
-    return Pending(kind, group, flights, finish, number)
 
 
 def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: Group | None = None) -> None:
@@ -212,11 +163,7 @@ def post(
         batch += [dist.P2POp(dist.isend, data, group=process_group, group_peer=peer) for peer, data in sends]
         return [Flight(work) for work in dist.batch_isend_irecv(batch)]
     ledger, kind, number = group.ledger, operation.code, operation.number
-    if number is not None and ledger.shared is not None:
-        flights, sends, receives = _post_shared(sends, receives, group, operation, ledger.shared)
-    else:
-        flights = []
-    failed = []
+    flights, failed = [], []
     for peer, data in receives:
         nth = ledger.receive(peer) if number is None else number
         try:
@@ -232,78 +179,6 @@ def post(
         except RuntimeError as error:
             failed.append(Flight(_Failed(error), peer, nth, data.nbytes, incoming=False))
     return [*failed, *flights] if failed else flights
-
-
-def _post_shared(
-    sends: Sequence[tuple[int, Tensor]],
-    receives: Sequence[tuple[int, Tensor]],
-    group: Group,
-    operation: Operation,
-    shared: SharedMemory,
-) -> tuple[list[Flight], list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
-    """Start messages through shared memory; return them, and what is left to gloo because it is too large."""
-    kind, number = operation.code, operation.number
-    assert number is not None
-    left: list[tuple[int, Tensor]] = []
-    flights: list[Flight] = []
-    places: dict[tuple[int, int], tuple[int, int]] = {}  # by address and size: what several ranks get is copied once
-    for peer, data in sends:
-        nbytes = data.nbytes
-        if not is_shareable(nbytes):
-            left.append((peer, data))
-            continue
-        key = data.data_ptr(), nbytes
-        place = places.get(key)
-        if place is None:
-            readers = tuple(reader for reader, other in sends if (other.data_ptr(), other.nbytes) == key)
-            place = places[key] = shared.put(data, readers)
-        try:
-            if not shared.send(peer, tag(number, kind, nbytes), place):
-                flights.append(Flight(_Unsent(shared, peer), peer, number, nbytes, incoming=False))
-            if place[0] < 0:  # there was no room
-                assert group.process_group is not None
-                work = group.process_group.send([data], peer, _payload_tag(number, kind, nbytes))
-                flights.append(Flight(work, peer, number, nbytes, incoming=False))
-        except RuntimeError as error:
-            flights.append(Flight(_Failed(error), peer, number, nbytes, incoming=False))
-    expected = [
-        Flight(_Reading(shared, group, operation, peer, data), peer, number, data.nbytes)
-        for peer, data in receives
-        if is_shareable(data.nbytes)
-    ]
-    return [*expected, *flights], left, [(peer, data) for peer, data in receives if not is_shareable(data.nbytes)]
-
-
-def _payload_tag(number: int, kind: int, nbytes: int) -> int:
-    """Return the tag of a message that had no room in shared memory, and goes through gloo."""
-    return tag(number, kind ^ _PAYLOAD, nbytes)
-
-
-class _Reading:
-    """A message in shared memory."""
-
-    __slots__ = ("_group", "_operation", "_peer", "_shared", "_target")
-
-    def __init__(self, shared: SharedMemory, group: Group, operation: Operation, peer: int, target: Tensor) -> None:
-        self._shared, self._group, self._operation, self._peer, self._target = shared, group, operation, peer, target
-
-    def wait(self) -> None:
-        target, peer, (_, kind, number) = self._target, self._peer, self._operation
-        assert number is not None
-        if not self._shared.receive(peer, tag(number, kind, target.nbytes), target):
-            assert self._group.process_group is not None
-            payload = _payload_tag(number, kind, target.nbytes)
-            self._group.process_group.recv([target], peer, payload).wait()
-
-
-class _Unsent:
-    """A note about a message for which the socket had no room yet."""
-
-    def __init__(self, shared: SharedMemory, peer: int) -> None:
-        self._shared, self._peer = shared, peer
-
-    def wait(self) -> None:
-        self._shared.flush(self._peer)
 
 
 class _Failed:

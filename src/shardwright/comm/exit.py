@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardwright.comm.group import Group, forget
+from shardwright.comm.group import forget
 from shardwright.comm.ledger import code, tag
 from shardwright.comm.mesh import known_meshes
 from shardwright.errors import CommError
@@ -39,9 +39,6 @@ def abort_group(process_group: dist.ProcessGroup) -> None:
     """
     if process_group.size() == 1 or "gloo" not in dist.get_backend_config(process_group):
         return
-    shared = Group.of(process_group).ledger.shared
-    if shared is not None:
-        shared.abort()
     for step in range(1, process_group.size()):
         peer = (process_group.rank() + step) % process_group.size()
         try:

@@ -10,12 +10,9 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, final
-
-if TYPE_CHECKING:
-    from shardwright.comm.shared_memory import SharedMemory
+from typing import NamedTuple, final
 
 __all__ = ["Entry", "Ledger", "code", "current_tensor", "moving_tensor", "of_tensor", "tag"]
 
@@ -118,7 +115,7 @@ class Ledger:
     ['all_gather', 'all_reduce']
     """
 
-    __slots__ = ("count", "introducing", "messages", "received", "recent", "sent", "shared", "tensors")
+    __slots__ = ("count", "messages", "received", "recent", "sent", "tensors")
 
     def __init__(self) -> None:
         self.count = 0
@@ -126,8 +123,6 @@ class Ledger:
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
         self.tensors: dict[Hashable, int] = {}
-        self.introducing: Callable[[], None] | None = None  # until it is known whether the ranks share memory
-        self.shared: SharedMemory | None = None
         self.messages: deque[tuple[int, int, int]] = deque(maxlen=_RECENT)  # most recently sent: peer, number, bytes
 
     def begin(self, kind: str, details: tuple[object, ...], sent: dict[int, int] | None = None) -> int:
