@@ -13,7 +13,7 @@ from shardwright.checkpoint.format.data_file import digest
 from shardwright.errors import CorruptionError, FormatError, MissingKeyError
 from shardwright.interop.formats.contents import ForeignContents, StoredChunk, TableBuilder
 from shardwright.interop.formats.inert_tree import check_name
-from shardwright.interop.formats.safetensors_header import SafetensorsHeader, read_header
+from shardwright.interop.formats.safetensors_header import SafetensorsHeader, read_header, unique_names
 from shardwright.interop.formats.stored import Location, read_bytes
 from shardwright.layout import Region
 from shardwright.storage import LocalStorage
@@ -58,7 +58,7 @@ def _weight_map(storage: LocalStorage, name: str) -> dict[str, str]:
             raise FormatError(f"{name} has {reader.size} bytes, and at most {_MAX_INDEX} are read")
         data = read_bytes(reader, 0, reader.size)
     try:
-        index = json.loads(data, object_pairs_hook=_unique)
+        index = json.loads(data, object_pairs_hook=unique_names)
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{name} cannot be read: {error}") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -68,15 +68,6 @@ def _weight_map(storage: LocalStorage, name: str) -> dict[str, str]:
         if not isinstance(file, str) or not file or set(file) & {"/", "\\", "\0"} or file in (".", ".."):
             raise FormatError(f"{name} lists {str(file)[:200]!r} for {tensor!r}, which is not the name of a file")
     return weight_map
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{repeated!r} is listed twice")
-    return result
 
 
 def _header(storage: LocalStorage, name: str) -> SafetensorsHeader:

@@ -13,7 +13,7 @@ from shardwright.errors import CorruptionError, FormatError
 from shardwright.interop.formats.stored import read_bytes
 from shardwright.storage import Reader
 
-__all__ = ["SAFETENSORS_DTYPES", "HeaderEntry", "SafetensorsHeader", "read_header"]
+__all__ = ["SAFETENSORS_DTYPES", "HeaderEntry", "SafetensorsHeader", "read_header", "unique_names"]
 
 _MAX_HEADER = 1 << 25  # bytes: 200,000 tensors; parsing takes ten times as much memory
 _MAX_DIMENSIONS = 64
@@ -73,7 +73,7 @@ def read_header(reader: Reader, base: int, where: str) -> SafetensorsHeader:
     if length > _MAX_HEADER:
         raise FormatError(f"{where}: its header has {length} bytes, and at most {_MAX_HEADER} are read")
     try:
-        parsed = json.loads(read_bytes(reader, base + 8, length), object_pairs_hook=_unique)
+        parsed = json.loads(read_bytes(reader, base + 8, length), object_pairs_hook=unique_names)
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{where}: its header cannot be read: {error}") from None
     if not isinstance(parsed, dict):
@@ -87,12 +87,17 @@ def read_header(reader: Reader, base: int, where: str) -> SafetensorsHeader:
     return SafetensorsHeader(tensors, metadata, reader.size)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{repeated!r} occurs twice")
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the members of a JSON object; raise ValueError if a name occurs twice.
+
+    >>> unique_names([("a", 1), ("b", 2)])
+    {'a': 1, 'b': 2}
+    """
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"{name!r} occurs twice: it is listed twice in one object")
+        result[name] = value
     return result
 
 
